@@ -1,0 +1,59 @@
+"""comm_core moves bytes: the engine that runs a plan of collectives without the GIL, and the fusion kernels.
+
+It knows nothing of schedules: `docs/engine.md` says how a gradient travels through it.
+`CUDA_BUILT` says whether the CUDA sources were compiled in.
+"""
+
+import torch  # noqa: F401  (loads the libraries that the extension is linked against)
+
+from comm_core._C import (
+    CUDA_BUILT,
+    C10dChannel,
+    C10dTransport,
+    Channel,
+    DirectTransport,
+    GatedChannel,
+    Hub,
+    HubChannel,
+    LinkGate,
+    PythonTransport,
+    RingTransport,
+    TcpChannel,
+    Traffic,
+    Transport,
+    link_gate,
+    pack,
+    scale_,
+    sum_in_order,
+    unpack,
+)
+from comm_core.engine import OPS, Engine, HubTransport
+from comm_core.errors import EngineError
+from comm_core.tcp import tcp_channel
+
+__all__ = [
+    "CUDA_BUILT",
+    "OPS",
+    "C10dChannel",
+    "C10dTransport",
+    "Channel",
+    "DirectTransport",
+    "Engine",
+    "EngineError",
+    "GatedChannel",
+    "Hub",
+    "HubChannel",
+    "HubTransport",
+    "LinkGate",
+    "PythonTransport",
+    "RingTransport",
+    "TcpChannel",
+    "Traffic",
+    "Transport",
+    "link_gate",
+    "pack",
+    "scale_",
+    "sum_in_order",
+    "tcp_channel",
+    "unpack",
+]

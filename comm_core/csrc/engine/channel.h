@@ -1,0 +1,63 @@
+// Point-to-point messages between the ranks of one engine.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "types.h"
+
+namespace commsched {
+
+// What a message belongs to. Between two ranks messages of one direction match in the order in which they were posted; the tag
+// is a check and, over c10d, the number that keeps different operations apart.
+struct MessageTag {
+  uint32_t step = 0;
+  uint16_t position = 0;
+  uint8_t op = 0;
+  uint8_t round = 0;
+  uint32_t bucket = 0;
+  uint32_t segment = 0;
+
+  bool operator==(const MessageTag& o) const {
+    return step == o.step && position == o.position && op == o.op && round == o.round && bucket == o.bucket &&
+           segment == o.segment;
+  }
+};
+
+inline std::string describe(const MessageTag& tag) {
+  return std::string(op_name(static_cast<Op>(tag.op))) + " of bucket " + std::to_string(tag.bucket) + " (step " +
+         std::to_string(tag.step) + ", position " + std::to_string(tag.position) + " of the plan)";
+}
+
+// A posted message: plain numbers, so posting one allocates nothing.
+struct Request {
+  int peer = -1;  // -1: nothing to wait for
+  bool is_send = false;
+  uint64_t sequence = 0;  // counts this channel's messages to / from this peer
+};
+
+// One thread posts and waits; abort() may be called from any other.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  virtual Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) = 0;
+  virtual Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) = 0;
+
+  // Returns when the message's buffer may be used again; throws EngineError when nothing at all arrived or left for the
+  // channel's time-out, when the peer is gone, when its message is another one than expected, and after abort().
+  virtual void wait(const Request& request) = 0;
+
+  // Makes every present and later call throw EngineError(aborted, reason).
+  virtual void abort(const std::string& reason) noexcept = 0;
+
+  // How many messages to and from one peer may be posted and not yet waited for.
+  virtual int max_in_flight() const = 0;
+
+  // How many of an operation's `depth` messages to and from one peer should be under way now.
+  virtual int ahead(int depth) const { return depth; }
+
+  virtual void set_timeout(double seconds) = 0;
+};
+
+}  // namespace commsched

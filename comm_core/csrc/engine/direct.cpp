@@ -1,0 +1,122 @@
+#include "direct.h"
+
+namespace commsched {
+
+DirectTransport::DirectTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
+    : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth),
+      sends_(static_cast<size_t>(size) * depth),
+      receives_(static_cast<size_t>(size) * depth),
+      parts_(size) {}
+
+void DirectTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
+  Request& slot = request(all, peer, k);
+  channel_->wait(slot);
+  slot = Request{};
+}
+
+void DirectTransport::finish_sends(size_t segments) {
+  for (size_t k = segments > static_cast<size_t>(depth_) ? segments - depth_ : 0; k < segments; ++k) {
+    for (int d = 1; d < size_; ++d) wait_for(sends_, peer(d), k);
+  }
+}
+
+// Segment k of every peer's shard goes out, segment k of my shard is awaited from every peer.
+void DirectTransport::post_scatter(const Work& work, size_t k) {
+  const BucketSpec& b = work.bucket;
+  const size_t bytes = work.cut.size(k) * dtype_size(work.wire);
+  const MessageTag tag = message(work.tag, 0, k);
+  for (int d = 1; d < size_; ++d) {
+    const int from = peer(d);
+    request(receives_, from, k) = channel_->irecv(received_.slot(from, k), bytes, from, tag);
+  }
+  for (int d = 1; d < size_; ++d) {
+    const int to = peer(d);
+    wait_for(sends_, to, k);  // of the segment that had this slot before
+    const char* data = at(b.reduce_ptr, b.dtype, to * work.cut.length + work.cut.begin(k));
+    if (work.wire != work.type) {
+      char* staged = outgoing_.slot(to, k);
+      convert(data, work.type, staged, work.wire, work.cut.size(k), b.prescale);
+      data = staged;
+    }
+    request(sends_, to, k) = channel_->isend(data, bytes, to, tag);
+  }
+}
+
+void DirectTransport::reduce(const Work& work, size_t k) {
+  const BucketSpec& b = work.bucket;
+  for (int d = 1; d < size_; ++d) {
+    const int from = peer(d);
+    wait_for(receives_, from, k);
+    parts_[from] = received_.slot(from, k);
+  }
+  char* mine = at(b.reduce_ptr, b.dtype, rank_ * work.cut.length + work.cut.begin(k));
+  parts_[rank_] = mine;
+  if (work.wire != work.type) {
+    // My own part is rounded as the others' were, so that the sum does not depend on who owns the shard.
+    char* staged = outgoing_.slot(rank_, k);
+    convert(mine, work.type, staged, work.wire, work.cut.size(k), b.prescale);
+    parts_[rank_] = staged;
+  }
+  sum_in_order(parts_.data(), size_, work.wire, mine, work.type, work.cut.size(k), b.postscale);
+}
+
+void DirectTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
+  if (size_ == 1) return scale_alone(b);
+  apply_prescale(b);
+  const Work work{b, tag, cut(shard_size(b), b.wire_dtype), b.dtype, b.wire_dtype};
+  const size_t segments = work.cut.segments();
+  size_t posted = 0;
+  for (size_t k = 0; k < segments; ++k) {
+    for (; posted < std::min(segments, k + ahead()); ++posted) post_scatter(work, posted);
+    reduce(work, k);
+  }
+  finish_sends(segments);
+}
+
+// Segment k of my shard goes to every peer, segment k of every peer's shard is awaited.
+void DirectTransport::post_gather(const Work& work, size_t k) {
+  const BucketSpec& b = work.bucket;
+  const bool cast = work.wire != work.type;
+  const size_t n = work.cut.size(k);
+  const MessageTag tag = message(work.tag, 1, k);
+  for (int d = 1; d < size_; ++d) {
+    const int from = peer(d);
+    char* place = cast ? received_.slot(from, k) : at(b.gather_ptr, work.type, from * work.cut.length + work.cut.begin(k));
+    request(receives_, from, k) = channel_->irecv(place, n * dtype_size(work.wire), from, tag);
+  }
+  for (int d = 1; d < size_; ++d) wait_for(sends_, peer(d), k);
+  char* data = at(b.gather_ptr, work.type, rank_ * work.cut.length + work.cut.begin(k));
+  if (cast) {
+    char* staged = outgoing_.slot(rank_, k);
+    convert(data, work.type, staged, work.wire, n, 1.0);
+    convert(staged, work.wire, data, work.type, n, 1.0);  // I keep what the others get
+    data = staged;
+  }
+  for (int d = 1; d < size_; ++d) {
+    request(sends_, peer(d), k) = channel_->isend(data, n * dtype_size(work.wire), peer(d), tag);
+  }
+}
+
+void DirectTransport::place(const Work& work, size_t k) {
+  for (int d = 1; d < size_; ++d) {
+    const int from = peer(d);
+    wait_for(receives_, from, k);
+    if (work.wire == work.type) continue;
+    char* data = at(work.bucket.gather_ptr, work.type, from * work.cut.length + work.cut.begin(k));
+    convert(received_.slot(from, k), work.wire, data, work.type, work.cut.size(k), 1.0);
+  }
+}
+
+void DirectTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
+  if (size_ == 1) return;
+  const Work work{b, tag, cut(shard_size(b), gather_wire(b)), gather_type(b), gather_wire(b)};
+  const size_t segments = work.cut.segments();
+  size_t posted = 0;
+  for (size_t k = 0; k < segments; ++k) {
+    for (; posted < std::min(segments, k + ahead()); ++posted) post_gather(work, posted);
+    place(work, k);
+  }
+  finish_sends(segments);
+}
+
+}  // namespace commsched

@@ -1,0 +1,121 @@
+// Runs one plan - a total order of operations on buckets - once per step, on a thread of its own.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "event_log.h"
+#include "transport.h"
+
+namespace commsched {
+
+// The state that callers and the engine's thread share. The thread holds it too: where a transport never returns, the
+// thread is left behind by close(), but not its memory.
+class EngineCore {
+ public:
+  EngineCore(std::shared_ptr<Transport> transport, double timeout_seconds, size_t max_events);
+
+  int add_bucket(const BucketSpec& spec);
+  void clear_buckets();
+  void install(const std::vector<PlanOp>& plan);
+  int64_t begin_step();
+  void mark_ready(int bucket);
+  void mark_updated(int bucket);
+
+  enum class Stage { reduced, gathered };
+  bool done(int bucket, Stage stage, std::optional<int64_t> step) const;
+  void wait(int bucket, Stage stage, std::optional<double> timeout, std::optional<int64_t> step);
+  void wait_all(std::optional<double> timeout);
+
+  void fail(EngineError error);
+  void stop();                        // the thread ends as soon as it can
+  bool wait_stopped(double seconds);  // false: it is still somewhere in the transport
+  void run();                         // the thread
+
+  std::optional<EngineError> error() const;
+  std::vector<Event> events(bool clear);
+  int64_t begun() const;
+  const Transport& transport() const { return *transport_; }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using Condition = std::function<bool()>;
+
+  // Each number is the last step for which the thing has happened.
+  struct Bucket {
+    BucketSpec spec;
+    int64_t ready = 0, reduced = 0, updated = 0, gathered = 0;
+    Clock::time_point ready_at{}, reduced_at{}, updated_at{};
+    bool in_plan = false, is_reduced = false, is_gathered = false;
+  };
+
+  // The engine's thread.
+  bool run_step(Lock& lock, int64_t step);
+  bool run_op(Lock& lock, const OpTag& tag);
+  void carry_out(const BucketSpec& spec, const OpTag& tag);
+  bool may_start(const OpTag& tag) const;
+  Clock::time_point could_start_at(const OpTag& tag) const;
+  void finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start);
+
+  // Callers.
+  const Bucket& checked(int bucket) const;
+  Bucket& checked(int bucket) { return const_cast<Bucket&>(std::as_const(*this).checked(bucket)); }
+  const Bucket& staged(int bucket, Stage stage) const;
+  void throw_if_failed() const;
+  void check_idle(const char* what) const;
+  void check_plan(const std::vector<PlanOp>& plan) const;
+  void wait_until(Lock& lock, const Condition& reached, std::optional<double> timeout, const std::string& what);
+  Deadline patience(Clock::time_point since) const;
+  EngineError stuck(const std::string& what) const;
+  std::string name(int bucket) const;
+
+  EngineError located(EngineError error, const OpTag& tag) const;
+  int64_t bytes_sent(const BucketSpec& spec, Op op) const;
+
+  const std::shared_ptr<Transport> transport_;
+  const double timeout_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable thread_wakes_;
+  std::condition_variable changed_;
+  std::vector<Bucket> buckets_;
+  std::vector<PlanOp> plan_;
+  int64_t begun_ = 0;
+  int64_t finished_ = 0;
+  int awaited_ = -1;  // the bucket that the thread waits for
+  int position_ = 0;  // of the operation that the thread is at
+  bool busy_ = false;  // in the transport
+  Clock::time_point progress_ = Clock::now();
+  bool stopping_ = false;
+  bool stopped_ = false;
+  std::optional<EngineError> error_;
+  EventLog log_;
+};
+
+// All methods may be called from any thread. A failure, once it happened, is thrown by every later call that marks or waits.
+class Engine {
+ public:
+  explicit Engine(std::shared_ptr<Transport> transport, double timeout_seconds = 300, size_t max_events = 1 << 15);
+  ~Engine() { close(); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  EngineCore* operator->() { return core_.get(); }
+
+  void abort(const std::string& reason);
+  void close() noexcept;  // never hangs; whatever is in flight is aborted
+
+ private:
+  std::shared_ptr<EngineCore> core_;
+  std::mutex closing_;
+  std::thread thread_;
+};
+
+}  // namespace commsched

@@ -1,0 +1,122 @@
+// The engine's own thread: one operation after the other, in the order of the plan.
+#include "engine.h"
+#include "scheduling.h"
+
+namespace commsched {
+
+void EngineCore::run() {
+  prefer_short_turns();
+  Lock lock(mutex_);
+  for (int64_t step = 1; !stopping_ && !error_; ++step) {
+    thread_wakes_.wait(lock, [&] { return begun_ >= step || stopping_ || error_; });
+    if (stopping_ || error_ || !run_step(lock, step)) break;
+  }
+  stopped_ = true;
+  changed_.notify_all();
+}
+
+bool EngineCore::run_step(Lock& lock, int64_t step) {
+  for (size_t i = 0; i < plan_.size(); ++i) {
+    position_ = static_cast<int>(i);
+    if (!run_op(lock, {step, position_, plan_[i].op, plan_[i].bucket})) return false;
+  }
+  finished_ = step;
+  progress_ = Clock::now();
+  changed_.notify_all();
+  return true;
+}
+
+bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
+  if (tag.op == Op::UPDATE) return true;  // the AG waits for it
+  awaited_ = tag.bucket;
+  thread_wakes_.wait(lock, [&] { return may_start(tag) || stopping_ || error_; });
+  awaited_ = -1;
+  if (stopping_ || error_) return false;
+
+  const Clock::time_point ready = could_start_at(tag), start = Clock::now();
+  const BucketSpec& spec = buckets_[tag.bucket].spec;  // stays where it is: buckets change between steps only
+  busy_ = true;
+  progress_ = start;
+  std::optional<EngineError> failure;
+  lock.unlock();
+  try {
+    carry_out(spec, tag);
+  } catch (const EngineError& error) {
+    failure = located(error, tag);
+  } catch (const std::exception& error) {
+    failure = located(EngineError(ErrorKind::aborted, error.what()), tag);
+  }
+  if (failure) fail(*failure);
+  lock.lock();
+  busy_ = false;
+  if (failure) return false;
+  finish_op(tag, ready, start);
+  return true;
+}
+
+void EngineCore::carry_out(const BucketSpec& spec, const OpTag& tag) {
+  if (spec.count == 0) return;
+  switch (tag.op) {
+    case Op::RS: return transport_->reduce_scatter(spec, tag);
+    case Op::AG: return transport_->all_gather(spec, tag);
+    case Op::AR: return transport_->all_reduce(spec, tag);
+    case Op::UPDATE: return;
+  }
+}
+
+bool EngineCore::may_start(const OpTag& tag) const {
+  const Bucket& b = buckets_[tag.bucket];
+  if (tag.op != Op::AG) return b.ready >= tag.step;
+  return b.reduced >= tag.step && (!b.spec.needs_update || b.updated >= tag.step);
+}
+
+Clock::time_point EngineCore::could_start_at(const OpTag& tag) const {
+  const Bucket& b = buckets_[tag.bucket];
+  if (tag.op != Op::AG) return b.ready_at;
+  return b.spec.needs_update ? b.updated_at : b.reduced_at;
+}
+
+void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start) {
+  Bucket& b = buckets_[tag.bucket];
+  const Clock::time_point end = Clock::now();
+  if (tag.op != Op::AG) {
+    b.reduced = tag.step;
+    b.reduced_at = end;
+  }
+  if (tag.op != Op::RS) b.gathered = tag.step;
+  log_.add({tag.step, static_cast<int32_t>(tag.op), tag.bucket, seconds(ready), seconds(start), seconds(end),
+            bytes_sent(b.spec, tag.op)});
+  progress_ = end;
+  changed_.notify_all();
+}
+
+int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
+  const int n = transport_->size();
+  const int64_t others = static_cast<int64_t>(spec.count / n) * (n - 1);
+  const int64_t scattered = others * static_cast<int64_t>(dtype_size(spec.wire_dtype));
+  const DType gathered = spec.gathers_gradients() ? spec.wire_dtype : spec.gather_dtype;
+  return (op != Op::AG ? scattered : 0) + (op != Op::RS ? others * static_cast<int64_t>(dtype_size(gathered)) : 0);
+}
+
+// Adds where the failure happened, and what to look at, to what the channel knows.
+EngineError EngineCore::located(EngineError error, const OpTag& tag) const {
+  const BucketSpec& spec = buckets_[tag.bucket].spec;
+  std::string text = "rank " + std::to_string(transport_->rank()) + ": " + op_name(tag.op) + " of bucket " +
+                     std::to_string(tag.bucket) + " (" + spec.name + ") in step " + std::to_string(tag.step) +
+                     " failed: " + error.what();
+  if (error.kind == ErrorKind::timeout) {
+    text += "; is rank " + std::to_string(error.peer) + " alive, and has it come to the same step? The time-out is " +
+            std::to_string(timeout_) + " s";
+  } else if (error.kind == ErrorKind::peer_lost) {
+    text += "; look at the output of rank " + std::to_string(error.peer) + " for why it ended";
+  }
+  EngineError result(error.kind, text, error.peer);
+  result.rank = transport_->rank();
+  result.bucket = tag.bucket;
+  result.step = tag.step;
+  result.op = op_name(tag.op);
+  result.name = spec.name;
+  return result;
+}
+
+}  // namespace commsched

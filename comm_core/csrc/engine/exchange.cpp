@@ -1,0 +1,43 @@
+#include "exchange.h"
+
+namespace commsched {
+
+ExchangeTransport::ExchangeTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
+    : channel_(std::move(channel)),
+      rank_(rank),
+      size_(size),
+      segment_bytes_(segment_bytes),
+      depth_(depth) {
+  const auto refuse = [](const std::string& text) { throw EngineError(ErrorKind::usage, text); };
+  if (!channel_) refuse("a transport needs a channel, but got none");
+  if (size < 1 || rank < 0 || rank >= size) {
+    refuse("rank must be in [0, size), but rank is " + std::to_string(rank) + " and size is " + std::to_string(size));
+  }
+  if (segment_bytes < 8 || segment_bytes % 8 != 0) {
+    refuse("segment_bytes must be a positive multiple of 8, but is " + std::to_string(segment_bytes));
+  }
+  if (depth < 1 || depth > channel_->max_in_flight()) {
+    refuse("depth must be in [1, " + std::to_string(channel_->max_in_flight()) + "], but is " + std::to_string(depth));
+  }
+  received_.reserve(size, depth, segment_bytes);
+}
+
+void ExchangeTransport::prepare(const BucketSpec& bucket) {
+  check_wire(bucket.dtype, bucket.wire_dtype);
+  if (bucket.wire_dtype != bucket.dtype) outgoing_.reserve(size_, depth_, segment_bytes_);
+}
+
+void ExchangeTransport::apply_prescale(const BucketSpec& b) const {
+  if (b.wire_dtype == b.dtype) convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
+}
+
+void ExchangeTransport::scale_alone(const BucketSpec& b) const {
+  convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale * b.postscale);
+}
+
+MessageTag ExchangeTransport::message(const OpTag& tag, size_t round, size_t segment) {
+  return {static_cast<uint32_t>(tag.step), static_cast<uint16_t>(tag.position), static_cast<uint8_t>(tag.op),
+          static_cast<uint8_t>(round),     static_cast<uint32_t>(tag.bucket),   static_cast<uint32_t>(segment)};
+}
+
+}  // namespace commsched

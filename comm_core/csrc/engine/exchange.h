@@ -1,0 +1,81 @@
+// What the direct and the ring exchange share: the channel, how a shard is cut into segments, and staging memory.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "channel.h"
+#include "reduce.h"
+#include "transport.h"
+
+namespace commsched {
+
+// A shard of `length` elements as segments of `step` elements; an empty shard has none.
+struct Cut {
+  size_t length;
+  size_t step;
+
+  size_t segments() const { return (length + step - 1) / step; }
+  size_t begin(size_t k) const { return k * step; }
+  size_t size(size_t k) const { return std::min(step, length - begin(k)); }
+};
+
+// Rows of segment-sized slots, used in turn: segment k of a row lies in slot k % depth.
+class Staging {
+ public:
+  void reserve(int rows, int depth, size_t slot_bytes) {
+    const size_t needed = static_cast<size_t>(rows) * depth * slot_bytes;
+    if (memory_.size() < needed) memory_.resize(needed);
+    depth_ = depth;
+    slot_bytes_ = slot_bytes;
+  }
+  char* slot(int row, size_t k) { return memory_.data() + (static_cast<size_t>(row) * depth_ + k % depth_) * slot_bytes_; }
+
+ private:
+  std::vector<char> memory_;
+  int depth_ = 1;
+  size_t slot_bytes_ = 0;
+};
+
+class ExchangeTransport : public Transport {
+ public:
+  // Up to `depth` segments per peer and direction are under way at a time: what the channel says.
+  ExchangeTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
+
+  void prepare(const BucketSpec& bucket) override;
+  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+ protected:
+  size_t shard_size(const BucketSpec& bucket) const { return bucket.count / size_; }
+  Cut cut(size_t length, DType wire) const { return {length, segment_bytes_ / dtype_size(wire)}; }
+  static char* at(void* base, DType type, size_t element) { return static_cast<char*>(base) + element * dtype_size(type); }
+
+  // What AG sends gradients as; parameters always travel as they are.
+  static DType gather_wire(const BucketSpec& b) { return b.gathers_gradients() ? b.wire_dtype : b.gather_dtype; }
+  static DType gather_type(const BucketSpec& b) { return b.gathers_gradients() ? b.dtype : b.gather_dtype; }
+
+  // Scales in place where nothing is cast on the way out; a cast applies the scale itself.
+  void apply_prescale(const BucketSpec& bucket) const;
+
+  // The sum of one rank is its own gradients, scaled.
+  void scale_alone(const BucketSpec& bucket) const;
+
+  size_t ahead() const { return static_cast<size_t>(channel_->ahead(depth_)); }
+
+  static MessageTag message(const OpTag& tag, size_t round, size_t segment);
+
+  std::shared_ptr<Channel> channel_;
+  const int rank_;
+  const int size_;
+  const size_t segment_bytes_;
+  const int depth_;
+  Staging received_;  // one row per peer
+  Staging outgoing_;  // one row per peer, for what is cast
+};
+
+}  // namespace commsched

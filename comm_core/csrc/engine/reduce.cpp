@@ -1,0 +1,170 @@
+#include "reduce.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace commsched {
+namespace {
+
+constexpr size_t kBlock = 1024;  // elements; the sums of a block stay in the first-level cache
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+To bit_copy(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// Both conversions are written without branches so that the compiler vectorises the loops around them.
+inline float widen(Half h) {
+  const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(h.bits & 0x7fffu) << 13;
+  // Multiplying by 2^112 moves the exponent's bias from 15 to 127 and makes subnormal halves normal.
+  const uint32_t finite = bit_copy<uint32_t>(bit_copy<float>(magnitude) * bit_copy<float>(0x77800000u));
+  const uint32_t special = magnitude | 0x7f800000u;
+  return bit_copy<float>(sign | (magnitude >= (0x7c00u << 13) ? special : finite));
+}
+
+inline float widen(BFloat b) { return bit_copy<float>(static_cast<uint32_t>(b.bits) << 16); }
+
+template <typename T>
+T widen(T value) {
+  return value;
+}
+
+template <typename To, typename From>
+struct Narrow {
+  static To apply(From value) { return static_cast<To>(value); }
+};
+
+template <typename From>
+struct Narrow<Half, From> {
+  static Half apply(From value) {
+    const uint32_t bits = bit_copy<uint32_t>(static_cast<float>(value));
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Round to nearest even by adding just under half a unit, plus one where the kept part is odd.
+    const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Below 2^-14: adding 0.5 lets the float adder round at the place where a subnormal half ends.
+    const uint32_t subnormal = bit_copy<uint32_t>(bit_copy<float>(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+    return {static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? special : finite))};
+  }
+};
+
+template <typename From>
+struct Narrow<BFloat, From> {
+  static BFloat apply(From value) {
+    const float wide = static_cast<float>(value);
+    const uint32_t bits = bit_copy<uint32_t>(wide);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return {static_cast<uint16_t>(wide != wide ? 0x7fc0u : rounded)};
+  }
+};
+
+template <typename T>
+constexpr bool is_half = std::is_same_v<T, Half> || std::is_same_v<T, BFloat>;
+
+// The type that a sum of `From`, stored as `To`, is formed in.
+template <typename From, typename To>
+using Sum = std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double,
+                               std::conditional_t<is_half<From> || std::is_same_v<From, float>, float, From>>;
+
+template <typename From, typename To>
+void store(const Sum<From, To>* sums, To* out, size_t n, double scale) {
+  using S = Sum<From, To>;
+  if (scale == 1.0) {
+    for (size_t i = 0; i < n; ++i) out[i] = Narrow<To, S>::apply(sums[i]);
+  } else if constexpr (std::is_integral_v<S>) {
+    for (size_t i = 0; i < n; ++i) out[i] = static_cast<To>(static_cast<double>(sums[i]) * scale);
+  } else {
+    const S factor = static_cast<S>(scale);
+    for (size_t i = 0; i < n; ++i) out[i] = Narrow<To, S>::apply(sums[i] * factor);
+  }
+}
+
+template <typename From, typename To>
+void sum_blocks(const void* const* parts, int num_parts, void* out, size_t n, double scale) {
+  using S = Sum<From, To>;
+  S sums[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t length = std::min(kBlock, n - begin);
+    const From* first = static_cast<const From*>(parts[0]) + begin;
+    for (size_t i = 0; i < length; ++i) sums[i] = static_cast<S>(widen(first[i]));
+    for (int p = 1; p < num_parts; ++p) {
+      const From* part = static_cast<const From*>(parts[p]) + begin;
+      for (size_t i = 0; i < length; ++i) sums[i] = static_cast<S>(sums[i] + static_cast<S>(widen(part[i])));
+    }
+    store<From, To>(sums, static_cast<To*>(out) + begin, length, scale);
+  }
+}
+
+template <typename T>
+struct Type {
+  using type = T;
+};
+
+template <typename F>
+void with_floating(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32: return f(Type<float>{});
+    case DType::f64: return f(Type<double>{});
+    case DType::f16: return f(Type<Half>{});
+    case DType::bf16: return f(Type<BFloat>{});
+    default: throw EngineError(ErrorKind::usage, std::string("a floating type is needed here, not ") + dtype_name(dtype));
+  }
+}
+
+template <typename F>
+void with_integer(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::i32: return f(Type<int32_t>{});
+    case DType::i64: return f(Type<int64_t>{});
+    default: return f(Type<uint8_t>{});
+  }
+}
+
+bool is_floating(DType dtype) { return dtype <= DType::bf16; }
+
+}  // namespace
+
+void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale) {
+  if (from == to && !is_floating(from)) {
+    return with_integer(from, [&](auto t) {
+      using T = typename decltype(t)::type;
+      sum_blocks<T, T>(parts, num_parts, out, n, scale);
+    });
+  }
+  with_floating(from, [&](auto f) {
+    with_floating(to, [&](auto t) {
+      sum_blocks<typename decltype(f)::type, typename decltype(t)::type>(parts, num_parts, out, n, scale);
+    });
+  });
+}
+
+void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale) {
+  if (from_type == to_type && scale == 1.0) {
+    if (from != to && n > 0) std::memcpy(to, from, n * dtype_size(to_type));
+    return;
+  }
+  sum_in_order(&from, 1, from_type, to, to_type, n, scale);
+}
+
+void check_wire(DType dtype, DType wire) {
+  if (wire == dtype) return;
+  if (is_floating(dtype) && is_floating(wire) && dtype_size(wire) < dtype_size(dtype)) return;
+  throw EngineError(ErrorKind::usage, std::string("a bucket of ") + dtype_name(dtype) + " cannot travel as " +
+                                          dtype_name(wire) + ": use the same type or a smaller floating type");
+}
+
+}  // namespace commsched

@@ -1,0 +1,20 @@
+// Sums in rank order, casts and scaling of flat arrays. Half types are added in float and rounded once.
+#pragma once
+
+#include <string>
+
+#include "types.h"
+
+namespace commsched {
+
+// out[i] = (parts[0][i] + parts[1][i] + ...) * scale. Every element is added in the order of `parts`, whatever n is, so that a
+// result does not depend on how a buffer was cut. `parts` have type `from`, `out` has type `to`; out may be one of the parts.
+void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale);
+
+// to[i] = from[i] * scale; the arrays may be the same one when the types are.
+void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale);
+
+// Throws EngineError(usage) unless values of `dtype` may travel as `wire`: itself, or a smaller floating type.
+void check_wire(DType dtype, DType wire);
+
+}  // namespace commsched

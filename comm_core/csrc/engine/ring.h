@@ -1,0 +1,46 @@
+// Every rank sends to the next one only: N-1 rounds, the fewest connections in use at a time. Each segment travels on as soon
+// as it is added, so the rounds of different segments overlap. The order of the sum differs from shard to shard (it starts at
+// the shard's owner + 1) but never from run to run.
+#pragma once
+
+#include "exchange.h"
+
+namespace commsched {
+
+class RingTransport : public ExchangeTransport {
+ public:
+  RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
+
+  void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
+  void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
+
+ private:
+  // One operation under way. Message m is segment m % segments of round m / segments.
+  struct Work {
+    const BucketSpec& bucket;
+    const OpTag& tag;
+    Cut cut;
+    DType type;
+    DType wire;
+    bool reducing;
+
+    size_t round(size_t m) const { return m / cut.segments(); }
+    size_t segment(size_t m) const { return m % cut.segments(); }
+    bool cast() const { return wire != type; }
+  };
+
+  void run(const Work& work);
+  void receive(const Work& work, size_t m);
+  void send(const Work& work, size_t m);
+  void accept(const Work& work, size_t m);
+  void add(const Work& work, size_t m, char* data);
+
+  size_t shard_sent(const Work& work, size_t m) const;
+  char* data(const Work& work, size_t shard, size_t m) const;
+  size_t bytes(const Work& work, size_t m) const;
+
+  std::vector<Request> sends_;
+  std::vector<Request> receives_;
+};
+
+}  // namespace commsched

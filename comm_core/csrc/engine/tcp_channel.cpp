@@ -1,0 +1,267 @@
+#include "tcp_channel.h"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace commsched {
+namespace {
+
+constexpr uint64_t kMessage = 0x636f6d6d73636864;   // an ordinary message
+constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // nothing more will come; tag.bucket is the rank at fault, a text follows
+constexpr int kPieces = 16;                         // of memory, per system call
+constexpr size_t kMaxText = 400;
+constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer do not pay for taking the core from the computation
+// However it comes that poll() does not wake for bytes that are there, they are found this much later.
+constexpr auto kLongestSleep = std::chrono::milliseconds(200);
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+TcpChannel::TcpChannel(int rank, std::vector<Socket> sockets)
+    : rank_(rank), peers_(sockets.size()), polled_(sockets.size() + 1), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), culprit_(rank) {
+  for (size_t i = 0; i < sockets.size(); ++i) peers_[i].socket = std::move(sockets[i]);
+  polled_.back() = {wake_.fd(), POLLIN, 0};
+}
+
+TcpChannel::~TcpChannel() { say_farewell(rank_name(rank_) + " closed its engine"); }
+
+Request TcpChannel::post(Stream& stream, bool is_send, const void* data, size_t bytes, int peer, const MessageTag& tag) {
+  if (stream.posted - stream.done >= kSlots) throw EngineError(ErrorKind::usage, "too many messages are under way", peer);
+  Message& message = stream[stream.posted];
+  message.header = {kMessage, bytes, tag};
+  message.data = static_cast<char*>(const_cast<void*>(data));
+  return {peer, is_send, stream.posted++};
+}
+
+Request TcpChannel::isend(const void* data, size_t bytes, int peer, const MessageTag& tag) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
+  Stream& stream = peers_[peer].out;
+  const bool first = stream.idle();
+  const Request request = post(stream, true, data, bytes, peer, tag);
+  if (first) write(peer);  // most fit into the socket's buffer straight away
+  return request;
+}
+
+Request TcpChannel::irecv(void* data, size_t bytes, int peer, const MessageTag& tag) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
+  return post(peers_[peer].in, false, data, bytes, peer, tag);
+}
+
+bool TcpChannel::done(const Request& request) const {
+  const Peer& peer = peers_[request.peer];
+  return (request.is_send ? peer.out.done : peer.in.done) > request.sequence;
+}
+
+// What is still to move of the first messages, as pieces of memory.
+int TcpChannel::Stream::gather(iovec* pieces, bool incoming) {
+  int count = 0;
+  size_t skip = moved;
+  for (uint64_t i = done; i < posted && count + 2 <= kPieces; ++i) {
+    Message& message = (*this)[i];
+    char* header = reinterpret_cast<char*>(incoming ? &message.arrived : &message.header);
+    if (skip < sizeof(Header)) pieces[count++] = {header + skip, sizeof(Header) - skip};
+    const size_t begin = skip > sizeof(Header) ? skip - sizeof(Header) : 0;
+    if (begin < message.header.bytes) pieces[count++] = {message.data + begin, message.header.bytes - begin};
+    skip = 0;
+  }
+  return count;
+}
+
+void TcpChannel::advance(int peer, Stream& stream, bool incoming, size_t bytes) {
+  while (bytes > 0) {
+    Message& message = stream[stream.done];
+    const size_t before = stream.moved;
+    const size_t step = std::min(bytes, total(message) - before);
+    stream.moved += step;
+    bytes -= step;
+    if (incoming && before < sizeof(Header) && stream.moved >= sizeof(Header)) check_arrived(peer, message);
+    if (stream.moved == total(message)) {
+      stream.moved = 0;
+      ++stream.done;
+    }
+  }
+}
+
+bool TcpChannel::write(int peer) {
+  Stream& stream = peers_[peer].out;
+  iovec pieces[kPieces];
+  msghdr batch{};
+  batch.msg_iov = pieces;
+  batch.msg_iovlen = stream.gather(pieces, false);
+  if (batch.msg_iovlen == 0) return false;
+  const ssize_t sent = ::sendmsg(peers_[peer].socket.fd(), &batch, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent > 0) {
+    advance(peer, stream, false, sent);
+    return true;
+  }
+  if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
+    const std::string why = std::strerror(errno);
+    while (read(peer)) {}  // it may have said why it left
+    lose(peer, why);
+  }
+  return false;
+}
+
+bool TcpChannel::read(int peer) {
+  Stream& stream = peers_[peer].in;
+  iovec pieces[kPieces];
+  Header unexpected;
+  msghdr batch{};
+  batch.msg_iov = pieces;
+  batch.msg_iovlen = stream.gather(pieces, true);
+  const bool expecting = batch.msg_iovlen > 0;
+  if (!expecting) {
+    pieces[0] = {&unexpected, sizeof(unexpected)};
+    batch.msg_iovlen = 1;
+  }
+  // Where nothing is expected this is called only to look for a farewell: leave anything else in the socket.
+  const ssize_t got = ::recvmsg(peers_[peer].socket.fd(), &batch, MSG_DONTWAIT | (expecting ? 0 : MSG_PEEK));
+  if (got == 0) lose(peer, "it closed the connection");
+  if (got < 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return false;
+    lose(peer, std::strerror(errno));
+  }
+  if (expecting) {
+    advance(peer, stream, true, got);
+    return true;
+  }
+  if (got == sizeof(unexpected) && unexpected.kind == kFarewell) {
+    ::recv(peers_[peer].socket.fd(), &unexpected, sizeof(unexpected), MSG_DONTWAIT);
+    hear_farewell(peer, unexpected);
+  }
+  return false;
+}
+
+void TcpChannel::check_arrived(int peer, const Message& message) {
+  const Header& got = message.arrived;
+  const Header& expected = message.header;
+  if (got.kind == kFarewell) hear_farewell(peer, got);
+  if (got.kind == kMessage && got.bytes == expected.bytes && got.tag == expected.tag) return;
+  culprit_ = peer;
+  throw EngineError(ErrorKind::mismatch,
+                    rank_name(peer) + " sent " + std::to_string(got.bytes) + " bytes for " + describe(got.tag) +
+                        ", but this rank expects " + std::to_string(expected.bytes) + " bytes for " + describe(expected.tag) +
+                        "; do all ranks run the same plan?",
+                    peer);
+}
+
+// The farewell's header lies in `header`; its text was read into the message's memory, or is still to be read.
+void TcpChannel::hear_farewell(int peer, const Header& header) {
+  Stream& stream = peers_[peer].in;
+  char text[kMaxText] = {};
+  size_t length = 0;
+  const size_t wanted = std::min<size_t>(header.bytes, kMaxText);
+  if (!stream.idle() && stream.moved > sizeof(Header)) {
+    length = std::min(wanted, stream.moved - sizeof(Header));
+    std::memcpy(text, stream[stream.done].data, length);
+  }
+  if (length < wanted) {
+    const ssize_t more = ::recv(peers_[peer].socket.fd(), text + length, wanted - length, MSG_DONTWAIT);
+    if (more > 0) length += more;
+  }
+  culprit_ = static_cast<int>(header.tag.bucket);
+  throw EngineError(ErrorKind::peer_lost, rank_name(peer) + " gave up: " + std::string(text, length), culprit_);
+}
+
+void TcpChannel::lose(int peer, const std::string& why) {
+  culprit_ = peer;
+  throw EngineError(ErrorKind::peer_lost, "the connection to " + rank_name(peer) + " is lost (" + why + ")", peer);
+}
+
+// Moves whatever can move now; poll() has said which sockets are worth a try.
+bool TcpChannel::move_ready() {
+  bool moved = false;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const short events = polled_[i].revents;
+    if (events == 0 || polled_[i].fd < 0) continue;
+    const int peer = static_cast<int>(i);
+    if ((events & POLLOUT) != 0) moved |= write(peer);
+    if ((events & (POLLIN | POLLHUP | POLLERR)) != 0) moved |= read(peer);
+  }
+  return moved;
+}
+
+// Has poll() look at what a peer's messages need, and not wake us for less than is worth it.
+void TcpChannel::watch(size_t i) {
+  Peer& peer = peers_[i];
+  const short events = (peer.in.idle() ? 0 : POLLIN) | (peer.out.idle() ? 0 : POLLOUT);
+  polled_[i] = {events != 0 ? peer.socket.fd() : -1, events, 0};
+  if (peer.in.idle()) return;
+  // Not more than the next message has left: what follows it may not come before that one was answered.
+  const size_t left = total(peer.in[peer.in.done]) - peer.in.moved;
+  const int enough = static_cast<int>(std::min(left, kWorthWaking));
+  if (enough == peer.enough) return;
+  peer.enough = enough;
+  setsockopt(peer.socket.fd(), SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
+}
+
+void TcpChannel::sleep(Deadline deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+  const auto nap = std::clamp<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), std::chrono::milliseconds(0), kLongestSleep);
+  if (::poll(polled_.data(), polled_.size(), static_cast<int>(nap.count())) > 0) return;
+  for (pollfd& entry : polled_) entry.revents = entry.events;  // nothing said, or interrupted: try them all
+}
+
+void TcpChannel::wait(const Request& request) {
+  if (request.peer < 0) return;
+  std::unique_lock lock(mutex_);
+  Deadline deadline = Clock::now() + timeout_;
+  // Before the first sleep, try the one that is waited for: often its bytes are there.
+  if (!done(request) && !aborted_) request.is_send ? write(request.peer) : read(request.peer);
+  while (!done(request)) {
+    if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
+    for (size_t i = 0; i < peers_.size(); ++i) watch(i);
+    lock.unlock();
+    sleep(deadline);
+    lock.lock();
+    if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
+    if (move_ready()) {
+      deadline = Clock::now() + timeout_;
+    } else if (Clock::now() >= deadline) {
+      culprit_ = request.peer;
+      throw late(request);
+    }
+  }
+}
+
+EngineError TcpChannel::late(const Request& request) const {
+  return EngineError(ErrorKind::timeout,
+                     std::string("nothing ") + (request.is_send ? "could be sent to " : "came from ") + rank_name(request.peer),
+                     request.peer);
+}
+
+void TcpChannel::abort(const std::string& reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) return;
+  aborted_ = true;
+  reason_ = reason;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_.fd(), &one, sizeof(one));
+  say_farewell(reason);
+}
+
+// Tells the others why, where that is possible: between two messages. Otherwise they see the connection close.
+void TcpChannel::say_farewell(const std::string& reason) noexcept {
+  const std::string text = reason.substr(0, kMaxText);
+  Header header{kFarewell, text.size(), {}};
+  header.tag.bucket = static_cast<uint32_t>(culprit_);
+  const std::string bytes = std::string(reinterpret_cast<const char*>(&header), sizeof(header)) + text;
+  for (Peer& peer : peers_) {
+    if (!peer.socket) continue;
+    const int fd = peer.socket.fd();
+    if (peer.out.moved == 0) {
+      [[maybe_unused]] const ssize_t sent = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+    ::shutdown(fd, SHUT_WR);
+  }
+}
+
+}  // namespace commsched

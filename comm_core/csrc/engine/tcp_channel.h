@@ -1,0 +1,88 @@
+// Messages over the connections of a TcpMesh. The waiting thread itself moves the bytes: straight between the sockets and the
+// buffers that were posted, many messages per system call, with no thread in between.
+#pragma once
+
+#include <poll.h>
+#include <sys/uio.h>
+
+#include <array>
+#include <mutex>
+#include <vector>
+
+#include "channel.h"
+#include "tcp_mesh.h"
+
+namespace commsched {
+
+class TcpChannel : public Channel {
+ public:
+  TcpChannel(int rank, std::vector<Socket> sockets);
+  ~TcpChannel() override;
+
+  Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) override;
+  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override;
+  void wait(const Request& request) override;
+  void abort(const std::string& reason) noexcept override;
+  int max_in_flight() const override { return kSlots; }
+  void set_timeout(double seconds) override { timeout_ = to_duration(seconds); }
+
+ private:
+  static constexpr int kSlots = 64;
+
+  // Goes before every message.
+  struct Header {
+    uint64_t kind = 0;
+    uint64_t bytes = 0;
+    MessageTag tag;
+  };
+  struct Message {
+    Header header;
+    char* data = nullptr;
+    Header arrived;  // what the other side put before it
+  };
+  // The messages of one direction, and how far the first unfinished one has come.
+  struct Stream {
+    std::array<Message, kSlots> messages;
+    uint64_t posted = 0;
+    uint64_t done = 0;
+    size_t moved = 0;  // bytes of message `done`, header included
+
+    Message& operator[](uint64_t i) { return messages[i % kSlots]; }
+    bool idle() const { return posted == done; }
+    int gather(iovec* pieces, bool incoming);
+  };
+  struct Peer {
+    Socket socket;
+    Stream out;
+    Stream in;
+    int enough = 1;  // bytes that poll() waits for
+  };
+
+  static size_t total(const Message& message) { return sizeof(Header) + message.header.bytes; }
+  Request post(Stream& stream, bool is_send, const void* data, size_t bytes, int peer, const MessageTag& tag);
+  bool done(const Request& request) const;
+  bool write(int peer);
+  bool read(int peer);
+  void advance(int peer, Stream& stream, bool incoming, size_t bytes);
+  void check_arrived(int peer, const Message& message);
+  bool move_ready();
+  void watch(size_t peer);
+  void sleep(Deadline deadline);
+  [[noreturn]] void lose(int peer, const std::string& why);
+  [[noreturn]] void hear_farewell(int peer, const Header& header);
+  void say_farewell(const std::string& reason) noexcept;
+  EngineError late(const Request& request) const;
+
+  const int rank_;
+  Clock::duration timeout_ = to_duration(300);
+  std::vector<Peer> peers_;
+  std::vector<pollfd> polled_;  // one per peer, then the one that abort() wakes
+  Socket wake_;
+
+  std::mutex mutex_;  // the streams; not held while asleep
+  bool aborted_ = false;
+  std::string reason_;
+  int culprit_;  // whose fault it is, as far as this rank knows: told to the others
+};
+
+}  // namespace commsched

@@ -1,0 +1,100 @@
+// The engine's vocabulary. Plain C++: the engine, the exchanges and the hub must build without torch and Python, so that
+// one small test program can run them under the sanitizers.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace commsched {
+
+enum class DType : uint8_t { f32, f64, f16, bf16, i32, i64, u8 };
+
+constexpr size_t dtype_size(DType type) {
+  switch (type) {
+    case DType::f64: case DType::i64: return 8;
+    case DType::f32: case DType::i32: return 4;
+    case DType::f16: case DType::bf16: return 2;
+    case DType::u8: return 1;
+  }
+  return 0;
+}
+
+constexpr const char* dtype_name(DType type) {
+  constexpr const char* names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8"};
+  return names[static_cast<int>(type)];
+}
+
+// RS reduce-scatter, AG all-gather, AR both at once. UPDATE marks where the caller updates its shard; the engine passes it by.
+enum class Op : uint8_t { RS, AG, AR, UPDATE };
+
+constexpr const char* op_name(Op op) {
+  constexpr const char* names[] = {"RS", "AG", "AR", "UPDATE"};
+  return names[static_cast<int>(op)];
+}
+
+struct PlanOp {
+  Op op;
+  int bucket;
+};
+
+// One flat buffer of gradients, and the flat buffer that its all-gather fills.
+struct BucketSpec {
+  std::string name;             // for errors and the event log
+  void* reduce_ptr = nullptr;   // the gradients: `count` elements of `dtype`, summed in place
+  void* gather_ptr = nullptr;   // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
+  size_t count = 0;             // a multiple of the number of ranks; rank r owns [r*count/N, (r+1)*count/N)
+  DType dtype = DType::f32;
+  DType gather_dtype = DType::f32;
+  DType wire_dtype = DType::f32;  // what gradients travel as; sums are formed in the wider of this and `dtype`
+  double prescale = 1.0;          // applied to every rank's gradients before they are added
+  double postscale = 1.0;         // applied to the sum, by its owner
+  bool needs_update = false;      // AG waits for mark_updated
+  std::shared_ptr<void> owner;    // keeps the memory alive
+
+  bool gathers_gradients() const { return gather_ptr == reduce_ptr; }
+};
+
+// Which operation of which step is being carried out: travels with every message so that differing plans are noticed.
+struct OpTag {
+  int64_t step = 0;
+  int position = 0;  // in the plan
+  Op op = Op::RS;
+  int bucket = 0;
+};
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+inline double seconds(Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
+
+inline Clock::duration to_duration(double secs) {
+  // A year is as good as for ever, and cannot overflow when it is added to now().
+  const double bounded = secs < 0 ? 0 : (secs > 3.15e7 ? 3.15e7 : secs);
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+enum class ErrorKind : uint8_t { timeout, peer_lost, aborted, mismatch, usage };
+
+constexpr const char* kind_name(ErrorKind kind) {
+  constexpr const char* names[] = {"timeout", "peer_lost", "aborted", "mismatch", "usage"};
+  return names[static_cast<int>(kind)];
+}
+
+// What went wrong, where. Channels know kind, peer and text; the engine adds the rest.
+struct EngineError : std::runtime_error {
+  EngineError(ErrorKind kind, const std::string& text, int peer = -1) : std::runtime_error(text), kind(kind), peer(peer) {}
+
+  ErrorKind kind;
+  int peer = -1;
+  int rank = -1;
+  int bucket = -1;
+  int64_t step = -1;
+  std::string op;    // "" where no operation was under way
+  std::string name;  // the bucket's
+};
+
+}  // namespace commsched

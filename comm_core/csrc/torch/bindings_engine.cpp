@@ -1,0 +1,275 @@
+// Python's view of the engine, its channels and its transports.
+#include "bindings_engine.h"
+
+#include <pybind11/numpy.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "c10d_channel.h"
+#include "collective_transport.h"
+#include "engine/direct.h"
+#include "engine/engine.h"
+#include "engine/hub_channel.h"
+#include "engine/ring.h"
+#include "engine/tcp_channel.h"
+#include "python_transport.h"
+
+namespace commsched {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Stage = EngineCore::Stage;
+constexpr size_t kSegmentBytes = 256 << 10;
+constexpr int kDepth = 4;
+
+c10::intrusive_ptr<c10d::Backend> as_backend(const py::object& object) {
+  try {
+    auto* backend = object.cast<c10d::Backend*>();
+    return c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(backend);
+  } catch (const py::cast_error&) {
+    throw EngineError(ErrorKind::usage, "a channel or a c10d backend such as torch.distributed.ProcessGroupGloo is needed, not " +
+                                            py::repr(py::type::of(object)).cast<std::string>());
+  }
+}
+
+std::shared_ptr<Channel> as_channel(const py::object& object) {
+  if (py::isinstance<Channel>(object)) return object.cast<std::shared_ptr<Channel>>();
+  return std::make_shared<C10dChannel>(as_backend(object));
+}
+
+void check_flat(const at::Tensor& tensor, const char* what) {
+  if (tensor.device().is_cpu() && tensor.dim() == 1 && tensor.is_contiguous()) return;
+  throw EngineError(ErrorKind::usage, std::string(what) + " must be a one-dimensional contiguous tensor on the CPU");
+}
+
+BucketSpec make_spec(const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
+                     double prescale, double postscale, bool needs_update, std::string name) {
+  const at::Tensor& gathered = gather.value_or(reduce);
+  check_flat(reduce, "the gradient buffer");
+  check_flat(gathered, "the gathered buffer");
+  if (gathered.numel() != reduce.numel()) {
+    throw EngineError(ErrorKind::usage, "both buffers of a bucket must have the same number of elements, but they have " +
+                                            std::to_string(reduce.numel()) + " and " + std::to_string(gathered.numel()));
+  }
+  BucketSpec spec;
+  spec.name = std::move(name);
+  spec.reduce_ptr = reduce.data_ptr();
+  spec.gather_ptr = gathered.data_ptr();
+  spec.count = reduce.numel();
+  spec.dtype = dtype_of(reduce.scalar_type());
+  spec.gather_dtype = dtype_of(gathered.scalar_type());
+  spec.wire_dtype = wire_dtype.is_none() ? spec.dtype : dtype_of(wire_dtype.cast<at::ScalarType>());
+  spec.prescale = prescale;
+  spec.postscale = postscale;
+  spec.needs_update = needs_update;
+  spec.owner = std::make_shared<std::pair<at::Tensor, at::Tensor>>(reduce, gathered);
+  return spec;
+}
+
+std::vector<PlanOp> as_plan(const std::vector<std::pair<std::string, int>>& items) {
+  std::vector<PlanOp> plan;
+  for (const auto& [text, bucket] : items) {
+    bool known = false;
+    for (Op op : {Op::RS, Op::AG, Op::AR, Op::UPDATE}) {
+      if (text != op_name(op)) continue;
+      plan.push_back({op, bucket});
+      known = true;
+    }
+    if (!known) throw EngineError(ErrorKind::usage, "a plan is made of RS, AG, AR and UPDATE, not of '" + text + "'");
+  }
+  return plan;
+}
+
+// One operation outside of any engine, for measuring and tests.
+void run_alone(Transport& transport, Op op, const at::Tensor& tensor, const py::object& wire_dtype, double prescale,
+               double postscale, int64_t step) {
+  const BucketSpec spec = make_spec(tensor, std::nullopt, wire_dtype, prescale, postscale, false, "alone");
+  if (spec.count % transport.size() != 0) {
+    throw EngineError(ErrorKind::usage, "the number of elements must divide by the number of ranks");
+  }
+  const py::gil_scoped_release no_gil;
+  const OpTag tag{step, 0, op, 0};
+  transport.prepare(spec);
+  if (op == Op::RS) transport.reduce_scatter(spec, tag);
+  if (op == Op::AG) transport.all_gather(spec, tag);
+  if (op == Op::AR) transport.all_reduce(spec, tag);
+}
+
+void def_alone(py::class_<Transport, std::shared_ptr<Transport>>& type, const char* name, Op op) {
+  type.def(
+      name,
+      [op](Transport& t, const at::Tensor& tensor, const py::object& wire_dtype, double prescale, double postscale,
+           int64_t step) { run_alone(t, op, tensor, wire_dtype, prescale, postscale, step); },
+      py::arg("tensor"), py::arg("wire_dtype") = py::none(), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
+      py::arg("step") = 0);
+}
+
+void bind_channels(py::module_& m) {
+  py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel");
+  py::class_<C10dChannel, Channel, std::shared_ptr<C10dChannel>>(m, "C10dChannel")
+      .def(py::init([](const py::object& backend) { return std::make_shared<C10dChannel>(as_backend(backend)); }),
+           py::arg("backend"));
+  py::class_<TcpChannel, Channel, std::shared_ptr<TcpChannel>>(m, "TcpChannel");
+  py::class_<TcpMesh>(m, "TcpMesh")
+      .def(py::init<int, int, const std::string&>(), py::arg("rank"), py::arg("size"), py::arg("host"))
+      .def_property_readonly("host", [](const TcpMesh& mesh) { return mesh.address().host; })
+      .def_property_readonly("port", [](const TcpMesh& mesh) { return mesh.address().port; })
+      .def(
+          "join",
+          [](TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
+             double timeout_seconds) {
+            std::vector<Address> others;
+            for (const auto& [host, port] : addresses) others.push_back({host, port});
+            return std::make_shared<TcpChannel>(mesh.rank(), mesh.join(others, token, timeout_seconds));
+          },
+          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0, NoGil());
+  py::class_<HubChannel, Channel, std::shared_ptr<HubChannel>>(m, "HubChannel");
+  py::class_<Hub, std::shared_ptr<Hub>>(m, "Hub")
+      .def(py::init<int>(), py::arg("size"))
+      .def_property_readonly("size", &Hub::size)
+      .def("channel", [](std::shared_ptr<Hub> hub, int rank) { return std::make_shared<HubChannel>(hub, rank); },
+           py::arg("rank"))
+      .def("disconnect", &Hub::disconnect, py::arg("rank"), NoGil())
+      .def(
+          "set_faults",
+          [](Hub& hub, int rank, double delay, uint64_t seed, int64_t drop_after, int64_t disconnect_after) {
+            hub.set_faults(rank, {delay, seed, drop_after, disconnect_after});
+          },
+          py::arg("rank"), py::arg("delay_seconds") = 0.0, py::arg("seed") = 0, py::arg("drop_after") = -1,
+          py::arg("disconnect_after") = -1, NoGil());
+}
+
+template <typename T>
+void bind_exchange(py::module_& m, const char* name) {
+  py::class_<T, Transport, std::shared_ptr<T>>(m, name).def(
+      py::init([](const py::object& channel, int rank, int size, size_t segment_bytes, int depth) {
+        return std::make_shared<T>(as_channel(channel), rank, size, segment_bytes, depth);
+      }),
+      py::arg("channel"), py::arg("rank"), py::arg("size"), py::arg("segment_bytes") = kSegmentBytes,
+      py::arg("depth") = kDepth);
+}
+
+void bind_transports(py::module_& m) {
+  py::class_<Transport, std::shared_ptr<Transport>> transport(m, "Transport");
+  transport.def_property_readonly("rank", &Transport::rank)
+      .def_property_readonly("size", &Transport::size)
+      .def("set_timeout", &Transport::set_timeout, py::arg("seconds"), NoGil())
+      .def("abort", &Transport::abort, py::arg("reason"), NoGil());
+  def_alone(transport, "reduce_scatter", Op::RS);
+  def_alone(transport, "all_gather", Op::AG);
+  def_alone(transport, "all_reduce", Op::AR);
+  bind_exchange<DirectTransport>(m, "DirectTransport");
+  bind_exchange<RingTransport>(m, "RingTransport");
+  py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(m, "C10dTransport")
+      .def(py::init([](const py::object& backend) { return std::make_shared<C10dTransport>(as_backend(backend)); }),
+           py::arg("backend"));
+  py::class_<PythonTransport, Transport, std::shared_ptr<PythonTransport>>(m, "PythonTransport")
+      .def(py::init<py::object>(), py::arg("collectives"));
+}
+
+// The GIL is free while an engine ends: its thread may be inside a Python transport.
+struct CloseWithoutGil {
+  void operator()(Engine* engine) const {
+    const py::gil_scoped_release no_gil;
+    delete engine;
+  }
+};
+
+std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, int rank, int size, double timeout, size_t events) {
+  if (!transport || rank != transport->rank() || size != transport->size()) {
+    throw EngineError(ErrorKind::usage,
+                      "the engine's rank and size, " + std::to_string(rank) + " of " + std::to_string(size) +
+                          ", must be the transport's" +
+                          (transport ? ", " + std::to_string(transport->rank()) + " of " + std::to_string(transport->size()) : ""));
+  }
+  const py::gil_scoped_release no_gil;
+  return std::shared_ptr<Engine>(new Engine(std::move(transport), timeout, events), CloseWithoutGil());
+}
+
+void bind_marks_and_waits(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
+  using OptionalStep = std::optional<int64_t>;
+  using OptionalTime = std::optional<double>;
+  engine.def("begin_step", [](Engine& e) { return e->begin_step(); }, NoGil())
+      .def("mark_ready", [](Engine& e, int bucket) { e->mark_ready(bucket); }, py::arg("bucket"), NoGil())
+      .def("mark_updated", [](Engine& e, int bucket) { e->mark_updated(bucket); }, py::arg("bucket"), NoGil())
+      .def("rs_done", [](Engine& e, int b, OptionalStep s) { return e->done(b, Stage::reduced, s); }, py::arg("bucket"),
+           py::arg("step") = py::none(), NoGil())
+      .def("ag_done", [](Engine& e, int b, OptionalStep s) { return e->done(b, Stage::gathered, s); }, py::arg("bucket"),
+           py::arg("step") = py::none(), NoGil())
+      .def("wait_rs", [](Engine& e, int b, OptionalTime t, OptionalStep s) { e->wait(b, Stage::reduced, t, s); },
+           py::arg("bucket"), py::arg("timeout") = py::none(), py::arg("step") = py::none(), NoGil())
+      .def("wait_ag", [](Engine& e, int b, OptionalTime t, OptionalStep s) { e->wait(b, Stage::gathered, t, s); },
+           py::arg("bucket"), py::arg("timeout") = py::none(), py::arg("step") = py::none(), NoGil())
+      .def("wait_all", [](Engine& e, OptionalTime t) { e->wait_all(t); }, py::arg("timeout") = py::none(), NoGil());
+}
+
+void bind_the_engine(py::module_& m) {
+  PYBIND11_NUMPY_DTYPE(Event, step, op, bucket, ready, start, end, bytes);
+  py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine");
+  engine
+      .def(py::init(&make_engine), py::arg("transport"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout_seconds") = 300.0, py::arg("max_events") = 1 << 15)
+      .def(
+          "add_bucket",
+          [](Engine& e, const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
+             double prescale, double postscale, bool needs_update, const std::string& name) {
+            const BucketSpec spec = make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name);
+            const py::gil_scoped_release no_gil;
+            return e->add_bucket(spec);
+          },
+          py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(),
+          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "")
+      .def("clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
+      .def("install",
+           [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {
+             const auto ops = as_plan(plan);
+             const py::gil_scoped_release no_gil;
+             e->install(ops);
+           },
+           py::arg("plan"))
+      .def("abort", &Engine::abort, py::arg("reason"), NoGil())
+      .def("close", &Engine::close, NoGil())
+      .def("error",
+           [](Engine& e) {
+             const auto error = e->error();
+             return error ? std::optional<std::string>(error->what()) : std::nullopt;
+           },
+           NoGil())
+      .def("events",
+           [](Engine& e, bool clear) {
+             std::vector<Event> events;
+             {
+               const py::gil_scoped_release no_gil;
+               events = e->events(clear);
+             }
+             return py::array_t<Event>(static_cast<py::ssize_t>(events.size()), events.data());
+           },
+           py::arg("clear") = true)
+      .def_property_readonly("step", [](Engine& e) { return e->begun(); });
+  bind_marks_and_waits(engine);
+}
+
+void raise_engine_error(const EngineError& error) {
+  const py::object type = py::module_::import("comm_core.errors").attr("EngineError");
+  const py::object instance =
+      type(error.what(), py::arg("kind") = kind_name(error.kind), py::arg("rank") = error.rank, py::arg("op") = error.op,
+           py::arg("bucket") = error.bucket, py::arg("name") = error.name, py::arg("step") = error.step,
+           py::arg("peer") = error.peer);
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const EngineError& error) {
+      raise_engine_error(error);
+    }
+  });
+  bind_channels(m);
+  bind_transports(m);
+  bind_the_engine(m);
+}
+
+}  // namespace commsched

@@ -1,0 +1,31 @@
+"""What the engine raises."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """A failure of the communication engine, with where it happened; -1 and "" stand for "does not apply".
+
+    `kind` is "timeout", "peer_lost", "aborted", "mismatch" (another rank does something else) or "usage".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str,
+        rank: int = -1,
+        op: str = "",
+        bucket: int = -1,
+        name: str = "",
+        step: int = -1,
+        peer: int = -1,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.rank = rank
+        self.op = op
+        self.bucket = bucket
+        self.name = name
+        self.step = step
+        self.peer = peer

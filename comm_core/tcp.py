@@ -1,0 +1,56 @@
+"""Joins the ranks of one job by TCP connections of their own, agreed on through a c10d store."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from comm_core import _C
+from comm_core.errors import EngineError
+
+
+def tcp_channel(
+    store: Store, rank: int, size: int, address: str | None = None, timeout_seconds: float = 300.0
+) -> _C.TcpChannel:
+    """The channel of this rank; every one of the `size` ranks that share `store` must make it.
+
+    `address` is where the other ranks reach this one; by default the address from which this rank reaches the
+    host of the store. The store must be this channel's own: wrap a shared one in a PrefixStore.
+    """
+    mesh = _C.TcpMesh(rank, size, address or ("127.0.0.1" if size == 1 else _own_address(store)))
+    store.set(f"address/{rank}", f"{mesh.host} {mesh.port}")
+    if rank == 0:
+        store.set("token", secrets.token_hex(16))
+    addresses = []
+    for peer in range(size):
+        try:
+            store.wait([f"address/{peer}"], timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            raise EngineError(
+                f"rank {peer} did not come within {timeout_seconds:g} s; look at its output, did it end?",
+                kind="timeout",
+                rank=rank,
+                peer=peer,
+            ) from error
+        host, port = store.get(f"address/{peer}").decode().split()
+        addresses.append((host, int(port)))
+    return mesh.join(addresses, store.get("token").decode(), timeout_seconds)
+
+
+def _own_address(store: Any) -> str:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if not host:
+        raise ValueError(
+            f"tcp_channel() over a {type(store).__name__} needs address=, the address of this rank: "
+            "only a TCPStore knows a host that all ranks reach"
+        )
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])

@@ -1,0 +1,52 @@
+"""The command ``commsched``. Each subcommand is a module here with ``add_arguments(parser)`` and
+``run(arguments)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+# Name -> module and its line in the help. Only the module that is asked for is imported: none may slow the
+# others.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("commsched.cli.plan", "make a plan for a profile and a link"),
+    "simulate": ("commsched.cli.simulate", "compare policies on a profile; scaling tables"),
+    "show": ("commsched.cli.show", "print, check or draw a plan"),
+    "profile": ("commsched.cli.profile", "measure a model layer by layer"),
+    "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
+    "train": ("commsched.cli.train", "train in stages, as a plan says"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; 0 on success, 2 after an error of the user's, which is told in one line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] not in COMMANDS:
+        return _top_level(words)
+    module = import_module(COMMANDS[words[0]][0])
+    parser = argparse.ArgumentParser(f"commsched {words[0]}", description=COMMANDS[words[0]][1])
+    module.add_arguments(parser)
+    arguments = parser.parse_args(words[1:])
+    try:
+        return int(module.run(arguments) or 0)
+    except ValueError as error:
+        print(f"commsched {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+def _top_level(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "commsched", description="Schedules communication of data-parallel training."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (_, line) in COMMANDS.items():
+        commands.add_parser(name, help=line)
+    parser.parse_args(words or ["--help"])
+    return 0

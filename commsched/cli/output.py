@@ -1,0 +1,57 @@
+"""What subcommands print: Rich tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from scheduler.program import Program
+
+_PIPE_WIDTH = 160
+
+
+def console() -> Console:
+    # A pipe has no width of its own; Rich's guess of 80 would cut figures off.
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def ratio(period: float, bound: float) -> float | None:
+    """None where the bound is 0 and says nothing."""
+    if bound:
+        return period / bound
+    return None if period else 1.0
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def plan_table(program: Program) -> Table:
+    """The buckets of a plan."""
+    rows = [
+        [str(number), f"{bucket.bytes:,}", _layers(bucket.layers), str(len(bucket.pieces)), str(bucket.group)]
+        for number, bucket in enumerate(program.buckets)
+    ]
+    title = (
+        f"{program.policy}: {program.layers} layers, {program.ranks} ranks, gathers {program.gather}"
+        f"{', early step' if program.early_step else ''}, hash {program.hash}"
+    )
+    return table(title, ["bucket", "bytes", "layers", "pieces", "group"], rows)
+
+
+def _layers(layers: Sequence[int]) -> str:
+    first, last = layers[0], layers[-1]
+    return str(first) if first == last else f"{first}..{last}"

@@ -1,0 +1,45 @@
+"""Makes a plan: buckets and an order of communication, for one model on one link."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from commsched.cli import options
+from commsched.cli.output import console, plan_table
+from scheduler import policies
+from scheduler.simulator import simulate
+from scheduler.validator import validate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_step(parser)
+    parser.add_argument("--policy", default="optimal", help=f"one of: {', '.join(policies.names())}")
+    parser.add_argument("--ranks", type=int, help="number of ranks (--link is then one rank's wire)")
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", help="write the plan here, for `commsched show` and training"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    profile = options.load_profile(arguments.profile)
+    link, ranks = options.cluster(arguments, arguments.ranks)
+    program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step(arguments))
+    validate(program, profile)
+    result = simulate(program, profile, link)
+    program = program.with_meta(
+        profile=profile.name, link=str(link), period=result.period, exposed=result.exposed
+    )
+    if arguments.output:
+        program.save(Path(arguments.output))
+    if arguments.json:
+        print(program.to_json())
+        return
+    out = console()
+    out.print(plan_table(program))
+    out.print(program.plan, markup=False, highlight=False)
+    out.print(f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms")
+    if arguments.output:
+        out.print(f"written to {arguments.output}", markup=False)

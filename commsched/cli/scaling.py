@@ -1,0 +1,101 @@
+"""Scaling tables: the same model and wires with more and more ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from commsched.cli import options
+from commsched.cli.output import console, milliseconds, ratio, table
+from scheduler import policies
+from scheduler.bound import lower_bound
+from scheduler.profile import Profile
+from scheduler.simulator import simulate
+
+MOST_RANKS = 1_000_000
+SEARCH = {"optimal": {"budget": 20_000}}
+"""Each row of a table gets a small search: many rows, each within a fraction of a percent of the full one."""
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``8`` is one number of ranks; ``2..16384`` is every doubling from 2 on, and 16384."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
+    if match is None:
+        raise ValueError(f"--ranks: expected a number or A..B, got {text!r}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= MOST_RANKS:
+        raise ValueError(f"--ranks: expected 1 <= A <= B <= {MOST_RANKS}, got {text!r}")
+    counts = []
+    while first < last:
+        counts.append(first)
+        first *= 2
+    return [*counts, last]
+
+
+def run(arguments: argparse.Namespace, profile: Profile, names: Sequence[str], counts: Sequence[int]) -> None:
+    if arguments.jitter:
+        raise ValueError(
+            "--jitter runs every rank by itself, which a scaling table does not; give one number of ranks"
+        )
+    rows = [measure(arguments, profile, names, ranks) for ranks in counts]
+    if arguments.plot:
+        plot(rows, profile, arguments.plot)
+    if arguments.json:
+        print(json.dumps({"profile": profile.name, "compute": profile.compute, "scaling": rows}))
+        return
+    title = f"{profile.name}, {arguments.algorithm}, {arguments.link} per rank: period (ms)"
+    shown = [
+        [str(row["ranks"]), *(milliseconds(row["policies"][name]["period"]) for name in row["policies"])]
+        + [milliseconds(row["bound"])]
+        for row in rows
+    ]
+    console().print(table(title, ["ranks", *rows[0]["policies"], "bound"], shown))
+
+
+def measure(
+    arguments: argparse.Namespace, profile: Profile, names: Sequence[str], ranks: int
+) -> dict[str, Any]:
+    """One row of the table; ``efficiency`` is compute over period."""
+    link, _ = options.cluster(arguments, ranks)
+    step = options.step(arguments)
+    bound = lower_bound(profile, link, ranks=ranks, **step)
+    found: dict[str, Any] = {}
+    for name in names:
+        program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))
+        result = simulate(program, profile, link, slowdown=arguments.slowdown)
+        found[program.policy] = {
+            "period": result.period,
+            "ratio_to_bound": ratio(result.period, bound),
+            "exposed": result.exposed,
+            "efficiency": profile.compute / result.period if result.period else 1.0,
+        }
+    return {
+        "ranks": ranks,
+        "link": {"alpha": link.alpha, "beta": link.beta},
+        "bound": bound,
+        "policies": found,
+    }
+
+
+def plot(rows: Sequence[dict[str, Any]], profile: Profile, file: str) -> None:
+    """Efficiency by number of ranks, a line per policy."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib; install commsched[bench]") from None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    ranks = [row["ranks"] for row in rows]
+    for name in rows[0]["policies"]:
+        axes.plot(ranks, [row["policies"][name]["efficiency"] for row in rows], marker="o", label=name)
+    axes.plot(
+        ranks, [profile.compute / row["bound"] if row["bound"] else 1.0 for row in rows], "k--", label="bound"
+    )
+    axes.set(xscale="log", xlabel="ranks", ylabel="compute / period", title=profile.name, ylim=(0, 1.05))
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    figure.savefig(Path(file))

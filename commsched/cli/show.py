@@ -1,0 +1,81 @@
+"""Shows a plan: its buckets and order; given a profile and a link, its timeline as text, SVG or a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from commsched.cli import options
+from commsched.cli.output import console, plan_table
+from scheduler.memory import peak_memory
+from scheduler.profile import Profile
+from scheduler.program import Program
+from scheduler.render import chrome_trace, gantt, svg
+from scheduler.simulator import Result, simulate
+from scheduler.validator import validate
+
+FORMATS = ("text", "svg", "chrome", "json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a file that `commsched plan --output` wrote")
+    options.add_model(parser, required=False)
+    parser.add_argument("--ranks", type=int, help="number of ranks (--link is then one rank's wire)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="text", help="svg and chrome need a profile and a link"
+    )
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="the same as --format json"
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", help="write here and not to the terminal")
+    parser.add_argument("--width", type=int, default=100, help="columns of the text chart")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    program = Program.load(arguments.plan)
+    profile = options.load_profile(arguments.profile) if arguments.profile else None
+    validate(program, profile)
+    result = _simulate(arguments, program, profile)
+    if arguments.format == "text" and not arguments.output:
+        out = console()
+        out.print(plan_table(program))
+        out.print(program.plan, markup=False, highlight=False)
+    text = _render(arguments, program, profile, result)
+    if arguments.output:
+        Path(arguments.output).write_text(text)
+    else:
+        print(text, end="")
+
+
+def _simulate(arguments: argparse.Namespace, program: Program, profile: Profile | None) -> Result | None:
+    if profile is None or arguments.link is None:
+        if arguments.format in ("svg", "chrome"):
+            raise ValueError(
+                f"--format {arguments.format} draws a timeline, which needs --profile and --link"
+            )
+        return None
+    link, _ = options.cluster(arguments, arguments.ranks)
+    return simulate(program, profile, link)
+
+
+def _render(
+    arguments: argparse.Namespace, program: Program, profile: Profile | None, result: Result | None
+) -> str:
+    if arguments.format == "json":
+        found = {} if result is None else {"simulated": result.to_dict()}
+        return (
+            json.dumps({**program.to_dict(), "hash": program.hash, "plan": program.plan, **found}, indent=1)
+            + "\n"
+        )
+    if result is None or profile is None:
+        return ""
+    if arguments.format == "svg":
+        return svg(result, title=f"{program.policy} on {profile.name}")
+    if arguments.format == "chrome":
+        return json.dumps(chrome_trace(result, f"{program.policy} on {profile.name}")) + "\n"
+    summary = (
+        f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms, link busy"
+        f" {result.link_utilisation:.1%}, peak memory {peak_memory(program, profile) / 2**20:.1f} MiB\n"
+    )
+    return gantt(result, arguments.width) + summary

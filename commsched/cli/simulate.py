@@ -1,0 +1,129 @@
+"""Compares policies on a profile and a link: period, ratio to the lower bound, exposed communication."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from commsched.cli import options, scaling
+from commsched.cli.output import console, milliseconds, ratio, table
+from scheduler import policies
+from scheduler.bound import lower_bound
+from scheduler.buckets import Bucket
+from scheduler.link import Link
+from scheduler.profile import Profile
+from scheduler.program import Program
+from scheduler.simulator import simulate
+from scheduler.validator import validate
+
+COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_step(parser)
+    parser.add_argument("--policies", metavar="A,B", help=f"default: all ({', '.join(policies.names())})")
+    parser.add_argument(
+        "--ranks", metavar="N|A..B", help="--link is one rank's wire; A..B gives a scaling table"
+    )
+    parser.add_argument(
+        "--slowdown", type=float, default=0.0, help="compute takes 1+S times as long while the link is busy"
+    )
+    parser.add_argument("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table (.png, .svg)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object (times in seconds)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    profile = options.load_profile(arguments.profile)
+    names = options.policy_names(arguments)
+    counts = scaling.parse_ranks(arguments.ranks) if arguments.ranks else [None]
+    if arguments.plot and len(counts) < 2:
+        raise ValueError("--plot draws a scaling table; give --ranks A..B")
+    if len(counts) > 1:
+        scaling.run(arguments, profile, names, [count for count in counts if count])
+        return
+    link, ranks = options.cluster(arguments, counts[0])
+    report = compare(arguments, profile, link, ranks, names)
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    compute, bound = milliseconds(report["compute"]), milliseconds(report["bound"])
+    title = f"{profile.name}: compute {compute} ms, bound {bound} ms, {link}"
+    rows = [
+        [
+            name,
+            str(len(row["buckets"])),
+            milliseconds(row["period"]),
+            "-" if row["ratio_to_bound"] is None else f"{row['ratio_to_bound']:.3f}",
+            milliseconds(row["exposed"]),
+            f"{row['link_utilisation']:.1%}",
+        ]
+        for name, row in report["policies"].items()
+    ]
+    columns = ["policy", "buckets", "period ms", "period/bound", "exposed ms", "link busy"]
+    console().print(table(title, columns, rows))
+
+
+def compare(
+    arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Iterable[str]
+) -> dict[str, Any]:
+    """Everything needed to recompute the figures: layers, link, and each policy's buckets and order."""
+    step = options.step(arguments)
+    bound = lower_bound(profile, link, ranks=ranks, **step)
+    found = {}
+    for name in progress(list(names), "simulating"):
+        program = policies.plan(profile, link, name, ranks=ranks, **step)
+        validate(program, profile)
+        found[program.policy] = _row(program, profile, link, bound, arguments)
+    return {
+        "profile": profile.name,
+        "source": profile.source,
+        "layers": [
+            {"name": layer.name, "forward": layer.forward, "backward": layer.backward, "bytes": layer.bytes}
+            for layer in profile.layers
+        ],
+        "update_per_byte": profile.update_per_byte,
+        "link": {"alpha": link.alpha, "beta": link.beta, "cost": COST},
+        "ranks": ranks,
+        **step,
+        "compute": profile.compute,
+        "bound": bound,
+        "policies": found,
+    }
+
+
+def _row(
+    program: Program, profile: Profile, link: Link, bound: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    result = simulate(program, profile, link, slowdown=arguments.slowdown, jitter=arguments.jitter)
+    return {
+        "period": result.period,
+        "ratio_to_bound": ratio(result.period, bound),
+        "exposed": result.exposed,
+        "link_utilisation": result.link_utilisation,
+        "plan": program.plan,
+        "buckets": [bucket_row(bucket, profile) for bucket in program.buckets],
+    }
+
+
+def bucket_row(bucket: Bucket, profile: Profile) -> dict[str, Any]:
+    """``parts``: ``[layer, first byte, last byte]`` of tensors that are split, the last one included."""
+    row: dict[str, Any] = {"layers": list(bucket.layers), "bytes": bucket.bytes}
+    parts = [[p.layer, p.start, p.stop - 1] for p in bucket.pieces if p.bytes < profile.layers[p.layer].bytes]
+    return {**row, "parts": parts} if parts else row
+
+
+def progress(items: list[Any], what: str) -> Iterable[Any]:
+    """A bar on the terminal while there is something to wait for; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, console=Console(stderr=True), transient=True)

@@ -1,0 +1,76 @@
+"""Trains in stages, as a plan file says; started on every rank by torchrun, horovodrun or mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from commsched.cli.profile import add_job
+
+if TYPE_CHECKING:
+    from commsched.pipeline import Pipeline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job(parser)
+    parser.add_argument("--plan", required=True, metavar="FILE", help="of `commsched partition`")
+    parser.add_argument(
+        "--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas"
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=0, metavar="N", help="data parallel steps before the pipeline"
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the trained model's state_dict here")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    import torch
+
+    import commsched
+    from commsched.pipeline import Pipeline
+    from commsched.pipeline.job import load_job
+    from scheduler.pipeline.plan import Plan
+
+    plan = Plan.load(arguments.plan)
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    job = load_job(arguments.job)
+    commsched.init()
+    batches = iter(job.batches(arguments.rows))
+    common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
+    if arguments.warmup_steps:
+        mesh = (1, commsched.size())
+        first = Pipeline(job.model, "gpipe", mesh=mesh, **common)
+        _train(first, batches, arguments.warmup_steps, "data parallel")
+        job.model.load_state_dict(first.state_dict())
+        first.close()
+    pipeline = Pipeline(job.model, plan=plan, **common)
+    seconds = _train(pipeline, batches, arguments.steps, pipeline.program.policy)
+    state = pipeline.state_dict() if arguments.save else {}
+    if commsched.rank() == 0:
+        print(
+            f"{seconds:.4f} s per step, {arguments.rows / seconds:.1f} rows per second; the plan expects"
+            f" {plan.period:.4f} s ({plan.period / seconds - 1:+.1%})"
+        )
+        if arguments.save:
+            torch.save(state, arguments.save)
+    pipeline.close()
+    commsched.shutdown()
+
+
+def _train(pipeline: Pipeline, batches: Any, steps: int, name: str) -> float:
+    """Seconds of a step, without those of the first third and of the pipeline's emptying."""
+    settled, losses = min(steps - 1, steps // 3), []
+    start = time.perf_counter()
+    for number in range(steps):
+        if number == settled:
+            start = time.perf_counter()
+        losses.append(pipeline.step(next(batches)))
+    seconds = (time.perf_counter() - start) / (steps - settled)
+    losses += pipeline.drain()
+    if pipeline.rank == 0:
+        for number, loss in enumerate(value for value in losses if value is not None):
+            print(f"{name} step {number}: loss {loss:.6f}")
+    return seconds

@@ -1,0 +1,140 @@
+"""Streams and events, as few of them as the order of communication needs.
+
+``CudaDevice`` is torch's. ``ImmediateDevice`` stands for CPU tensors: everything is done when it is called,
+so there is nothing to wait for. Tests put a device of their own here that runs streams in any legal order.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+Stream = Any
+Event = Any
+
+# Seconds. CUDA tells the time between two events in single precision: over an hour it is right to 0.2
+# ms only.
+_LONGEST_SPAN = 5.0
+
+
+class Device(ABC):
+    """One device with streams. ``comm`` is the stream that all communication runs on."""
+
+    device: torch.device
+    comm: Stream
+
+    @abstractmethod
+    def current(self) -> Stream:
+        """The stream on which the calling thread computes."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """A mark behind everything that is on the stream now."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is put on the stream from now on runs after the mark. Never blocks the host."""
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within it, operations go onto this stream."""
+
+    @abstractmethod
+    def has_passed(self, event: Event) -> bool:
+        """Whether everything before the mark is done."""
+
+    @abstractmethod
+    def moment(self, event: Event) -> float:
+        """When the mark was passed, in seconds of ``time.monotonic()``; waits for it."""
+
+    @abstractmethod
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The tensor's memory must not be given to others before what is on the stream now is done."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether operations are only recorded now, to be run later (CUDA graphs)."""
+
+
+class CudaDevice(Device):
+    """One GPU, with torch's streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        # High priority: a collective's few blocks start as soon as any block of the backward has ended.
+        self.comm = torch.cuda.Stream(self.device, priority=-1)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record(torch.cuda.current_stream(self.device))
+        self._start.synchronize()
+        self._began = time.monotonic()
+
+    def current(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def has_passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def moment(self, event: Event) -> float:
+        event.synchronize()
+        moment = self._began + self._start.elapsed_time(event) / 1e3
+        if moment > self._began + _LONGEST_SPAN:
+            self._start, self._began = event, moment
+        return moment
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class ImmediateDevice(Device):
+    """The CPU, where nothing is put off. Marks are moments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.comm = device, "host"
+
+    def current(self) -> Stream:
+        return "host"
+
+    def record(self, stream: Stream) -> Event:
+        return time.monotonic()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        pass
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def has_passed(self, event: Event) -> bool:
+        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
+
+    def moment(self, event: Event) -> float:
+        return float(event)
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+def device_of(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else ImmediateDevice(device)

@@ -1,0 +1,206 @@
+"""One optimizer's connection to the other ranks on a device with streams.
+
+Buckets travel in-stream (``StreamPlan``). The flags, which say what every rank's host has done, stay on the
+host: the CPU engine reduces them, so that reading them never waits for the device, and a rank that is gone is
+noticed by the others' hosts while their devices hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comm_core.cuda import BucketCopy, Region
+from commsched.cuda.collectives import Collectives, NcclCollectives, StagedCollectives
+from commsched.cuda.device import Device, Stream, device_of
+from commsched.cuda.stream_plan import StreamBucket, StreamPlan
+from commsched.errors import CommError
+from commsched.flow.layout import Buffers, Slice
+from commsched.flow.transports import make_transport
+from commsched.flow.wire import Wire, _channels, _padded, _plan, translated
+from commsched.runtime import state
+from commsched.runtime.data import data_group
+from commsched.runtime.groups import nccl_usable
+from commsched.runtime.operation import device_name
+from commsched.runtime.process_sets import ProcessSet, registered_id
+from scheduler.program import Program
+
+_TIMED_EXCHANGES = 5
+
+
+class DeviceWire(Wire):
+    """As ``Wire``, but marks and waits concern streams: the host returns at once."""
+
+    def __init__(
+        self,
+        process_set: ProcessSet,
+        transport: str | None,
+        device: torch.device,
+        prescale: float,
+        postscale: float,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(process_set, transport, prescale, postscale, wire_dtype)
+        self._flags_engine = self.engine
+        self.device: Device = device_of(device)
+        self.collectives = self._collectives()
+        self.transport_name = f"{self.collectives.name}, flags over {self.transport_name}"
+        self.engine: Any = StreamPlan(self.device, self.collectives, self.rank, self.size)
+        self._offers: dict[int, torch.Tensor] = {}
+        self._streams: dict[int, Stream] = {}
+
+    def _collectives(self) -> Collectives:
+        """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
+        whichever launcher.
+        """
+        channel = next(_channels[state.epoch(), registered_id(self.process_set)])
+        example = torch.empty(0, device=self.device.device)
+        names = self.all_values(device_name((example,), state.engine().launch.node))
+        if self.device.device.type == "cuda" and nccl_usable(names):
+            return NcclCollectives(data_group(self.process_set, device="cuda", channel=channel))
+        _, transport = make_transport("auto", self.process_set, channel, self.timeout)
+        return StagedCollectives(transport, self.device)
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def install(
+        self, program: Program, buffers: Buffers, params: int, gathered: Buffers | None = None
+    ) -> torch.Tensor:
+        flags = torch.zeros(_padded(params, self.size), dtype=torch.int32)
+        with translated():
+            self._flags_engine.wait_all()
+            self._flags_engine.clear_buckets()
+            self._flags_engine.install([("AR", self._flags_engine.add_bucket(flags, name="flags"))])
+        self._buffers = buffers
+        # What may be sent last is rounded to the wire's type by packing; then sums must come scaled before.
+        buckets = []
+        self._copies = []
+        for piece in buffers.layout.slices:
+            data = buffers.bucket(piece.number)
+            kind = self._wire_dtype(data.dtype)
+            wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
+            gather = None if gathered is None else gathered.bucket(piece.number)
+            buckets.append(StreamBucket(data, wire, gather, self.postscale))
+            self._copies.append(self._copy_of(piece, buckets[-1]))
+        plan = [(op, bucket) for op, bucket in _plan(program, -1, {}) if bucket >= 0]
+        self.engine.install(plan, buckets)
+        return flags
+
+    def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
+        regions = []
+        for place, i in enumerate(piece.params):
+            slot = self._buffers.layout.slots[i]
+            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
+            regions.append(Region(place, start - slot.offset, start - piece.start, stop - start))
+        return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
+
+    # -- rounds ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.engine.begin_step()
+        with translated():
+            self._flags_engine.begin_step()
+        self._offers.clear()
+        self._streams.clear()
+
+    def offer(self, param: int, grad: torch.Tensor | None) -> None:
+        """The gradient that the parameter's buckets will be filled with; None where it stands in its slot."""
+        self._streams[param] = self.device.current()
+        if grad is not None:
+            self._offers[param] = grad
+
+    def take_back(self, param: int) -> torch.Tensor | None:
+        return self._offers.pop(param, None)
+
+    def mark_ready(self, bucket: int) -> None:
+        """Packs what was offered, on the current stream, and lets the bucket travel behind that."""
+        piece = self._buffers.layout.slices[bucket]
+        self._join_streams(piece.params)
+        scale = self.prescale * (1.0 if self.collectives.scales else self.postscale)
+        if (
+            scale != 1.0
+            or self.engine.buckets[bucket].wire is not None
+            or self._offers.keys() & set(piece.params)
+        ):
+            with torch.no_grad():
+                self._copies[bucket].pack([self._source(i) for i in piece.params], scale)
+        self.engine.mark_ready(bucket)
+        for i in piece.params:
+            if bucket == self._buffers.layout.slots[i].buckets[-1]:
+                self._offers.pop(i, None)
+
+    def _source(self, param: int) -> torch.Tensor:
+        offered = self._offers.get(param)
+        if offered is not None:
+            return offered
+        slot = self._buffers.layout.slots[param]
+        return self._buffers.flat[slot.group].narrow(0, slot.offset, slot.numel)
+
+    def _join_streams(self, params: Sequence[int]) -> None:
+        """Gradients may come from several streams: the current one waits for the others."""
+        current = self.device.current()
+        for stream in dict.fromkeys(self._streams[i] for i in params if i in self._streams):
+            if stream != current:
+                self.device.wait(current, self.device.record(stream))
+                for i in params:
+                    if i in self._offers and self._streams[i] == stream:
+                        self.device.uses(self._offers[i], current)
+
+    def mark_updated(self, bucket: int) -> None:
+        self.engine.mark_updated(bucket)
+
+    def wait_reduced(self, bucket: int) -> None:
+        self.engine.wait_reduced(bucket)
+
+    def wait_gathered(self, bucket: int) -> None:
+        self.engine.wait_gathered(bucket)
+
+    def is_gathered(self, bucket: int) -> bool:
+        return bool(self.engine.is_gathered(bucket))
+
+    # -- flags, on the host ----------------------------------------------------------------------------------
+
+    def mark_flags_ready(self) -> None:
+        with translated():
+            self._flags_engine.mark_ready(0)
+
+    def wait_flags(self) -> None:
+        try:
+            with translated():
+                self._flags_engine.wait_ag(0)
+        except CommError as error:
+            self.collectives.abort(str(error))
+            raise
+
+    def flags_arrived(self) -> bool:
+        with translated():
+            return bool(self._flags_engine.ag_done(0))
+
+    # -- outside of the plan ---------------------------------------------------------------------------------
+
+    def gather_now(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type == self.device.device.type:
+            self.engine.gather_now(buffer)
+        else:
+            super().gather_now(buffer)
+
+    def exchange_seconds(self, size: int) -> float:
+        """Seconds of one RS or AG of a message of so many bytes, several of them behind each other."""
+        unit = self.size * 64
+        data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device.device)
+        device, collectives = self.device, self.collectives
+        device.wait(device.comm, device.record(device.current()))
+        with device.on(device.comm):
+            collectives.reduce_scatter(data, 1.0)
+            start = device.record(device.comm)
+            for _ in range(_TIMED_EXCHANGES):
+                collectives.reduce_scatter(data, 1.0)
+                collectives.all_gather(data)
+            end = device.record(device.comm)
+        began, ended = device.moment(start), device.moment(end)
+        return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
+
+    def close(self) -> None:
+        self._flags_engine.close()

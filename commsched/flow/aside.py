@@ -1,0 +1,39 @@
+"""Planning in a child process, where it would load a compiler, so that the training process stays small."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from commsched.env import settings
+from scheduler import aside, policies
+from scheduler.link import Link
+from scheduler.profile import Profile
+from scheduler.program import Program
+
+_log = logging.getLogger("commsched")
+
+
+def plan_aside(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
+    """What ``policies.plan`` returns or raises. Policies that need no compiler are called here, the user's
+    own too; and so is every policy where the compiler is loaded already, or no child can be started."""
+    if policies.needs_compiler(policy) and "numba" not in sys.modules:
+        try:
+            # The search is for one processor: the others' ranks are waiting, but they may have company.
+            child = subprocess.run(
+                aside.command(),
+                input=aside.question(profile, link, policy, options),
+                stdout=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                timeout=settings().timeout,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.warning("the planning process failed, so this training process plans itself: %s", error)
+        else:
+            return aside.answer(child.stdout)
+    return policies.plan(profile, link, policy, **options)

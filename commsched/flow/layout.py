@@ -1,0 +1,171 @@
+"""Where every gradient lives: slots in flat buffers, and buckets as slices of them.
+
+One flat buffer per group (dtype and device). Parameters stand in it in the order in which the buckets name
+them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A bucket
+is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from scheduler.buckets import Bucket, Piece
+
+# Elements. 64 bytes of fp32: kernels like aligned rows, and shards of aligned buckets stay aligned.
+ALIGN = 16
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where parameter ``param`` stands in its group's flat buffer."""
+
+    param: int
+    group: int
+    offset: int
+    numel: int
+    buckets: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Slice:
+    """One bucket: elements ``[start, stop)`` of its group's flat buffer, and the parameters with elements
+    there.
+    """
+
+    number: int
+    group: int
+    start: int
+    stop: int
+    params: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def shard(self, rank: int, size: int) -> tuple[int, int]:
+        """The elements of the flat buffer that ``rank`` owns."""
+        part = self.numel // size
+        return self.start + rank * part, self.start + (rank + 1) * part
+
+
+@dataclass(slots=True)
+class Layout:
+    """All slots (by parameter) and slices (by bucket), and the length of each group's buffer."""
+
+    slots: dict[int, Slot]
+    slices: list[Slice]
+    lengths: dict[int, int]
+
+
+def build_layout(
+    numels: Sequence[int], itemsizes: Sequence[int], buckets: Sequence[Bucket], ranks: int
+) -> Layout:
+    """Slots and slices for buckets whose pieces name parameters by index and bytes.
+
+    Cuts inside a tensor are moved to where the bucket's length is a multiple of the ranks, because padding
+    there would tear the tensor apart. Parameters without elements have no slot.
+    """
+    layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
+    numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
+    for group, members in groupby(numbered, key=lambda item: item[1].group):
+        _lay_out_group(layout, group, list(members), numels, itemsizes, ranks)
+    return layout
+
+
+def _lay_out_group(
+    layout: Layout,
+    group: int,
+    buckets: list[tuple[int, Bucket]],
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    ranks: int,
+) -> None:
+    unit = ranks * ALIGN
+    start = 0
+    for position, (number, bucket) in enumerate(buckets):
+        cursor = start
+        for piece in bucket.pieces:
+            cursor = _place(layout, group, piece, cursor, numels[piece.layer], itemsizes[piece.layer])
+        cut = bucket.pieces[-1]
+        slot = layout.slots[cut.layer]
+        open_ended = cut.stop < numels[cut.layer] * itemsizes[cut.layer]
+        if open_ended:
+            _check_continues(buckets, position, cut)
+            end = slot.offset + slot.numel
+            # The start itself may have been moved beyond this cut: then the bucket keeps the smallest length
+            # there is.
+            stop = min(start + max(1, (cursor - start) // unit) * unit, start + _round_up(end - start, unit))
+        else:
+            stop = start + _round_up(cursor - start, unit)
+        layout.slices[number] = Slice(number, group, start, stop)
+        start = stop
+    layout.lengths[group] = start
+    _register(layout, group)
+
+
+def _place(layout: Layout, group: int, piece: Piece, cursor: int, numel: int, itemsize: int) -> int:
+    """Gives a tensor its slot at its first piece; returns the position behind the piece."""
+    slot = layout.slots.get(piece.layer)
+    if slot is None:
+        if piece.start != 0:
+            raise ValueError(
+                f"the first bucket that names tensor {piece.layer} holds its bytes from {piece.start} on; a"
+                " split tensor"
+                " must stand in consecutive buckets of its group, in order of its bytes"
+            )
+        slot = layout.slots[piece.layer] = Slot(piece.layer, group, _round_up(cursor, ALIGN), numel)
+    stop = slot.offset + -(-piece.stop // itemsize)
+    return max(cursor, slot.offset + slot.numel if piece.stop >= numel * itemsize else stop)
+
+
+def _check_continues(buckets: list[tuple[int, Bucket]], position: int, cut: Piece) -> None:
+    following = buckets[position + 1][1].pieces[0] if position + 1 < len(buckets) else None
+    if following is None or (following.layer, following.start) != (cut.layer, cut.stop):
+        raise ValueError(
+            f"bucket {buckets[position][0]} ends inside tensor {cut.layer} at byte {cut.stop}, but the next"
+            " bucket of its group"
+            f" starts with {following}; a split tensor must stand in consecutive buckets"
+        )
+
+
+def _register(layout: Layout, group: int) -> None:
+    """Notes for each slot its buckets and for each bucket its parameters, by the final positions."""
+    slices = sorted((s for s in layout.slices if s.group == group), key=lambda s: s.start)
+    slots = sorted((s for s in layout.slots.values() if s.group == group), key=lambda s: s.offset)
+    for piece in slices:
+        inside = [s for s in slots if s.offset < piece.stop and s.offset + s.numel > piece.start]
+        piece.params = tuple(slot.param for slot in inside)
+        for slot in inside:
+            slot.buckets.append(piece.number)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Buffers:
+    """The flat tensors of a layout, and views of them."""
+
+    def __init__(self, layout: Layout, kinds: dict[int, tuple[torch.dtype, torch.device]]) -> None:
+        self.layout = layout
+        self.flat = {
+            group: torch.zeros(length, dtype=kinds[group][0], device=kinds[group][1])
+            for group, length in layout.lengths.items()
+        }
+
+    def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The slot in the shape of ``like``; with its strides where they fill the memory without holes."""
+        part = self.flat[slot.group].narrow(0, slot.offset, slot.numel)
+        # torch keeps the strides of a tensor that fills its memory, in whatever order, and makes up new ones
+        # otherwise.
+        if torch.empty_like(like, device="meta").stride() == like.stride():
+            return part.as_strided(like.size(), like.stride(), part.storage_offset())
+        return part.view(like.size())
+
+    def bucket(self, number: int) -> torch.Tensor:
+        piece = self.layout.slices[number]
+        return self.flat[piece.group].narrow(0, piece.start, piece.numel)

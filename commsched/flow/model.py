@@ -1,0 +1,106 @@
+"""The parameters as the scheduler sees them.
+
+Its layers are the parameters in the order of the forward, behind one layer without bytes that stands for the
+time between two iterations (data loading, the optimizer's own work).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from scheduler.link import Link
+from scheduler.profile import Layer, Profile
+
+OUTSIDE = "(between iterations)"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the scheduler must know of the parameters: fixed, and the same on every rank."""
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def itemsizes(self) -> list[int]:
+        return [dtype.itemsize for dtype in self.dtypes]
+
+    @property
+    def groups(self) -> list[int]:
+        """One bucket holds one dtype: the group of a parameter is the place of its dtype."""
+        kinds = list(dict.fromkeys(self.dtypes))
+        return [kinds.index(dtype) for dtype in self.dtypes]
+
+    def kind(self, group: int) -> torch.dtype:
+        return list(dict.fromkeys(self.dtypes))[group]
+
+    def bytes(self, i: int) -> int:
+        return self.numels[i] * self.dtypes[i].itemsize
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs between ranks whose parameters differ in number, size, type or order."""
+        text = ";".join(f"{n}:{d}" for n, d in zip(self.numels, self.dtypes, strict=True))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return f"{len(self.numels)} parameters, {sum(self.numels)} elements, {digest}"
+
+    def profile(
+        self,
+        order: Sequence[int],
+        forward: Sequence[float],
+        backward: Sequence[float],
+        outside: float,
+        source: str,
+    ) -> Profile:
+        """A profile whose layers are the parameters in this order. ``forward`` and ``backward`` go by
+        parameter.
+        """
+        groups = self.groups
+        layers = [Layer(OUTSIDE, outside, 0.0, 0)]
+        layers += [
+            Layer(self.names[i], forward[i], backward[i], self.bytes(i), group=groups[i]) for i in order
+        ]
+        return Profile("this model", tuple(layers), source=source)
+
+    def guess(self, order: Sequence[int], link: Link) -> Profile:
+        """Before anything is measured: compute in proportion to bytes, as long in all as the
+        communication.
+        """
+        each = [2 * link.beta * self.bytes(i) for i in range(len(self.names))]
+        return self.profile(
+            order, [t / 3 for t in each], [2 * t / 3 for t in each], 0.0, "a guess from the sizes"
+        )
+
+    def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
+        """A user's profile of this model, checked, and the order of its layers as parameter indices."""
+        index = {name: i for i, name in enumerate(self.names)}
+        found = [index.get(layer.name) for layer in profile.layers if layer.bytes]
+        missing = sorted(set(self.names) - {layer.name for layer in profile.layers})
+        strange = [layer.name for layer in profile.layers if layer.bytes and layer.name not in index]
+        wrong = [
+            f"{layer.name} has {layer.bytes} bytes there and {self.bytes(index[layer.name])} here"
+            for layer in profile.layers
+            if layer.name in index and layer.bytes != self.bytes(index[layer.name])
+        ]
+        if missing or strange or wrong or len(found) != len(set(found)):
+            raise ValueError(
+                f"profile {profile.name!r} is of another model: {wrong[:3] or ''} parameters without a"
+                f" layer: {missing[:3]}, layers without"
+                f" a parameter: {strange[:3]}; write one with optimizer.profile().save(FILE) in a run of"
+                " this model"
+            )
+        if profile.layers[0].bytes:
+            profile = replace(profile, layers=(Layer(OUTSIDE, 0.0, 0.0, 0), *profile.layers))
+        groups = self.groups
+        profile = replace(
+            profile,
+            layers=tuple(
+                replace(la, group=groups[index[la.name]]) if la.name in index else la for la in profile.layers
+            ),
+        )
+        return profile, [index[layer.name] for layer in profile.layers if layer.name in index]

@@ -1,0 +1,144 @@
+"""Nobody reads a value that is still on its way.
+
+While the gradient or the value of a parameter is being communicated, the parameter's class is a subclass of
+``Parameter`` whose ``__torch_function__`` sees every access through torch - printing, ``state_dict``,
+``p.grad``, ``deepcopy``, an operator that takes it - and completes the parameter first. Nothing is
+intercepted, and nothing costs anything, at any other time.
+
+What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
+``has_alias`` finds those by the storage's reference count; such parameters are never left pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Complete = Callable[[], None]
+
+# Which function completes a pending parameter, by id. Not an attribute of the parameter: that would be
+# pickled with it.
+_completions: dict[int, Complete] = {}
+
+# What may be asked of a pending parameter without waiting: nothing here depends on its value or gradient.
+# Not size(): it is all that torch.vmap asks before it takes the value in a way that nothing can see.
+_HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "is_sparse",
+        "ndim",
+        "is_cuda",
+    )
+) | frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "dim",
+        "numel",
+        "nelement",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "stride",
+        "element_size",
+        "__hash__",
+    )
+)
+
+
+_grad: Any = torch.Tensor.grad
+_GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter whose value or gradient is on its way."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        # Code such as ``type(p)(data)`` means an ordinary parameter.
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if cls._is_harmless(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for parameter in _pending_in((args, kwargs)):
+            complete(parameter)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _is_harmless(cls, func: Any) -> bool:
+        return func in _HARMLESS
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        complete(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        complete(self)
+        return self.__reduce_ex__(protocol)
+
+
+class PendingGradient(PendingParameter):
+    """A parameter whose value is there and whose gradient is on its way."""
+
+    @classmethod
+    def _is_harmless(cls, func: Any) -> bool:
+        return func not in _GRAD
+
+
+def can_pend(parameter: torch.Tensor) -> bool:
+    """Whether the class may be changed: only plain parameters, whose behaviour is known."""
+    return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient)
+
+
+def mark_pending(parameter: nn.Parameter, completion: Complete, only_grad: bool = False) -> None:
+    """From now on any access (to the gradient) completes the parameter first. ``completion`` must call
+    ``clear_pending``.
+    """
+    _completions[id(parameter)] = completion
+    parameter.__class__ = PendingGradient if only_grad else PendingParameter
+
+
+def clear_pending(parameter: nn.Parameter) -> None:
+    if _completions.pop(id(parameter), None) is not None:
+        parameter.__class__ = nn.Parameter
+
+
+def complete(parameter: nn.Parameter) -> None:
+    completion = _completions.get(id(parameter))
+    if completion is None:
+        # Left behind by an owner that is gone: an ordinary parameter again.
+        parameter.__class__ = nn.Parameter
+        return
+    completion()
+
+
+def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:
+    """Whether anyone but ``owners`` tensors holds the parameter's memory."""
+    storage = parameter.untyped_storage()
+    # The storage object just made counts as one more.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > owners + 1
+
+
+def _pending_in(tree: Any) -> Iterator[nn.Parameter]:
+    if isinstance(tree, PendingParameter):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _pending_each(tree.values())
+    elif isinstance(tree, (list, tuple)):
+        yield from _pending_each(tree)
+
+
+def _pending_each(trees: Iterable[Any]) -> Iterator[nn.Parameter]:
+    for tree in trees:
+        yield from _pending_in(tree)

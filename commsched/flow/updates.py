@@ -1,0 +1,129 @@
+"""The wrapped optimizer's update, for some of its parameters at a time.
+
+An optimizer is **separable** when updating its parameters one after the other, each with the hyperparameters
+of the moment of ``step()``, gives what updating them together gives. Then the update of a bucket can wait
+until its gradients have arrived, under the next forward. Every other optimizer runs whole, inside ``step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+# By exact type: a subclass may do anything.
+_SEPARABLE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Adafactor,
+    torch.optim.SparseAdam,
+}
+if hasattr(torch.optim, "Muon"):
+    _SEPARABLE.add(torch.optim.Muon)
+
+
+def register_separable(cls: type[Optimizer]) -> type[Optimizer]:
+    """Declares an optimizer class of your own separable (see this module); usable as a decorator."""
+    _SEPARABLE.add(cls)
+    return cls
+
+
+def is_separable(cls: type[Optimizer]) -> bool:
+    return cls in _SEPARABLE
+
+
+def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """``cls.step`` without torch's step hooks, which must run once per step, not once per bucket."""
+    step = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+class Face:
+    """The wrapped optimizer as its own ``step`` sees it: the same state and settings, parameter groups of our
+    choice.
+
+    A second object, so that nobody who looks at the optimizer meanwhile sees those groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, base: type[Optimizer], state: Any = None) -> None:
+        self._step = plain_step(base)
+        self._face = base.__new__(base)
+        self._face.__dict__.update(optimizer.__dict__)
+        # An update that waits must not keep the machinery alive whose end applies it.
+        self._face.__dict__.pop("_driver", None)
+        if state is not None:
+            self._face.__dict__["state"] = state
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        self._face.param_groups = groups
+        with plain_math():
+            self._step(self._face)
+
+
+class DeferredUpdate:
+    """What ``optimizer.step()`` would do at this moment, to be applied to parameters as their gradients
+    arrive.
+    """
+
+    def __init__(self, optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
+        self._face = Face(optimizer, base)
+        self._params = params
+        self._groups = [_snapshot(group) for group in optimizer.param_groups]
+        self._group_of = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+
+    def __call__(self, indices: Sequence[int]) -> None:
+        chosen: list[list[nn.Parameter]] = [[] for _ in self._groups]
+        for i in indices:
+            number = self._group_of.get(id(self._params[i]))
+            if number is not None:
+                chosen[number].append(self._params[i])
+        groups = [
+            {**group, "params": params} for group, params in zip(self._groups, chosen, strict=True) if params
+        ]
+        if groups:
+            self._face.step(groups)
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters now: schedulers change them right after ``step()``, some of them in place."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+@contextmanager
+def plain_math() -> Iterator[None]:
+    """An update inside somebody's forward must not inherit that forward's autocast or inference mode."""
+    with torch.inference_mode(False), torch.no_grad(), _no_autocast():
+        yield
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not active:
+        yield
+        return
+    with torch.autocast(active[0], enabled=False):
+        if len(active) == 1:
+            yield
+        else:
+            with torch.autocast(active[1], enabled=False):
+                yield

@@ -1,0 +1,296 @@
+"""``Pipeline``: a model trained in stages, by any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from commsched.errors import CommError
+from commsched.pipeline import checkpoint, start, whole
+from commsched.pipeline.build import UpdateMaker, make_stages
+from commsched.pipeline.chain import Chain
+from commsched.pipeline.fabric import DistFabric, Fabric
+from commsched.pipeline.interpreter import Interpreter
+from commsched.pipeline.losses import Losses
+from commsched.pipeline.memory import keep_freed_memory
+from commsched.pipeline.reduction import summed_over
+from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
+from commsched.pipeline.stage import Loss
+from commsched.pipeline.update import Factory, OnStep
+from scheduler.pipeline.meaning import delays
+from scheduler.pipeline.plan import Plan
+from scheduler.pipeline.unroll import reach
+from scheduler.program import Program
+
+Batch = tuple[Any, Any]
+"""Inputs and targets: tensors, or tuples, lists and dicts of them; rows are their first dimension."""
+
+
+class Pipeline:
+    """One rank's part of a pipeline; every rank of the job makes the same one.
+
+        pipeline = Pipeline(model, schedule="1f1b", num_microbatches=8, mesh=(4, 2), loss=F.cross_entropy,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        for batch in batches:
+            loss = pipeline.step(batch)
+        pipeline.drain()
+
+    ``schedule``: a name (``scheduler.pipeline.names()``) or a program. ``mesh``: how many ranks one replica
+    spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
+    ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
+    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters;
+    ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
+    bundles. ``inside``: classes of modules that may be cut. Further options go to the schedule
+    (``virtual=2``, ``hop=2``).
+
+    ``delays`` says how many steps old the gradient is that each stage applies.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        schedule: str | Program = "1f1b",
+        num_microbatches: int = 1,
+        mesh: tuple[int, int | Sequence[int]] | None = None,
+        *,
+        loss: Loss,
+        optimizer: Factory,
+        plan: Plan | str | Path | None = None,
+        ranks: Sequence[Sequence[int]] | None = None,
+        cuts: Sequence[int] | None = None,
+        inside: Iterable[type[nn.Module]] = (),
+        placement: str = "bubble",
+        bucket_bytes: float = 4 << 20,
+        recompute: bool | Sequence[bool] = False,
+        on_step: OnStep | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
+        fabric: Fabric | None = None,
+        **options: Any,
+    ) -> None:
+        self.fabric = DistFabric() if fabric is None else fabric
+        self.rank = self.fabric.rank
+        keep_freed_memory()
+        chain = Chain(model, inside)
+        if plan is not None:
+            self.program = start.planned(plan, chain)
+        elif isinstance(schedule, Program):
+            self.program = schedule
+        else:
+            mesh = mesh or (self.fabric.size if ranks is None else len(ranks), 1)
+            layout = {"ranks": ranks, "placement": placement, "bucket_bytes": bucket_bytes}
+            self.program = start.generated(
+                chain, schedule, num_microbatches, mesh, cuts, options, recompute=recompute, **layout
+            )
+        self.layout = start.check(self.program, chain, self.fabric)
+        self.delays = delays(self.program)
+        self._lane = self.fabric.lane("whole")
+        start.agree(self.fabric, self._lane, f"program {self.program.hash}, layers of {chain.sizes} bytes")
+        self._make_parts(chain, loss, optimizer, on_step, hosts)
+        self._arguments = chain.arguments
+        self._weights = whole.Whole(self.layout, self.fabric, self._lane, chain, self.stages)
+        _, self._ahead = reach(self.program.kernel)
+        self._batches: dict[int, Batch] = {}
+        self._last_share: Share | None = None
+        self._periods = 0  # given so far, since the pipeline was empty
+        self._done = -self._ahead  # the next iteration
+        self._broken = ""
+
+    def _make_parts(
+        self, chain: Chain, loss: Loss, optimizer: Factory, on_step: OnStep | None, hosts: Any
+    ) -> None:
+        self.stages = make_stages(chain, self.program, self.rank, loss)
+        start.share_weights(self.layout, self.fabric, self._lane, self.stages)
+        self._ties = start.checked_ties(chain, self.program, self.rank, self.stages)
+        tied = [pair for tie in self._ties for pair in tie.mine]
+        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
+        self._updates = {
+            number: maker.make(stage, frozenset(place for n, place in tied if n == number))
+            for number, stage in self.stages.items()
+        }
+        self._losses = Losses(self.layout, self.fabric, self.stages)
+        self._tie_lane = self.fabric.lane("ties")
+        self._interpreter = Interpreter(
+            self.program,
+            self.fabric,
+            self.stages,
+            self._updates,
+            self._inputs_of,
+            self._targets_of,
+            self._sum_ties if chain.tied(self.layout.cuts) else None,
+            self._losses.tell,
+        )
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, local: bool = False) -> float | None:
+        """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank, or with
+        ``local`` this rank's share of it. Returns the mean loss of the step that is finished by now, the same
+        on every rank; None while an asynchronous pipeline fills.
+        """
+        self._usable()
+        inputs, targets = batch
+        self._interpreter.crossings.shares[self._periods] = self._share(batch, local)
+        if self._ahead:
+            # Looked at again in later steps, by when the caller may have written a new batch into it.
+            inputs, targets = self._kept(inputs, targets)
+        self._batches[self._periods] = inputs, targets
+        self._periods += 1
+        return self._iterate(None)
+
+    def drain(self) -> list[float]:
+        """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
+        pipeline fills again.
+        """
+        self._usable()
+        losses = []
+        while self.in_flight:
+            loss = self._iterate(self._periods - 1)
+            if loss is not None:
+                losses.append(loss)
+        with self._guarded():
+            for update in self._updates.values():
+                update.finish()
+            self._interpreter.restart()
+            self._losses.settle()
+        self._batches.clear()
+        self._periods, self._done = 0, -self._ahead
+        return losses
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether steps have begun that are not finished: ``drain()`` does that."""
+        back, _ = reach(self.program.kernel)
+        return self._periods > 0 and self._done < self._periods + back
+
+    def _iterate(self, last: int | None) -> float | None:
+        iteration = self._done
+        with self._guarded():
+            finishes = 0 <= iteration < self._periods
+            self._interpreter.run(iteration, last, self._losses.begin if finishes else _nothing)
+            self._done += 1
+            if not finishes:
+                return None
+            self._batches.pop(iteration)
+            return self._losses.total()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A failure ends the pipeline: its ranks no longer agree on where they are."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            self.close()
+            self.fabric.abort()
+            raise
+
+    def _usable(self) -> None:
+        if self._broken:
+            raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
+
+    # -- batches -------------------------------------------------------------------------------------------
+
+    def _share(self, batch: Batch, local: bool) -> Share:
+        rows = rows_of(batch, "the batch")
+        replicas = [self.layout.replicas(stage) for stage in range(self.layout.stages)]
+        share = Share(rows, self.layout.microbatches, shape_key(batch), replicas[0] if local else 0)
+        if share != self._last_share:
+            for count in replicas:
+                share.check(count)
+            self._last_share = share
+        return share
+
+    def _kept(self, inputs: Any, targets: Any) -> Batch:
+        first, last = 0 in self.stages, self.layout.stages - 1 in self.stages
+        return (tree_map(_clone, inputs) if first else None), (tree_map(_clone, targets) if last else None)
+
+    def _inputs_of(self, period: int, rows: Range) -> Any:
+        return whole.on_device(self._arguments(cut(self._batches[period][0], rows)), self.stages[0].device)
+
+    def _targets_of(self, period: int, rows: Range) -> Any:
+        device = self.stages[self.layout.stages - 1].device
+        return whole.on_device(cut(self._batches[period][1], rows), device)
+
+    def _sum_ties(self, period: int) -> None:
+        """Parameters on several stages get the sum of all their gradients everywhere."""
+        for tie in self._ties:
+            number, place = tie.mine[0]
+            mine = [self.stages[n].grads[period][p] for n, p in tie.mine]
+            grads = [grad for grad in mine if grad is not None]
+            total = grads[0] if grads else torch.zeros_like(self.stages[number].versions.newest.leaves[place])
+            for grad in grads[1:]:
+                total += grad
+            summed_over(self._tie_lane, self.rank, tie.ranks, [total])
+            for number, place in tie.mine:
+                self.stages[number].grads[period][place] = total
+
+    # -- the whole model -----------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
+        self._usable()
+        inputs, targets = batch
+        rows = rows_of(batch, "the batch")
+        self._newest()
+        parts = min(rows, self.layout.microbatches)
+        return self._weights.evaluate(self._arguments, inputs, targets, rows, parts)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
+        replica.
+        """
+        self._usable()
+        self._newest()
+        return self._weights.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """A whole model's; only while nothing is in flight. Optimizers keep their state."""
+        if self.in_flight:
+            raise ValueError("micro-batches are in flight with the present weights; call drain() first")
+        self._newest()
+        self._weights.load_state_dict(state)
+        for update in self._updates.values():
+            update.reload()
+
+    def _newest(self) -> None:
+        """Puts each stage's newest weights into its module."""
+        for number, stage in self.stages.items():
+            self._updates[number].finish()
+            stage.versions.use(stage.versions.newest)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Everything that this rank needs to go on exactly here, for ``torch.save``; every rank must call.
+        Nothing is drained: micro-batches in flight are part of it.
+        """
+        self._usable()
+        with self._guarded():
+            return checkpoint.taken(self)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on where ``checkpoint`` was taken, in a new pipeline made with the same arguments."""
+        with self._guarded():
+            checkpoint.resumed(self, state)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """This rank's, stage by stage."""
+        return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
+
+    def close(self) -> None:
+        """Ends the engines."""
+        for update in self._updates.values():
+            update.close()
+
+
+def _nothing() -> None:
+    """No loss is to come in this iteration."""
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,188 @@
+"""From a model and a program to the stages of one rank, with what steps them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.flow.shards import check_elementwise
+from commsched.pipeline.chain import Chain
+from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over
+from commsched.pipeline.stage import Loss, Stage
+from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
+from scheduler.actions import COLLECTIVE, Kind
+from scheduler.pipeline.lowering import buckets_of
+from scheduler.pipeline.unroll import depth
+from scheduler.profile import Layer, Profile
+from scheduler.program import LINK_LANE, Program
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter on several stages: this rank's (stage, place), and all ranks that have it."""
+
+    mine: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+
+
+def bare_profile(chain: Chain, name: str, cuts: Sequence[int]) -> Profile:
+    """Sizes only, without the parameters that several stages share: these travel by themselves."""
+    sizes = chain.layer_sizes(frozenset(chain.tied(cuts)))
+    return Profile(name, tuple(Layer(n, 1.0, 2.0, size) for n, size in zip(chain.names, sizes, strict=True)))
+
+
+def make_stages(chain: Chain, program: Program, rank: int, loss: Loss) -> dict[int, Stage]:
+    layout = program.pipeline
+    assert layout is not None
+    stages: dict[int, Stage] = {}
+    tied = list(chain.tied(layout.cuts).values())
+    for number in layout.held_by(rank):
+        layers = layout.layers(number, len(chain))
+        module = chain.stage(layers.start, layers.stop)
+        if any(number in users and set(users) & set(stages) for users in tied):
+            # Each of a rank's stages steps its own copy.
+            module = copy.deepcopy(module)
+        last = number + 1 == layout.stages
+        stages[number] = Stage(
+            number, module, loss if last else None, layout.recompute[number], stays=depth(program) > 0
+        )
+    return stages
+
+
+def make_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
+    """In the same order on every rank; only those that this rank is part of."""
+    layout = program.pipeline
+    assert layout is not None
+    ties = []
+    for key, users in chain.tied(layout.cuts).items():
+        places = []
+        for number in users:
+            if number in stages:
+                name = _name_of(chain, key, layout.layers(number, len(chain)))
+                places.append((number, stages[number].versions.names.index(name)))
+        ranks = sorted({r for number in users for r in layout.ranks[number]})
+        if places:
+            ties.append(Tie(tuple(places), tuple(ranks)))
+    return ties
+
+
+def _name_of(chain: Chain, key: int, layers: range) -> str:
+    for layer in layers:
+        for name, parameter in chain.layer_parameters(layer).items():
+            if id(parameter) == key:
+                return name
+    raise ValueError("a shared parameter is missing in a stage that uses it")
+
+
+class UpdateMaker:
+    """Chooses how each stage of a rank is reduced and stepped."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        program: Program,
+        fabric: Fabric,
+        factory: Factory,
+        on_step: OnStep | None,
+        hosts: Sequence[Sequence[int]] | None,
+    ) -> None:
+        assert program.pipeline is not None
+        self.chain, self.program, self.layout, self.fabric = chain, program, program.pipeline, fabric
+        self.factory, self.on_step, self.hosts = factory, on_step, hosts
+        self.lane = fabric.lane("sums")
+
+    def make(self, stage: Stage, apart: frozenset[int]) -> Update:
+        ranks = self.layout.ranks[stage.number]
+        if len(ranks) == 1 or not stage.versions.names:
+            return Whole(stage, self.factory, self.on_step, apart=apart)
+        if self.layout.reduction == "masters":
+            hosts = self._hosts_of(ranks)
+            combine = _Combine(by_masters, self.lane, self.fabric.rank, hosts)
+            return Whole(stage, self.factory, self.on_step, combine, apart)
+        if not self._elementwise(stage):
+            combine = _Combine(summed_over, self.lane, self.fabric.rank, ranks)
+            return Whole(stage, self.factory, self.on_step, combine, apart)
+        return self._sharded(stage, ranks, apart)
+
+    def _hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
+        """This stage's ranks, host by host."""
+        hosts = self.hosts or [ranks]
+        found = [[rank for rank in ranks if rank in host] for host in hosts]
+        return [host for host in found if host]
+
+    def _elementwise(self, stage: Stage) -> bool:
+        """Whether the optimizer can step a shard without the rest."""
+        probe: Optimizer = self.factory([nn.Parameter(torch.zeros(1))])
+        try:
+            check_elementwise(type(probe))
+        except ValueError:
+            return False
+        return True
+
+    def _sharded(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
+        leaves = stage.versions.newest.leaves
+        kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the parameters of stage {stage.number} have several types ({', '.join(map(str, kinds))});"
+                " stages with replicas need one"
+            )
+        numbers = buckets_of(self.program)[stage.number]
+        if not numbers:
+            return Whole(stage, self.factory, self.on_step, apart=apart)
+        layers = self.layout.layers(stage.number, len(self.chain))
+        flat = self._flat(stage, layers, apart, leaves[0].element_size())
+        parts = [flat.parts(self.program.buckets[number], layers.start) for number in numbers]
+        transport = self.fabric.transport(f"stage {stage.number}", ranks)
+        place = list(ranks).index(self.fabric.rank)
+        plan = self._plan(stage.number, numbers)
+        scattered = Scattered(
+            transport, place, len(ranks), self.fabric.timeout, parts, [leaf.data for leaf in leaves], plan
+        )
+        eager = self.layout.placement == "eager"
+        several = len(numbers) > 1
+        return Sharded(
+            stage,
+            self.factory,
+            self.on_step,
+            scattered,
+            numbers,
+            eager or several,
+            several and not eager,
+            apart,
+        )
+
+    def _flat(self, stage: Stage, layers: range, apart: frozenset[int], item: int) -> Flat:
+        names = {name: place for place, name in enumerate(stage.versions.names)}
+        seen = set(apart)
+        places: list[list[int]] = []
+        for layer in layers:
+            mine = [names[name] for name in self.chain.layer_parameters(layer) if name in names]
+            places.append([place for place in mine if place not in seen])
+            seen |= set(mine)
+        return Flat(places, [leaf.numel() for leaf in stage.versions.newest.leaves], item)
+
+    def _plan(self, stage: int, numbers: Sequence[int]) -> list[tuple[str, int]]:
+        """The program's order of one period: all reductions, then all gathers, each as they stand."""
+        link = self.program.kernel[self.fabric.rank][LINK_LANE]
+        mine = [action for action in link if action.stage == stage and action.kind in COLLECTIVE]
+        reductions = [a for a in mine if a.kind is Kind.RS]
+        gathers = [a for a in mine if a.kind is Kind.AG]
+        return [(a.kind.value, numbers.index(a.index)) for a in (*reductions, *gathers)]
+
+
+class _Combine:
+    """A sum over other ranks, in place."""
+
+    def __init__(self, how: Any, lane: Lane, rank: int, ranks: Any) -> None:
+        self.how, self.lane, self.rank, self.ranks = how, lane, rank, ranks
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        self.how(self.lane, self.rank, self.ranks, tensors)

@@ -1,0 +1,200 @@
+"""Stopping and going on in the middle of a run, with micro-batches in flight.
+
+Between two steps every rank stands at the same iteration. What is in flight then are messages that have been
+sent and not received, which are taken in first, and micro-batches between forward and backward, of which the
+inputs, the version's number and the state of the random numbers are kept: going on repeats their forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
+from commsched.pipeline.update import Update
+from commsched.pipeline.versions import Version
+from scheduler.actions import RECVS, Action, Kind
+from scheduler.pipeline.traffic import RECV_LANE, is_token
+from scheduler.program import LINK_LANE
+
+if TYPE_CHECKING:
+    from commsched.pipeline.api import Pipeline
+
+_SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
+
+
+def taken(pipeline: Pipeline) -> dict[str, Any]:
+    """This rank's state between two steps."""
+    interpreter, crossings = pipeline._interpreter, pipeline._interpreter.crossings
+    crossings.inbox.expect(_under_way(pipeline))
+    crossings.inbox.drain()
+    return {
+        "program": pipeline.program.hash,
+        "rank": pipeline.rank,
+        "random": random_state(_device(pipeline)),
+        "counters": (pipeline._periods, pipeline._done),
+        "interpreter": (
+            list(interpreter.link),
+            list(interpreter.waiting),
+            set(interpreter.tokens),
+            dict(interpreter.complete),
+            dict(interpreter.stepped),
+            dict(interpreter.forwards),
+        ),
+        "batches": dict(pipeline._batches),
+        "shares": dict(crossings.shares),
+        "arrived": dict(crossings.inbox.arrived),
+        "to_come": dict(crossings.to_come),
+        "came": {key: list(value) for key, value in crossings.came.items()},
+        "outputs": {
+            key: (_plain(leaves), tree_unflatten(range(len(leaves)), spec), flags)
+            for key, (leaves, spec, flags) in crossings.outputs.items()
+        },
+        "input_grads": dict(crossings.input_grads),
+        "zeros": {key: _plain(leaves) for key, leaves in crossings.zeros.items()},
+        "stages": {n: _stage(stage, pipeline._updates[n]) for n, stage in pipeline.stages.items()},
+    }
+
+
+def _device(pipeline: Pipeline) -> torch.device:
+    return next(iter(pipeline.stages.values())).device
+
+
+def _under_way(pipeline: Pipeline) -> list[Action]:
+    """The messages to this rank that were sent in an iteration that is over, and whose receive is not."""
+    crossings, done = pipeline._interpreter.crossings, pipeline._done
+    found = []
+    for action in pipeline.program.kernel[pipeline.rank].get(RECV_LANE, ()):
+        sent = _sent(pipeline, action)
+        for period in range(pipeline._periods):
+            # An action of shift k belongs to iteration period - k.
+            if period - sent.shift < done <= period - action.shift:
+                found.append((period - action.shift, replace(action, shift=period)))
+    coming = [action for _, action in sorted(found, key=lambda item: item[0])]
+    return [a for a in coming if crossings.moves(a) and a not in crossings.inbox.arrived]
+
+
+def _sent(pipeline: Pipeline, action: Action) -> Action:
+    """The send in the peer's lane that a receive takes up."""
+    assert action.kind in RECVS and action.peer is not None and action.stage is not None
+    if is_token(action, pipeline.layout):
+        stage = action.stage // pipeline.layout.positions * pipeline.layout.positions
+    else:
+        stage = action.stage - 1 if action.kind is Kind.RECVF else action.stage + 1
+    wanted = (_SENT[action.kind], action.index, stage, pipeline.rank)
+    for sent in pipeline.program.kernel[action.peer][LINK_LANE]:
+        if (sent.kind, sent.index, sent.stage, sent.peer) == wanted:
+            return sent
+    raise ValueError(f"rank {action.peer} has no send for {action}")
+
+
+def _plain(leaves: list[Any]) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _stage(stage: Stage, update: Update) -> dict[str, Any]:
+    update.finish()
+    stage.versions.use(stage.versions.newest)
+    return {
+        "newest": stage.versions.newest.number,
+        "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
+        "module": {key: value.detach().clone() for key, value in stage.module.state_dict().items()},
+        "saved": {job: _kept(saved) for job, saved in stage.saved.items()},
+        "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
+        "losses": dict(stage.losses),
+        "optimizer": None if update.optimizer is None else update.optimizer.state_dict(),
+        "taken": update.taken,
+    }
+
+
+def _kept(saved: Saved) -> dict[str, Any]:
+    if saved.weights is not None:
+        raise ValueError("a checkpoint between the two halves of a backward is not possible")
+    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in saved.leaves]
+    return {
+        "version": saved.version.number,
+        "leaves": _plain(saved.leaves),
+        "flags": flags,
+        "structure": tree_unflatten(range(len(saved.leaves)), saved.spec),
+        "head": None if saved.head is None else (saved.head.targets, saved.head.weight),
+        "random": saved.random,
+    }
+
+
+def resumed(pipeline: Pipeline, state: dict[str, Any]) -> None:
+    """Puts a state into a new pipeline."""
+    if (state["program"], state["rank"]) != (pipeline.program.hash, pipeline.rank):
+        raise ValueError(
+            f"the checkpoint is of rank {state['rank']} and program {state['program']}, this is rank"
+            f" {pipeline.rank} and program {pipeline.program.hash}; give every rank its own checkpoint, and"
+            " make the pipeline as it was made then"
+        )
+    interpreter, crossings = pipeline._interpreter, pipeline._interpreter.crossings
+    pipeline._periods, pipeline._done = state["counters"]
+    link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
+    interpreter.link.extend(link)
+    interpreter.waiting, interpreter.tokens = list(waiting), set(tokens)
+    interpreter.complete, interpreter.stepped = dict(complete), dict(stepped)
+    interpreter.forwards = dict(forwards)
+    interpreter._told = pipeline._done - 1
+    pipeline._batches = dict(state["batches"])
+    crossings.shares.update(state["shares"])
+    crossings.inbox.arrived.update(state["arrived"])
+    crossings.to_come.update(state["to_come"])
+    crossings.came.update({key: list(value) for key, value in state["came"].items()})
+    for key, (leaves, structure, flags) in state["outputs"].items():
+        crossings.outputs[key] = leaves, tree_flatten(structure)[1], flags
+    crossings.input_grads.update(state["input_grads"])
+    crossings.zeros.update(state["zeros"])
+    for number, stage in pipeline.stages.items():
+        _restore(stage, pipeline._updates[number], state["stages"][number])
+    _reduce_again(pipeline)
+    set_random_state(state["random"], _device(pipeline))
+
+
+@torch.no_grad()
+def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
+    for key, value in stage.module.state_dict().items():
+        value.copy_(state["module"][key])
+    versions = stage.versions
+    newest = versions.newest
+    versions.live = {
+        number: newest
+        if number == state["newest"]
+        else Version(number, [nn.Parameter(tensor.clone()) for tensor in tensors])
+        for number, tensors in state["versions"].items()
+    }
+    newest.number = state["newest"]
+    update.reload()
+    if update.optimizer is not None:
+        update.optimizer.load_state_dict(state["optimizer"])
+    update.taken = state["taken"]
+    for period, grads in state["grads"].items():
+        stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
+    stage.losses.update(state["losses"])
+    for job, kept in state["saved"].items():
+        leaves = [
+            leaf.clone().requires_grad_(flag) if isinstance(leaf, Tensor) else leaf
+            for leaf, flag in zip(kept["leaves"], kept["flags"], strict=True)
+        ]
+        head = None if kept["head"] is None else Head(*kept["head"])
+        spec = tree_flatten(kept["structure"])[1]
+        saved = Saved(versions.live[kept["version"]], leaves, spec, head, kept["random"])
+        stage.restore(job, saved)
+
+
+def _reduce_again(pipeline: Pipeline) -> None:
+    """Reductions that were under way start over: the gradients are still there."""
+    interpreter = pipeline._interpreter
+    waiting = {(action.stage, action.index, action.shift) for action in interpreter.waiting}
+    for action in pipeline.program.kernel[pipeline.rank].get(LINK_LANE, ()):
+        if action.kind not in (Kind.RS, Kind.AR) or action.stage is None:
+            continue
+        number = action.stage
+        for period in range(interpreter.stepped[number] + 1, interpreter.complete[number] + 1):
+            if (number, action.index, period) not in waiting:
+                pipeline._updates[number].reduce(period, action.index)

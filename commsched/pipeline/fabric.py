@@ -1,0 +1,210 @@
+"""What carries a pipeline's traffic: ordered messages between two ranks, and transports for engines.
+
+Messages go over the channels that spatial parallelism uses too: gloo between processes, queues between
+threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+import comm_core
+from commsched.env import settings
+from commsched.runtime import state
+from commsched.runtime.data import data_group
+from commsched.spatial.channel import DistChannel, Pending, ThreadHub
+
+_CHANNEL = 77  # of data_group: all pipelines share its connections
+_LANES, _MOST_LANES = 16, 1 << 15  # of one pipeline, and before their numbers come round again
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+
+
+class Lane(Protocol):
+    """Messages between ranks; those from one rank to another arrive in the order in which they are sent."""
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending: ...
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending: ...
+
+
+class Fabric(Protocol):
+    """Where a pipeline runs: this rank among all, and how they reach each other."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+        """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
+        ``traffic``: what is less urgent lets them go first.
+        """
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        """For an engine over these ranks, each of which must call."""
+
+    def abort(self) -> None:
+        """This rank gives up: the others need not wait for it."""
+
+
+def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """What can travel of them: vectors that are not empty."""
+    return [buffer.view(-1) for buffer in buffers if buffer.numel()]
+
+
+class DistLane:
+    """Over the gloo group of all ranks, a channel for each pair and direction."""
+
+    def __init__(
+        self, group: Any, name: str, timeout: float, number: int, traffic: comm_core.Traffic | None
+    ) -> None:
+        self.group, self.name, self.timeout, self.number = group, name, timeout, number
+        self.rank, self.traffic = group.rank(), traffic
+        self._pairs: dict[tuple[int, int], DistChannel] = {}
+
+    def _pair(self, sender: int, receiver: int) -> DistChannel:
+        pair = sender, receiver
+        if pair not in self._pairs:
+            # A receive that waits for its sender does not use the link.
+            traffic = self.traffic if sender == self.rank else None
+            self._pairs[pair] = DistChannel(self.group, pair, self.timeout, traffic, self.number)
+        return self._pairs[pair]
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        parcels = [(1, buffer) for buffer in flat(buffers)]
+        pending = self._pair(self.rank, peer).exchange(parcels, [], self.name)
+        if self.traffic is not None:
+            # Its turn on the link ends when it has left, long before anybody waits for it here.
+            pending.watch()
+        return pending
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        parcels = [(0, buffer) for buffer in flat(buffers)]
+        return self._pair(peer, self.rank).exchange([], parcels, self.name)
+
+
+class DistFabric:
+    """The ranks of ``commsched.init()``."""
+
+    def __init__(self) -> None:
+        engine = state.engine()
+        self.rank, self.size = engine.launch.rank, engine.launch.size
+        self.timeout = settings().timeout
+        self._meeting = engine.meeting
+        self._number = next(_numbers[state.epoch()])
+        self._name = f"pipeline {self._number}"
+        self._lanes = itertools.count()
+        self._group = data_group(channel=_CHANNEL) if self.size > 1 else None
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+        if self._group is None:
+            return NoLane()
+        number = (_LANES * self._number + next(self._lanes)) % _MOST_LANES
+        return DistLane(self._group, f"{self._name}: {name}", self.timeout, number, traffic)
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
+        channel = comm_core.tcp_channel(store, place, len(ranks), self._meeting.address, self.timeout)
+        transport = comm_core.DirectTransport(comm_core.GatedChannel(channel), place, len(ranks))
+        transport.set_timeout(self.timeout)
+        return transport
+
+    def abort(self) -> None:
+        """The end of the process closes its connections, which the others notice."""
+
+
+class NoLane:
+    """One rank alone."""
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        raise ValueError(f"there is no rank {peer}: this job has one rank")
+
+    receive = send
+
+
+class ThreadWorld:
+    """Ranks that are threads of one process, for tests and for trying things out."""
+
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._hubs: dict[str, ThreadHub] = {}
+        self._transports: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def fabric(self, rank: int) -> ThreadFabric:
+        return ThreadFabric(self, rank)
+
+    def hub(self, name: str) -> ThreadHub:
+        with self._lock:
+            hub = self._hubs.setdefault(name, ThreadHub(self.size, self.timeout))
+            self._break()
+            return hub
+
+    def transport_hub(self, name: str, ranks: tuple[int, ...]) -> Any:
+        with self._lock:
+            hub = self._transports.setdefault((name, ranks), comm_core.Hub(len(ranks)))
+            self._break()
+            return hub
+
+    def abort(self) -> None:
+        """Whoever waits for a message, now or later, gets an error."""
+        with self._lock:
+            self._aborted = True
+            self._break()
+
+    def _break(self) -> None:
+        """Under the lock: what is asked for after the end is born broken, or its rank would wait in vain."""
+        if self._aborted:
+            for hub in self._hubs.values():
+                hub.broken.set()
+            for transports in self._transports.values():
+                for rank in range(transports.size):
+                    transports.disconnect(rank)
+
+
+class ThreadLane:
+    def __init__(self, hub: ThreadHub, name: str, rank: int) -> None:
+        self.channel, self.name = hub.channel(rank), name
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self.channel.exchange([(peer, buffer) for buffer in flat(buffers)], [], self.name)
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self.channel.exchange([], [(peer, buffer) for buffer in flat(buffers)], self.name)
+
+
+class ThreadFabric:
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
+        self._made = 0
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+        self._made += 1
+        return ThreadLane(self.world.hub(f"{self._made} {name}"), name, self.rank)
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        # A number per rank would differ between ranks: only lanes are made by all of them alike.
+        hub = self.world.transport_hub(f"{self._made} {name}", tuple(ranks))
+        transport = comm_core.HubTransport(hub, list(ranks).index(self.rank))
+        transport.set_timeout(self.timeout)
+        return transport
+
+    def abort(self) -> None:
+        self.world.abort()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Contiguous and in host memory, where messages travel from."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def from_host(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -1,0 +1,298 @@
+"""Runs a rank's part of a program: its three lanes, one iteration after the other.
+
+One thread computes, in the order of the compute lane. After each action everything in the link lane that has
+become possible is handed over: sends to gloo, reductions to the stage's engine. Receives are posted ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from commsched.errors import CommError
+from commsched.pipeline.crossing import Crossings
+from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.messages import Description
+from commsched.pipeline.rows import Range
+from commsched.pipeline.stage import Head, Job, Stage, flattened
+from commsched.pipeline.update import Update
+from scheduler.actions import Action, Kind
+from scheduler.pipeline.layout import Layout
+from scheduler.pipeline.meaning import delays
+from scheduler.pipeline.steps import last_gradient
+from scheduler.pipeline.traffic import RECV_LANE, is_token
+from scheduler.pipeline.unroll import reach, version
+from scheduler.program import COMPUTE_LANE, LINK_LANE, Program
+
+Feed = Callable[[int, Range], Any]
+"""Period and rows -> the arguments of the first stage, or the targets of the last."""
+Span = tuple[Action, float, float]
+"""What was computed, from when to when (seconds of ``time.perf_counter``)."""
+
+
+class Interpreter:
+    """One rank of a running program.
+
+    ``ties`` is called with the period before the steps of stages that share parameters, once all their
+    gradients are complete; ``tell`` with a period whose losses are all there. ``spans``: a list here is
+    filled with what is computed.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        fabric: Fabric,
+        stages: dict[int, Stage],
+        updates: dict[int, Update],
+        inputs: Feed,
+        targets: Feed,
+        ties: Callable[[int], None] | None,
+        tell: Callable[[int], None],
+    ) -> None:
+        assert program.pipeline is not None
+        self.layout: Layout = program.pipeline
+        self.rank, self.stages, self.updates = fabric.rank, stages, updates
+        self.inputs, self.targets, self.ties, self.tell = inputs, targets, ties, tell
+        self.lanes = program.kernel[self.rank]
+        self.delays = delays(program)
+        order = self.lanes[COMPUTE_LANE]
+        self.completes = {stage: order[last_gradient(order, stage)] for stage in stages}
+        self.split = {action.stage for action in order if action.kind is Kind.W}
+        self.crossings = Crossings(self.layout, fabric, stages)
+        self.link: deque[Action] = deque()
+        self.waiting: list[Action] = []  # reductions that need a token
+        self.tokens: set[tuple[int, int]] = set()
+        self.complete: dict[int, int] = dict.fromkeys(stages, -1)  # the last period with all gradients
+        self.stepped: dict[int, int] = dict.fromkeys(stages, -1)
+        self.forwards: dict[int, int] = dict.fromkeys(stages, 0)
+        self._told = -1
+        self._input_spec: Any = None
+        self._overlap = int(reach(program.kernel) != (0, 0))  # whether periods share iterations
+        self.spans: list[Span] | None = None
+
+    # One iteration
+
+    def run(self, iteration: int, last: int | None, meanwhile: Callable[[], None]) -> None:
+        """The kernel's iteration, without the periods before 0 and after ``last``. ``meanwhile`` is called
+        once, when others may already compute with what this rank has sent.
+        """
+        inbox, moves = self.crossings.inbox, self.crossings.moves
+        # After a checkpoint, some may be here already.
+        coming = [a for a in self._now(RECV_LANE, iteration, last) if a not in inbox.arrived]
+        inbox.expect([a for a in coming if moves(a)])
+        self.link.extend(a for a in self._now(LINK_LANE, iteration, last) if moves(a))
+        late, first = [], True
+        for action in self._now(COMPUTE_LANE, iteration, last):
+            if action.kind is Kind.STEP and self.ties is not None:
+                late.append(action)
+                continue
+            self._do(action)
+            self._issue()
+            # Only now: nobody waits for this rank to post a receive or to tidy up, but for what it computes.
+            inbox.pump()
+            self.crossings.let_go()
+            if first:
+                self._tidy(iteration)
+                meanwhile()
+                first = False
+            self._tell(action, iteration)
+        if first:
+            meanwhile()
+        if late and self.ties is not None:
+            self.ties(late[0].shift)
+            for action in late:
+                self._do(action)
+            self._issue()
+
+    def _tidy(self, iteration: int) -> None:
+        """Periods that ended with an earlier iteration have been received everywhere, or will be."""
+        oldest = iteration - self._overlap
+        self.crossings.forget(oldest)
+        self.tokens = {key for key in self.tokens if key[1] >= oldest}
+
+    def _now(self, lane: str, iteration: int, last: int | None) -> list[Action]:
+        lowest, highest = -iteration, None if last is None else last - iteration
+        return [
+            action.at(iteration + action.shift)
+            for action in self.lanes.get(lane, ())
+            if action.shift >= lowest and (highest is None or action.shift <= highest)
+        ]
+
+    def restart(self) -> None:
+        """Periods count from 0 again; nothing is in flight."""
+        for number, stage in self.stages.items():
+            stage.versions.reset(0)
+            self.forwards[number], self.complete[number], self.stepped[number] = 0, -1, -1
+        for update in self.updates.values():
+            update.restart()
+        self.crossings.outbox.settle()
+        self.crossings.shares.clear()
+        self.tokens.clear()
+        self._told = -1
+
+    def _tell(self, action: Action, iteration: int) -> None:
+        """A period's loss is told in its own iteration, once all its forwards are over."""
+        last = self.layout.stages - 1
+        if action.stage != last or action.kind is Kind.STEP or self._told >= iteration:
+            return
+        if self.forwards[last] >= (iteration + 1) * self.layout.microbatches and iteration >= 0:
+            self._told = iteration
+            self.tell(iteration)
+
+    def _do(self, action: Action) -> None:
+        assert action.stage is not None
+        if action.kind is Kind.F:
+            self._forward(action, action.stage)
+        elif action.kind is Kind.STEP:
+            self._step(action, action.stage)
+        else:
+            self._gradient(action, action.stage)
+
+    # Computation
+
+    def _forward(self, action: Action, number: int) -> None:
+        stage, job = self.stages[number], (action.index, action.shift)
+        weights = stage.versions.live[version(action)]
+        arguments = self._arguments(number, job)
+        head = self._head(number, job)
+        self.updates[number].prepare(weights)
+        try:
+            start = perf_counter()
+            leaves = stage.forward(job, *arguments, weights, head)
+            self._note(action, start)
+        except CommError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"stage {number} on rank {self.rank} failed in the forward of micro-batch {job[0]} of step"
+                f" {job[1]} ({type(error).__name__}: {error}); it was given {_described(arguments[0])}"
+            ) from error
+        self.forwards[number] += 1
+        if head is None:
+            self.crossings.put_out(number, job, leaves)
+
+    def _arguments(self, number: int, job: Job) -> tuple[list[Any], Any]:
+        if number:
+            return self.crossings.arguments(number, job)
+        inputs = self.inputs(job[1], self.crossings.given(0, job))
+        leaves, self._input_spec = flattened(inputs, self._input_spec)
+        return leaves, self._input_spec
+
+    def _head(self, number: int, job: Job) -> Head | None:
+        if number + 1 < self.layout.stages:
+            return None
+        low, high = self.crossings.rows(number, self.rank, job)
+        targets = self.targets(job[1], self.crossings.given(number, job))
+        return Head(targets, (high - low) / self.crossings.shares[job[1]].total)
+
+    def _gradient(self, action: Action, number: int) -> None:
+        """B, or W where the program has any."""
+        stage, job = self.stages[number], (action.index, action.shift)
+        kernel = self.completes[number]
+        completes = (action.kind, action.index) == (kernel.kind, kernel.index)
+        start = perf_counter()
+        if action.kind is Kind.W:
+            stage.weight_gradients(job)
+            self._note(action, start)
+        elif completes:
+            with self.updates[number].early(action.shift, stage.saved[job].version):
+                self._backward(action, stage, job)
+        else:
+            self._backward(action, stage, job)
+        if completes:
+            self.complete[number] = action.shift
+
+    def _backward(self, action: Action, stage: Stage, job: Job) -> None:
+        leaves, number = stage.saved[job].leaves, stage.number
+        grads = self.crossings.output_grads(number, job) if number + 1 < self.layout.stages else []
+        start = perf_counter()
+        found = stage.backward(job, grads, number in self.split)
+        self._note(action, start)
+        self.crossings.put_back(number, job, leaves, found)
+
+    def _note(self, action: Action, start: float) -> None:
+        if self.spans is not None:
+            self.spans.append((action, start, perf_counter()))
+
+    # Sends and collectives
+
+    def _issue(self) -> None:
+        """Starts what can be started of the link lane, in its order."""
+        self._release()
+        while self.link and self._start(self.link[0]):
+            self.link.popleft()
+
+    def _start(self, action: Action) -> bool:
+        assert action.stage is not None
+        complete = self.complete[action.stage] >= action.shift
+        if is_token(action, self.layout):
+            if complete:
+                self.crossings.send_token(action)
+            return complete
+        if action.kind is Kind.SENDF:
+            return self.crossings.send_forward(action)
+        if action.kind is Kind.SENDB:
+            if complete and self.layout.placement == "eager":
+                # The program has its sums before it on the wire.
+                self.updates[action.stage].wait_reduced()
+            return self.crossings.send_backward(action)
+        if action.kind is Kind.AG:
+            if self.stepped[action.stage] < action.shift:
+                return False
+            self.updates[action.stage].gather(action.index)
+            return True
+        if complete:
+            self.waiting.append(action)
+            self._release()
+        return complete
+
+    def _release(self, force: int | None = None) -> None:
+        """Starts reductions whose token has come; those of stage ``force`` wait for it."""
+        left = []
+        for action in self.waiting:
+            assert action.stage is not None
+            if self._has_token(action, action.stage, wait=action.stage == force):
+                self.updates[action.stage].reduce(action.shift, action.index)
+            else:
+                left.append(action)
+        self.waiting = left
+
+    def _has_token(self, action: Action, number: int, wait: bool) -> bool:
+        group, place = divmod(number, self.layout.positions)
+        if self.layout.placement != "aligned" or not place or (number, action.shift) in self.tokens:
+            return True
+        peer = self.layout.ranks[group * self.layout.positions][0]
+        index = self.layout.microbatches + group
+        token = Action(Kind.RECVF, index, number, peer=peer, shift=action.shift)
+        if not wait and token not in self.crossings.inbox.arrived:
+            return False
+        self.crossings.inbox.take(token)
+        self.tokens.add((number, action.shift))
+        return True
+
+    def _step(self, action: Action, number: int) -> None:
+        self._issue()
+        self._release(force=number)
+        # Waiting for the sums of other replicas is no computation.
+        self.updates[number].wait_reduced()
+        start = perf_counter()
+        self.updates[number].step(action.shift, lambda v: self._needed(number, v))
+        self._note(action, start)
+        self.stepped[number] = action.shift
+
+    def _needed(self, number: int, v: int) -> bool:
+        """Whether a micro-batch in flight or still to come computes with version ``v``."""
+        stage = self.stages[number]
+        if any(saved.version.number == v for saved in stage.saved.values()):
+            return True
+        coming = self.forwards[number] // self.layout.microbatches
+        return v >= max(0, coming - self.delays[number])
+
+
+def _described(leaves: list[Any]) -> str:
+    try:
+        return str(Description.of(leaves, None, [False] * len(leaves)))
+    except ValueError:
+        return "the batch"

@@ -1,0 +1,188 @@
+"""Measures for the planner: a model layer by layer, each as a stage of its own, and what a message costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from commsched.pipeline.chain import Chain
+from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.memory import keep_freed_memory
+from commsched.pipeline.messages import receive_object, send_object
+from commsched.pipeline.rows import cut, rows_of
+from commsched.pipeline.stage import Loss
+from commsched.pipeline.update import Factory
+from scheduler.link import Link, fit
+from scheduler.profile import Layer, Profile
+
+_REPEAT = 5
+_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
+_MESSAGES, _BURST = 12, 1 << 19
+
+
+class _Times:
+    """Seconds of one layer, over the repetitions."""
+
+    def __init__(self) -> None:
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.inputs_only: list[float] = []
+        self.output_bytes = 0
+
+
+def profile(
+    model: nn.Module,
+    loss: Loss,
+    batch: tuple[Any, Any],
+    *,
+    optimizer: Factory | None = None,
+    repeat: int = _REPEAT,
+    inside: Iterable[type[nn.Module]] = (),
+    name: str = "",
+) -> Profile:
+    """Layer times, sizes of what crosses a cut behind each layer, and parameters, for a batch of the size of
+    one micro-batch; and with half its rows, which tells what a replica saves by having fewer. The model's
+    weights stay as they are; running statistics move, as in training.
+    """
+    keep_freed_memory()  # as in training
+    chain = Chain(model, inside)
+    stages = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
+    times, halves = [_Times() for _ in stages], [_Times() for _ in stages]
+    rows = rows_of(batch, "the batch")
+    half = cut(batch, (0, rows // 2)) if rows > 1 else batch
+    with _accumulating(chain.model):
+        for _ in range(repeat + 1):
+            _once(stages, chain.arguments(batch[0]), batch[1], loss, times)
+            _once(stages, chain.arguments(half[0]), half[1], loss, halves)
+    layers = [
+        _layer(layer_name, size, one, other, rows_of(half, "its half") / rows)
+        for layer_name, size, one, other in zip(chain.names, chain.sizes, times, halves, strict=True)
+    ]
+    per_byte = 0.0 if optimizer is None else _update(model, optimizer, repeat) / max(1, sum(chain.sizes))
+    return Profile(name or type(chain.model).__name__, tuple(layers), per_byte, f"measured, {repeat} times")
+
+
+@contextmanager
+def _accumulating(model: nn.Module) -> Iterator[None]:
+    """Gradients are there already, as for all micro-batches but the first: adding to large ones takes as long
+    as computing them.
+    """
+    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    for p, _ in before:
+        p.grad = torch.zeros_like(p)
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+def _layer(name: str, size: int, times: _Times, fewer: _Times, part: float) -> Layer:
+    """``fewer``: the times with ``part`` of the rows."""
+    forward, backward, inputs_only = map(_median, (times.forward, times.backward, times.inputs_only))
+    weights = max(0.0, backward - inputs_only) if size else 0.0
+    fixed = 1.0  # of a single row, nothing can be saved
+    if part < 1 and forward + backward > 0:
+        ratio = (_median(fewer.forward) + _median(fewer.backward)) / (forward + backward)
+        fixed = min(1.0, max(0.0, (ratio - part) / (1 - part)))
+    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed)
+
+
+def _median(values: list[float]) -> float:
+    # The first repetition allocates and warms caches.
+    return statistics.median(values[1:])
+
+
+def message_link(fabric: Fabric) -> Link:
+    """What a message from the first rank to the second costs, in seconds and seconds per byte; every rank
+    calls and gets it. Both ways at once, as RS and AG use it; links that let a burst pass are measured behind
+    one: gradients come in large numbers.
+    """
+    if fabric.size == 1:
+        raise ValueError("a link joins two ranks, this job has one; start it with a launcher on two or more")
+    lane, times = fabric.lane("timing"), []
+    for size in _SIZES if fabric.rank < 2 else ():
+        seconds = []
+        for _ in range(_MESSAGES):
+            _exchange(lane, 1 - fabric.rank, _BURST)
+            start = time.perf_counter()
+            _exchange(lane, 1 - fabric.rank, size)
+            seconds.append(time.perf_counter() - start)
+        times.append(statistics.median(seconds))
+    found = fit(_SIZES, times) if fabric.rank == 0 else None
+    told = [p for peer in range(1, fabric.size) for p in send_object(lane, peer, found)] if found else []
+    link: Link = found or receive_object(lane, 0)
+    for sent in told:
+        sent.wait()
+    return link
+
+
+def _exchange(lane: Lane, peer: int, size: int) -> None:
+    sent, received = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    for pending in (lane.send(peer, [sent]), lane.receive(peer, [received])):
+        pending.wait()
+
+
+def _once(stages: list[Any], state: tuple[Any, ...], targets: Any, loss: Loss, times: list[_Times]) -> None:
+    """One forward and backward, each layer cut off from the others."""
+    runs = []
+    for number, (stage, one) in enumerate(zip(stages, times, strict=True)):
+        inputs = _leaves(state)
+        start = time.perf_counter()
+        output = stage(*inputs)
+        if number + 1 == len(stages):
+            output = loss(output, targets)
+        one.forward.append(time.perf_counter() - start)
+        state = output if isinstance(output, tuple) else (output,)
+        one.output_bytes = sum(t.numel() * t.element_size() for t in _tensors(state))
+        runs.append((inputs, [t for t in _tensors(state) if t.requires_grad]))
+    for (inputs, outputs), stage, one in reversed(list(zip(runs, stages, times, strict=True))):
+        wanted = [t for t in _tensors(inputs) if t.requires_grad]
+        weights = [p for p in stage.parameters() if p.requires_grad]
+        grads = [torch.ones_like(output) for output in outputs]
+        one.inputs_only.append(_timed(outputs, wanted, grads, keep=True))
+        for tensor in wanted:
+            tensor.grad = None
+        one.backward.append(_timed(outputs, [*wanted, *weights], grads, keep=False))
+
+
+def _timed(outputs: list[Tensor], wanted: list[Tensor], grads: list[Tensor], keep: bool) -> float:
+    if not wanted or not outputs:
+        return 0.0
+    start = time.perf_counter()
+    torch.autograd.backward(outputs, grads, retain_graph=keep, inputs=wanted)
+    return time.perf_counter() - start
+
+
+def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same values without their history."""
+    leaves, spec = tree_flatten(state)
+    cut = [
+        leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return tuple(tree_unflatten(cut, spec))
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def _update(model: nn.Module, optimizer: Factory, repeat: int) -> float:
+    """Seconds of one optimizer step, taken on copies."""
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters() if p.requires_grad]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    stepper, seconds = optimizer(copies), []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        stepper.step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])

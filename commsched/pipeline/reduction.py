@@ -1,0 +1,192 @@
+"""Gradients of a stage's replicas: summed in rank order, whichever way they travel.
+
+``Scattered``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on an engine.
+``summed_over``: sums on one rank and sends them back; for parameters that must be whole where they are
+stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import comm_core
+from commsched.errors import CommError
+from commsched.pipeline.fabric import Lane, from_host, to_host
+from commsched.pipeline.versions import Version
+from scheduler.buckets import Bucket
+
+
+class Flat:
+    """Where the elements of a stage's parameters lie in the buckets of a program.
+
+    A bucket is a list of byte ranges of layers, a layer its parameters one after the other.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[int]], sizes: Sequence[int], item: int) -> None:
+        self.layers, self.sizes, self.item = layers, sizes, item
+
+    def parts(self, bucket: Bucket, first_layer: int) -> list[tuple[int, int, int]]:
+        """(parameter, start, stop) of everything in a bucket, in order."""
+        found = []
+        for piece in bucket.pieces:
+            start, stop = piece.start // self.item, piece.stop // self.item
+            places = self.layers[piece.layer - first_layer]
+            ends = list(accumulate((self.sizes[place] for place in places), initial=0))
+            for place, begin, end in zip(places, ends, ends[1:]):
+                low, high = max(start, begin), min(stop, end)
+                if low < high:
+                    found.append((place, low - begin, high - begin))
+        return found
+
+
+class Scattered:
+    """One stage's engine: RS of its gradient buckets, AG of its parameter buckets, in the program's order."""
+
+    def __init__(
+        self,
+        transport: Any,
+        place: int,
+        size: int,
+        timeout: float,
+        parts: Sequence[Sequence[tuple[int, int, int]]],
+        leaves: Sequence[Tensor],
+        plan: Sequence[tuple[str, int]],
+    ) -> None:
+        self.parts, self.place, self.size = parts, place, size
+        kind = leaves[0].dtype
+        counts = [sum(stop - start for _, start, stop in part) for part in parts]
+        padded = [-(-count // size) * size for count in counts]
+        self.grads = [torch.zeros(count, dtype=kind) for count in padded]
+        self.weights = [torch.zeros(count, dtype=kind) for count in padded]
+        self.engine = comm_core.Engine(transport, place, size, timeout)
+        for number, (grads, weights) in enumerate(zip(self.grads, self.weights, strict=True)):
+            self.engine.add_bucket(grads, gather=weights, needs_update=True, name=f"bucket {number}")
+        self.engine.install(list(plan))
+        self.begun = -1
+        self._marked: set[int] = set()
+        self.read(leaves)
+        self.masters = [nn.Parameter(view) for view in self._shard(self.weights)]
+        for master, grad in zip(self.masters, self._shard(self.grads), strict=True):
+            master.grad = grad
+
+    def _shard(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each parameter, as views of the buckets."""
+        views = []
+        for buffer, part in zip(buffers, self.parts, strict=True):
+            low = self.place * len(buffer) // self.size
+            high = (self.place + 1) * len(buffer) // self.size
+            at = 0
+            for _, start, stop in part:
+                first, last = max(low, at), min(high, at + stop - start)
+                if first < last:
+                    views.append(buffer[first:last])
+                at += stop - start
+        return views
+
+    def read(self, leaves: Sequence[Tensor]) -> None:
+        """Takes the weights as they are."""
+        for bucket, buffer in enumerate(self.weights):
+            comm_core.pack(self._views(bucket, leaves), buffer)
+
+    def _views(self, bucket: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            to_host(tensors[place]).view(-1)[start:stop].detach() for place, start, stop in self.parts[bucket]
+        ]
+
+    # One period
+
+    def begin(self, period: int) -> None:
+        if self.begun < period:
+            self.begun = period
+            self._marked = set()
+            with translated():
+                self.engine.begin_step()
+
+    def ready(
+        self, period: int, bucket: int, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
+    ) -> None:
+        """The gradient of a bucket is complete; the second time, nothing is to do."""
+        self.begin(period)
+        if bucket in self._marked:
+            return
+        self._marked.add(bucket)
+        found: dict[int, Tensor] = {}
+        for place, _, _ in self.parts[bucket]:
+            grad = grads[place]
+            found[place] = torch.zeros_like(leaves[place]) if grad is None else grad
+        parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
+        comm_core.pack(parts, self.grads[bucket])
+        with translated():
+            self.engine.mark_ready(bucket)
+
+    def wait_reduced(self) -> None:
+        with translated():
+            for bucket in range(len(self.parts)):
+                self.engine.wait_rs(bucket)
+
+    def updated(self, bucket: int) -> None:
+        with translated():
+            self.engine.mark_updated(bucket)
+
+    def take_in(self, version: Version, bucket: int) -> None:
+        """Waits for a bucket's all-gather and writes it into the version that it belongs to."""
+        with translated():
+            self.engine.wait_ag(bucket)
+        at = 0
+        for place, start, stop in self.parts[bucket]:
+            target = version.leaves[place].data.view(-1)[start:stop]
+            target.copy_(from_host(self.weights[bucket][at : at + stop - start], target.device))
+            at += stop - start
+        version.pending.discard(bucket)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class translated:
+    """Turns the engine's errors into ``CommError``."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, comm_core.EngineError):
+            raise CommError(str(error)) from None
+
+
+def summed_over(lane: Lane, rank: int, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Replaces the tensors by their sums over these ranks, added in the order of ``ranks``."""
+    by_masters(lane, rank, [ranks], tensors)
+
+
+def by_masters(lane: Lane, rank: int, hosts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> None:
+    """Sums on each host's first rank, then among those, and sends the result back to the host's others."""
+    mine = next(host for host in hosts if rank in host)
+    buffers = [to_host(tensor) for tensor in tensors]
+    if rank == mine[0]:
+        _add(lane, mine[1:], buffers)
+        if len(hosts) > 1:
+            summed_over(lane, rank, [host[0] for host in hosts], buffers)
+        for pending in [lane.send(peer, buffers) for peer in mine[1:]]:
+            pending.wait()
+    else:
+        sent = lane.send(mine[0], buffers)
+        buffers = [torch.empty_like(buffer) for buffer in buffers]
+        received = lane.receive(mine[0], buffers)
+        sent.wait()
+        received.wait()
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        tensor.copy_(buffer)
+
+
+def _add(lane: Lane, peers: Sequence[int], buffers: list[Tensor]) -> None:
+    """Adds what the peers send, in their order."""
+    for peer in peers:
+        parts = [torch.empty_like(buffer) for buffer in buffers]
+        lane.receive(peer, parts).wait()
+        torch._foreach_add_(buffers, parts)

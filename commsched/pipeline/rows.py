@@ -1,0 +1,110 @@
+"""Which rows of a batch belong to which micro-batch and which replica, and pytrees of tensors cut by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+Range = tuple[int, int]
+
+
+def border(number: int, rows: int, parts: int) -> int:
+    """Where part ``number`` of ``rows`` rows starts: every rank rounds in the same way."""
+    return number * rows // parts
+
+
+def rows_of(tree: Any, what: str) -> int:
+    """The first dimension that all tensors of a batch share."""
+    found = {leaf.shape[0] if leaf.dim() else None for leaf in tensors(tree)}
+    if len(found) != 1 or None in found:
+        raise ValueError(
+            f"the tensors of {what} must all have the same number of rows (their first dimension), got"
+            f" {sorted(map(str, found))}"
+        )
+    return int(found.pop())  # type: ignore[arg-type]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def cut(tree: Any, rows: Range) -> Any:
+    """The same rows of every tensor."""
+    if isinstance(tree, Tensor):
+        return tree[rows[0] : rows[1]]
+    return tree_map(lambda leaf: leaf[rows[0] : rows[1]] if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def shape_key(tree: Any) -> Hashable:
+    """What two batches have in common if all of a model's shapes are the same for both, but for the rows."""
+    return tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors(tree))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of one optimizer step: ``rows`` in ``parts`` micro-batches. ``local``: every one of so many
+    replicas was given its own rows (0: all were given the same batch).
+    """
+
+    rows: int
+    parts: int
+    key: Hashable
+    local: int = 0
+
+    @property
+    def total(self) -> int:
+        """Rows of the step on all replicas."""
+        return self.rows * max(1, self.local)
+
+    def _micro(self, index: int) -> Range:
+        return border(index, self.rows, self.parts), border(index + 1, self.rows, self.parts)
+
+    def size(self, index: int) -> int:
+        """Rows of a micro-batch on all replicas."""
+        low, high = self._micro(index)
+        return (high - low) * max(1, self.local)
+
+    def within(self, index: int, replica: int, replicas: int) -> Range:
+        """The rows of a micro-batch that a replica holds, counted from the micro-batch's first."""
+        return _within(self.size(index), replica, replicas)
+
+    def given(self, index: int, replica: int, replicas: int) -> Range:
+        """The same rows, counted in the batch that this rank was given."""
+        low, high = self._micro(index)
+        if self.local:
+            return low, high
+        first, last = self.within(index, replica, replicas)
+        return low + first, low + last
+
+    def check(self, replicas: int) -> None:
+        """Every replica needs a row of every micro-batch."""
+        if self.local and self.local != replicas:
+            raise ValueError(
+                f"local=True needs as many replicas of every stage, got {self.local} and {replicas}; pass the"
+                " whole batch on every rank instead"
+            )
+        smallest = min(self.size(index) for index in range(self.parts))
+        if smallest < replicas:
+            raise ValueError(
+                f"every replica needs at least 1 row of every micro-batch; {self.total} rows in {self.parts}"
+                f" micro-batches leave {smallest} for {replicas} replicas; use a larger batch or fewer"
+                " micro-batches"
+            )
+
+
+@lru_cache(maxsize=1 << 12)
+def _within(size: int, replica: int, replicas: int) -> Range:
+    return border(replica, size, replicas), border(replica + 1, size, replicas)
+
+
+def common(mine: Range, other: Range) -> Range:
+    """The rows in both, counted from the first of ``mine``."""
+    low, high = max(mine[0], other[0]), min(mine[1], other[1])
+    return low - mine[0], max(low, high) - mine[0]

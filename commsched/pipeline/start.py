@@ -1,0 +1,121 @@
+"""What a pipeline's ranks do once, before the first step: choose the program, agree on it, share weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commsched.errors import CommError
+from commsched.pipeline.build import Tie, bare_profile, make_ties
+from commsched.pipeline.chain import Chain
+from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
+from commsched.pipeline.stage import Stage
+from scheduler.pipeline.build import generate, get
+from scheduler.pipeline.layout import Layout
+from scheduler.pipeline.meaning import delays
+from scheduler.pipeline.plan import Plan
+from scheduler.program import Program
+from scheduler.validator import validate
+
+
+def planned(plan: Plan | str | Path, chain: Chain) -> Program:
+    """The program of a plan file, if it is for this model."""
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan.check_model(chain.sizes)
+    return plan.program_of(bare_profile(chain, plan.model, plan.cuts))
+
+
+def generated(
+    chain: Chain,
+    schedule: str,
+    microbatches: int,
+    mesh: tuple[int, int | Sequence[int]],
+    cuts: Sequence[int] | None,
+    options: dict[str, Any],
+    **layout: Any,
+) -> Program:
+    """The program of a schedule by name; ``options`` are the schedule's own."""
+    orders: Any = get(schedule)(mesh[0], microbatches, **options)
+    stages = len({action.stage for order in orders for action in order})
+    chosen = chain.even_cuts(stages) if cuts is None else tuple(cuts)
+    chain.check_cuts(chosen)
+    return generate(
+        schedule,
+        mesh[0],
+        microbatches,
+        replicas=mesh[1],
+        profile=bare_profile(chain, type(chain.model).__name__, chosen),
+        cuts=chosen,
+        **layout,
+        **options,
+    )
+
+
+def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
+    """The program's layout, if it can run here."""
+    layout = program.pipeline
+    if layout is None:
+        raise ValueError("the program has no stages; commsched.DistributedOptimizer runs it")
+    if program.layers != len(chain):
+        raise ValueError(
+            f"the program is for a model of {program.layers} layers, this model has {len(chain)};"
+            " make a program for this model"
+        )
+    if layout.world != fabric.size:
+        raise ValueError(
+            f"the program is for {layout.world} ranks (stages times replicas), this job has {fabric.size};"
+            " choose another mesh= or start another number of processes"
+        )
+    validate(program)
+    return layout
+
+
+def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
+    """Raises ``CommError`` on every rank unless all have the same text."""
+    peers = [rank for rank in range(fabric.size) if rank != fabric.rank]
+    pending = [p for peer in peers for p in send_object(lane, peer, mine)]
+    everyone = [mine if rank == fabric.rank else receive_object(lane, rank) for rank in range(fabric.size)]
+    for sent in pending:
+        sent.wait()
+    others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if others:
+        listed = "; ".join(f"rank {rank} has {everyone[rank]}" for rank in others[:4])
+        raise CommError(
+            f"rank {fabric.rank}: all ranks must make the same pipeline, but rank 0 has {everyone[0]} and"
+            f" {listed}; pass the same model, schedule and options on every rank"
+        )
+
+
+@torch.no_grad()
+def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:
+    """Replicas start with their first rank's weights and buffers."""
+    pending = []
+    for number, stage in stages.items():
+        ranks = layout.ranks[number]
+        mine = stage.module.state_dict()
+        if fabric.rank == ranks[0]:
+            pending += [p for peer in ranks[1:] for p in send_tree(lane, peer, mine)]
+        else:
+            for key, value in receive_tree(lane, ranks[0]).items():
+                mine[key].copy_(value)
+    for sent in pending:
+        sent.wait()
+
+
+def checked_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
+    """Parameters on several stages; asynchronous schedules refuse them."""
+    assert program.pipeline is not None
+    tied, late = chain.tied(program.pipeline.cuts), delays(program)
+    if tied and any(late):
+        names = [name for name, p in chain.model.named_parameters() if id(p) in tied]
+        users = sorted({stage for found in tied.values() for stage in found})
+        raise ValueError(
+            f"{', '.join(names)} is used by stages {users}, and schedule {program.policy!r} is asynchronous"
+            f" (delays {late}): the stages would step it with gradients of different steps; use a synchronous"
+            " schedule, or cut so that one stage has all its uses"
+        )
+    return make_ties(chain, program, rank, stages)

@@ -1,0 +1,257 @@
+"""From a stage's gradients to its next weight version: reduction over its replicas, and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from commsched.pipeline.reduction import Scattered
+from commsched.pipeline.stage import Stage
+from commsched.pipeline.versions import Version
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+OnStep = Callable[[Optimizer, int], None]
+"""Called before each step with its number: for learning rates."""
+Combine = Callable[[list[Tensor]], None]
+
+
+class Update(Protocol):
+    """What the interpreter asks for, in the order of the program."""
+
+    optimizer: Optimizer | None
+    taken: int
+
+    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
+        """Around the backward that completes a gradient: buckets may leave as they fill."""
+
+    def reduce(self, period: int, bucket: int) -> None: ...
+
+    def wait_reduced(self) -> None:
+        """Before the step: sums that are under way."""
+
+    def step(self, period: int, needed: Callable[[int], bool]) -> None: ...
+
+    def gather(self, bucket: int) -> None: ...
+
+    def prepare(self, version: Version) -> None:
+        """Before a forward with this version."""
+
+    def finish(self) -> None:
+        """The newest version is complete."""
+
+    def reload(self) -> None:
+        """The newest weights were changed from outside."""
+
+    def restart(self) -> None:
+        """Periods count from 0 again."""
+
+    def close(self) -> None: ...
+
+
+class Whole:
+    """The optimizer on whole parameters; ``combine`` sums gradients over replicas, in place. Parameters in
+    ``apart`` have been summed before.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        factory: Factory,
+        on_step: OnStep | None,
+        combine: Combine | None = None,
+        apart: frozenset[int] = frozenset(),
+    ) -> None:
+        self.stage, self.on_step, self.combine, self.apart = stage, on_step, combine, apart
+        self.masters = [nn.Parameter(leaf.data) for leaf in stage.versions.newest.leaves]
+        self.optimizer = factory(self.masters) if self.masters else None
+        self.taken = 0
+
+    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce(self, period: int, bucket: int) -> None:
+        """Waits until the step: sums are one exchange."""
+
+    def wait_reduced(self) -> None:
+        """As above."""
+
+    def step(self, period: int, needed: Callable[[int], bool]) -> None:
+        grads = self.stage.grads.pop(period, self.stage._no_grads())
+        if self.combine is not None:
+            places = [place for place in range(len(grads)) if place not in self.apart]
+            whole = {p: _dense(grads[p], self.masters[p]) for p in places}
+            self.combine(list(whole.values()))
+            grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
+        version = self.stage.versions.advance(needed)
+        for master, leaf, grad in zip(self.masters, version.leaves, grads, strict=True):
+            master.data, master.grad = leaf.data, grad
+        self.taken = _take_step(self.optimizer, self.on_step, self.taken)
+        for master in self.masters:
+            master.grad = None
+
+    def gather(self, bucket: int) -> None:
+        """Every rank has stepped everything."""
+
+    def prepare(self, version: Version) -> None:
+        """Versions are complete as soon as they are made."""
+
+    def finish(self) -> None:
+        """As above."""
+
+    def reload(self) -> None:
+        for master, leaf in zip(self.masters, self.stage.versions.newest.leaves, strict=True):
+            master.data = leaf.data
+
+    def restart(self) -> None:
+        """Nothing is counted here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Sharded:
+    """Reduce-scatter, the optimizer on this rank's shard, all-gather. ``numbers``: the program's names of the
+    buckets. Parameters in ``apart`` are stepped whole, with gradients summed before.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        factory: Factory,
+        on_step: OnStep | None,
+        scattered: Scattered,
+        numbers: Sequence[int],
+        early: bool,
+        wait_within: bool,
+        apart: frozenset[int] = frozenset(),
+    ) -> None:
+        self.stage, self.on_step, self.scattered = stage, on_step, scattered
+        self._place = {number: place for place, number in enumerate(numbers)}
+        self._early, self._apart = early, sorted(apart)
+        leaves = stage.versions.newest.leaves
+        self.whole = [nn.Parameter(leaves[place].data) for place in self._apart]
+        masters = [*scattered.masters, *self.whole]
+        self.optimizer = factory(masters) if masters else None
+        self.taken = 0
+        self._handles: list[Any] = []
+        self._first: list[int] = []
+        if wait_within:
+            self._wait_within()
+
+    @contextmanager
+    def early(self, period: int, version: Version) -> Iterator[None]:
+        if not self._early:
+            yield
+            return
+        self.finish()
+        leaves = self.stage.versions.newest.leaves
+        missing = [{place for place, _, _ in part} for part in self.scattered.parts]
+        in_use = version.leaves
+
+        def filled(place: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                for bucket, places in enumerate(missing):
+                    if place in places:
+                        places.remove(place)
+                        if not places:
+                            self.scattered.ready(period, bucket, [leaf.grad for leaf in in_use], leaves)
+
+            return hook
+
+        hooks = [leaf.register_post_accumulate_grad_hook(filled(n)) for n, leaf in enumerate(in_use)]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def reduce(self, period: int, bucket: int) -> None:
+        self.finish()
+        leaves = self.stage.versions.newest.leaves
+        self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
+
+    def wait_reduced(self) -> None:
+        self.scattered.wait_reduced()
+
+    def step(self, period: int, needed: Callable[[int], bool]) -> None:
+        grads = self.stage.grads.pop(period)
+        version = self.stage.versions.advance(needed)
+        for place, master in zip(self._apart, self.whole, strict=True):
+            master.data, master.grad = version.leaves[place].data, grads[place]
+        self.taken = _take_step(self.optimizer, self.on_step, self.taken)
+        version.pending = set(range(len(self.scattered.parts)))
+
+    def gather(self, bucket: int) -> None:
+        self.scattered.updated(self._place[bucket])
+
+    # Reading a new version
+
+    def _wait_within(self) -> None:
+        """Makes the forward wait for each bucket at the first module that needs it."""
+        places = {name: place for place, name in enumerate(self.stage.versions.names)}
+        for node in self.stage.module.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in places:
+                self._first.append(places[str(node.target)])
+            elif node.op == "call_module":
+                module = self.stage.module.get_submodule(str(node.target))
+                mine = self._held(module)
+                if mine:
+                    hook = module.register_forward_pre_hook(lambda *_, mine=mine: self._take_in(mine))
+                    self._handles.append(hook)
+
+    def _held(self, module: nn.Module) -> frozenset[int]:
+        """The parameters under a module."""
+        owners = {id(part._parameters) for part in module.modules()}
+        slots = self.stage.versions.slots.values()
+        return frozenset(
+            place for place, kept in enumerate(slots) if any(id(owner) in owners for owner, _ in kept)
+        )
+
+    def prepare(self, version: Version) -> None:
+        if not self._handles:
+            self.finish()
+        elif self._first:
+            self._take_in(frozenset(self._first))
+
+    def _take_in(self, places: frozenset[int]) -> None:
+        version = self.stage.versions.newest
+        for bucket in sorted(version.pending, reverse=True):
+            if any(place in places for place, _, _ in self.scattered.parts[bucket]):
+                self.scattered.take_in(version, bucket)
+
+    def finish(self) -> None:
+        version = self.stage.versions.newest
+        for bucket in sorted(version.pending, reverse=True):
+            self.scattered.take_in(version, bucket)
+
+    def reload(self) -> None:
+        leaves = self.stage.versions.newest.leaves
+        self.scattered.read(leaves)
+        for place, master in zip(self._apart, self.whole, strict=True):
+            master.data = leaves[place].data
+
+    def restart(self) -> None:
+        self.scattered.begun = -1
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.scattered.close()
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _take_step(optimizer: Optimizer | None, on_step: OnStep | None, taken: int) -> int:
+    """A step of the optimizer, and how many that makes."""
+    if optimizer is not None:
+        if on_step is not None:
+            on_step(optimizer, taken)
+        optimizer.step()
+    return taken + 1

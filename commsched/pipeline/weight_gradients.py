@@ -1,0 +1,116 @@
+"""A backward in two halves: the gradients of the inputs now, those of the parameters later (zero bubble).
+
+The first half runs the graph towards the inputs only and keeps what arrives at the nodes where a parameter
+joins; the second half runs from each of these nodes to its parameters alone, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+Grads = tuple["Tensor | None", ...]
+
+
+def split_backward(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Grads, Callable[[], Grads]]:
+    """The inputs' gradients, and a function that computes the parameters' once."""
+    joints = _joints(outputs, inputs, parameters)
+    if joints is None:
+        return _whole_backward_later(outputs, grads, inputs, parameters)
+    arrived: dict[Node, Any] = {}
+    hooks = [joint.register_prehook(_keeper(arrived, joint)) for joint in joints]
+    try:
+        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    def weights() -> Grads:
+        results: dict[int, Tensor] = {}
+        for joint, places in joints.items():
+            if joint not in arrived:
+                continue
+            sent = [(GradientEdge(joint, n), g) for n, g in enumerate(arrived.pop(joint)) if g is not None]
+            wanted = [parameters[place] for place in places]
+            values = torch.autograd.grad(
+                [edge for edge, _ in sent], wanted, [grad for _, grad in sent], allow_unused=True
+            )
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    results[place] = value
+        return tuple(results.get(place) for place in range(len(parameters)))
+
+    return found, weights
+
+
+def _whole_backward_later(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Grads, Callable[[], Grads]]:
+    """Where the graph has no such nodes: the way to the inputs is gone twice."""
+    found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    return found, lambda: torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
+
+
+def _keeper(arrived: dict[Node, Any], joint: Node) -> Callable[[Any], None]:
+    def keep(grads: Any) -> None:
+        arrived[joint] = grads
+
+    return keep
+
+
+def _joints(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> dict[Node, list[int]] | None:
+    """The nodes on the way from the outputs to the inputs at which parameters join, and which ones; None
+    where a parameter joins at several places, or none of this way leads to the inputs.
+    """
+    order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
+    input_nodes = {_accumulator(tensor) for tensor in inputs}
+    places = {_accumulator(tensor): place for place, tensor in enumerate(parameters)}
+    leads: set[Node] = set()  # to the inputs
+    below: dict[Node, set[int]] = defaultdict(set)  # parameters that a node off that way leads to
+    joints: dict[Node, list[int]] = {}
+    seen: set[int] = set()
+    for node in order:  # those nearer to the leaves first
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node in input_nodes or any(after in leads for after in following):
+            leads.add(node)
+            found = sorted({p for after in following if after not in leads for p in below[after]})
+            if found:
+                if seen & set(found):
+                    return None
+                seen |= set(found)
+                joints[node] = found
+        elif node in places:
+            below[node] = {places[node]}
+        else:
+            below[node] = {p for after in following for p in below[after]}
+    reached = {place for node, place in places.items() if node in set(order)}
+    return joints if leads and seen == reached else None
+
+
+def _nodes(roots: Sequence[Node]) -> list[Node]:
+    """All nodes under the roots, each after all that it leads to."""
+    done: list[Node] = []
+    visited: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            done.append(node)
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [(after, False) for after, _ in node.next_functions if after is not None]
+    return done
+
+
+def _accumulator(leaf: Tensor) -> Node:
+    return torch.autograd.graph.get_gradient_edge(leaf).node

@@ -1,0 +1,134 @@
+"""This host's addresses, and a first contact with rank 0. Plain sockets, no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+
+from commsched.errors import CommError
+
+_SIOCGIFADDR = 0x8915
+_POLL_SECONDS = 0.05
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of the network interface `name`, None where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def chosen_interface() -> str | None:
+    """The interface the user or the launcher named for gloo, None where nobody did."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE")
+    return named.split(",")[0].strip() if named else None
+
+
+def own_addresses(one_host: bool) -> list[str]:
+    """Addresses under which other ranks may reach this host, best first."""
+    name = chosen_interface()
+    if name:
+        address = interface_address(name)
+        if address is None:
+            raise CommError(
+                f"network interface {name!r} (GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE) has no IPv4 address "
+                f"here; this host has: {', '.join(n for _, n in socket.if_nameindex())}"
+            )
+        # A launcher that sees one host names the loopback; it stays right only while that is true.
+        if one_host or not is_loopback(address):
+            return [address]
+    if one_host:
+        return ["127.0.0.1"]
+    found = (interface_address(n) for _, n in socket.if_nameindex())
+    return [address for address in found if address and not is_loopback(address)] or ["127.0.0.1"]
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tuple[str, str]:
+    """(the first of `addresses` that accepts a connection on `port`, this host's address on that
+    connection)."""
+    candidates = list(addresses)
+    deadline = time.monotonic() + timeout
+    while True:
+        for address in candidates:
+            try:
+                with _dial(address, port, min(3.0, timeout)) as connection:
+                    return connection.getpeername()[0], connection.getsockname()[0]
+            except OSError:
+                continue
+        if time.monotonic() > deadline:
+            raise CommError(
+                f"rank 0 did not answer on {' or '.join(candidates)}, port {port}, within {timeout:g} s "
+                "(COMMSCHED_TIMEOUT); is it running, and can this host reach that address? "
+                "GLOO_SOCKET_IFNAME chooses another network interface"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _dial(address: str, port: int, timeout: float) -> socket.socket:
+    """A connection over IPv4, on which gloo and the coordinator listen, whatever `localhost` means here."""
+    *how, _, target = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+    connection = socket.socket(*how)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(target)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+class KeyValueServer:
+    """The HTTP key-value server of horovodrun, through which its ranks find each other."""
+
+    def __init__(self, address: str, port: int, timeout: float) -> None:
+        self._root, self._timeout = f"http://{address}:{port}", timeout
+
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        self._send("PUT", scope, key, value)
+
+    def clear(self, scope: str, key: str, tries: int) -> None:
+        """Empty one of horovodrun's own scopes, which it does when every rank has deleted its key once."""
+        while tries and self._get(scope, key) is not None:
+            self._send("DELETE", scope, key, None)
+            tries -= 1
+
+    def _send(self, method: str, scope: str, key: str, value: bytes | None) -> None:
+        request = urllib.request.Request(f"{self._root}/{scope}/{key}", data=value, method=method)
+        with urllib.request.urlopen(request, timeout=self._timeout):
+            pass
+
+    def _get(self, scope: str, key: str) -> bytes | None:
+        try:
+            with urllib.request.urlopen(f"{self._root}/{scope}/{key}", timeout=self._timeout) as reply:
+                return bytes(reply.read())
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def wait(self, scope: str, key: str) -> bytes:
+        """The value under `key`, as soon as another rank has put it there."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            value = self._get(scope, key)
+            if value is not None:
+                return value
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"rank 0 did not publish its address through horovodrun ({self._root}) within "
+                    f"{self._timeout:g} s (COMMSCHED_TIMEOUT); has it stopped?"
+                )
+            time.sleep(_POLL_SECONDS)

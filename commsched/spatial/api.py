@@ -1,0 +1,105 @@
+"""Images in and out of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from commsched.spatial.fetch import fetch
+from commsched.spatial.intervals import Run, Split, Want
+from commsched.spatial.layout import local_owned, recut, replicate, trimmed
+from commsched.spatial.mesh import Mesh, current_mesh
+from commsched.spatial.plan import Dim, make_plan
+from commsched.spatial.replicated import everyone, sum_in_order
+from commsched.spatial.tile import Cut, Tile, cut_axes
+
+
+def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
+    """Which part of an image of global ``shape`` this rank owns: load ``image[tile_bounds(shape)]`` only."""
+    mesh = mesh or current_mesh()
+    bounds = [slice(0, size) for size in shape]
+    for axis, (dim, split) in enumerate(zip(mesh.dims, mesh.even_splits(shape))):
+        bounds[dim] = slice(*split.owned(mesh.coord[axis]))
+    return tuple(bounds)
+
+
+def scatter(image: Tensor, mesh: Mesh | None = None) -> Tile:
+    """This rank's tile of a whole image that every rank has."""
+    mesh = mesh or current_mesh()
+    return from_local(image[tile_bounds(image.shape, mesh)], image.shape, mesh)
+
+
+def from_local(local: Tensor, shape: Sequence[int], mesh: Mesh | None = None) -> Tile:
+    """A tile of an image of global ``shape`` from the part that this rank loaded (see `tile_bounds`)."""
+    mesh = mesh or current_mesh()
+    expected = tuple(b.stop - b.start for b in tile_bounds(shape, mesh))
+    if tuple(local.shape) != expected:
+        raise ValueError(
+            f"rank {mesh.rank} of grid {mesh.grid} owns a part of shape {expected} of an image of shape "
+            f"{tuple(shape)}, and got one of shape {tuple(local.shape)}"
+        )
+    splits = mesh.even_splits(shape)
+    cuts = tuple(Cut(dim, split) if split.parts > 1 else None for dim, split in zip(mesh.dims, splits))
+    return Tile.make(local, mesh, cuts)
+
+
+def gather(tile: Tile, to: str = "replicate") -> Tensor:
+    """The whole tensor, from all tiles.
+
+    ``"replicate"``: on every rank, as a replicated `Tile` (``.local`` is the plain tensor). All ranks go on
+    to compute the same loss; in the backward each gets its own slice, and parameters used after it their
+    gradient on one rank.
+
+    ``"rank0"``: a plain tensor, whole on rank 0 and without pixels elsewhere. ``"batch"``: a plain tensor
+    with all pixels of this rank's share of the samples. In both cases every rank must run a backward through
+    what it got (an empty tensor's sum will do), and the sum of the ranks' losses is what is differentiated.
+    """
+    if to == "replicate":
+        return replicate(tile)
+    if to not in ("rank0", "batch"):
+        raise ValueError(f"gather to must be 'replicate', 'rank0' or 'batch', got {to!r}")
+    mesh, tile = tile.mesh, trimmed(tile)
+    samples = Split((0, *(tile.shape[0] * (rank + 1) // mesh.size for rank in range(mesh.size))))
+    dims = []
+    for axis, cut in cut_axes(tile.cuts):
+        everything: Want = (Run(0, cut.split.size),)
+        wants = tuple(everything if to == "batch" or rank == 0 else () for rank in range(mesh.size))
+        dims.append(Dim(cut.dim, cut.split, mesh.parts(axis), wants))
+    if to == "batch":
+        shares = tuple((Run(*samples.owned(rank)),) for rank in range(mesh.size))
+        dims.append(Dim(-tile.ndim, Split((0, tile.shape[0])), (0,) * mesh.size, shares))
+    replicated = [axis for axis, cut in enumerate(tile.cuts) if cut is None and mesh.grid[axis] > 1]
+    if replicated:
+        raise ValueError(f"{mesh.where('gather')}: the tile is already whole along mesh axes {replicated}")
+    return fetch(local_owned(tile), make_plan(mesh.rank, tuple(dims), (0,) * mesh.size), mesh)
+
+
+def regrid(tile: Tile, grid: Sequence[int]) -> Tile:
+    """The same image over a coarser ``grid`` on the same ranks: those beyond it own no pixels.
+
+    For late, small feature maps, where many tiles are not worth their halos. Gradients flow back to the finer
+    grid.
+    """
+    mesh, targets = tile.mesh, {}
+    if len(grid) != len(mesh.grid) or any(not 1 <= new <= old for new, old in zip(grid, mesh.grid)):
+        raise ValueError(f"{mesh.where('regrid')}: {tuple(grid)} is no coarser grid than {mesh.grid}")
+    for axis, cut in cut_axes(tile.cuts):
+        size, parts = cut.split.size, grid[axis]
+        used = [i * size // parts for i in range(parts + 1)]
+        targets[axis] = Split((*used, *(size,) * (mesh.grid[axis] - parts)))
+    return recut(tile, targets)
+
+
+def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> None:
+    """Make every ``.grad`` the whole gradient: the sum over tiles, in rank order, the same bits on every
+    rank."""
+    mesh = mesh or current_mesh()
+    chosen = [p for p in parameters if p.requires_grad]
+    if not chosen:
+        return
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in chosen])
+    total = sum_in_order(everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients"))
+    for parameter, grad in zip(chosen, total.split([p.numel() for p in chosen])):
+        parameter.grad = grad.view(parameter.shape)

@@ -1,0 +1,183 @@
+"""What a sharded model will send and hold: a dry run of every rank on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from commsched.spatial.api import from_local, tile_bounds
+from commsched.spatial.channel import SilentChannel
+from commsched.spatial.fuse import Fusion, cheapest, dry_runner, find_fusion, meta_state
+from commsched.spatial.layout import trimmed
+from commsched.spatial.mesh import Mesh, Rates
+from commsched.spatial.meter import PeakMeter
+from commsched.spatial.shard import name_hooks
+from commsched.spatial.tile import Tile, tiles_in
+
+
+@dataclass
+class RankReport:
+    """One rank: bytes it sends per module in the forward and in the backward, and its most bytes of
+    activations."""
+
+    coord: tuple[int, ...]
+    tile: tuple[int, ...]
+    forward: Counter[str] = field(default_factory=Counter)
+    backward: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
+
+    @property
+    def sent(self) -> int:
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+@dataclass
+class Report:
+    """What `explain` found; ``print`` it."""
+
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    ranks: list[RankReport]
+    unsupported: list[str]
+    whole_peak: int
+    blocks: list[list[str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"image {self.shape} over a grid of {'x'.join(map(str, self.grid))}",
+            "bytes sent, all ranks:",
+        ]
+        names = list(dict.fromkeys(name for rank in self.ranks for name in (*rank.forward, *rank.backward)))
+        width = max([len(name) for name in names] + [6])
+        lines.append(f"  {'module':{width}} {'forward':>12} {'backward':>12}")
+        for name in names:
+            there = sum(rank.forward[name] for rank in self.ranks)
+            back = sum(rank.backward[name] for rank in self.ranks)
+            lines.append(f"  {name:{width}} {there:12,} {back:12,}")
+        lines.append("per rank:")
+        for number, rank in enumerate(self.ranks):
+            lines.append(
+                f"  rank {number} at {rank.coord}: tile {rank.tile}, sends {rank.sent:,} bytes, "
+                f"holds {rank.peak:,} bytes of activations at most"
+            )
+        lines += [f"one halo of {block[0]} for {', '.join(block[1:])}" for block in self.blocks]
+        lines.append(f"one process: holds {self.whole_peak:,} bytes of activations at most")
+        lines.append(f"not supported: {', '.join(self.unsupported) or 'nothing'}")
+        return "\n".join(lines)
+
+
+def explain(
+    model: nn.Module,
+    shape: Sequence[int],
+    grid: Sequence[int] = (2, 2),
+    dims: Sequence[int] = (-2, -1),
+    dtype: torch.dtype = torch.float32,
+    *,
+    overlap: str = "auto",
+    fuse_halo: int | str = "off",
+    rates: Rates | None = None,
+) -> Report:
+    """Halo bytes per module, peak activation memory per rank and unsupported operations of a training step.
+
+    ``model`` is not changed and nothing is computed or sent. The step is forward and backward of the sum of
+    the outputs; an unsupported operation is counted as if the whole image were gathered for it.
+    ``fuse_halo="auto"`` needs the ``rates`` that a sharded model measured (``current_mesh().rates``).
+    """
+    if fuse_halo == "auto" and rates is None:
+        raise ValueError(
+            "explain with fuse_halo='auto' needs rates=: seconds per fetch, byte and multiplication"
+        )
+    refused: list[str] = []
+    fusion, blocks = _fusion(model, tuple(shape), grid, dims, dtype, fuse_halo, rates)
+    ranks = []
+    for rank in range(prod(grid)):
+        mesh = Mesh(SilentChannel(rank, prod(grid)), grid, dims, "gather", overlap)
+        mesh.refused, mesh.fusion = refused, fusion
+        ranks.append(_rank_report(model, tuple(shape), dtype, mesh))
+    whole = _plain_peak(model, shape, dtype)
+    return Report(tuple(shape), tuple(grid), ranks, list(dict.fromkeys(refused)), whole, blocks)
+
+
+def _fusion(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    grid: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    option: int | str,
+    rates: Rates | None,
+) -> tuple[Fusion, list[list[str]]]:
+    """What shares a halo: the reach of the first of each block, and the blocks."""
+    if option in ("off", 1):
+        return {}, []
+    mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
+    with ExitStack() as stack:
+        _attach_names(stack, model, mesh)
+        run = dry_runner(model, (_meta_tile(shape, dtype, mesh),), {}, mesh)
+        fusion = find_fusion(run, option) if isinstance(option, int) else cheapest(run, rates)  # type: ignore[arg-type]
+        fetching = {visit.site for visit in run(fusion) if visit.fetches}
+        blocks: list[list[str]] = []
+        for site in dict.fromkeys(visit.site for visit in run({}) if visit.fetches):
+            if site in fetching:
+                blocks.append([site[0]])
+            else:
+                blocks[-1].append(site[0])
+    return fusion, [block for block in blocks if len(block) > 1]
+
+
+def _attach_names(stack: ExitStack, model: nn.Module, mesh: Mesh) -> None:
+    for path, module in model.named_modules():
+        for handle in name_hooks(module, mesh, path, type(module).__name__):
+            stack.callback(handle.remove)
+
+
+def _meta_tile(shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> Tile:
+    bounds = tile_bounds(shape, mesh)
+    return from_local(
+        torch.empty([b.stop - b.start for b in bounds], dtype=dtype, device="meta"), shape, mesh
+    )
+
+
+def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Most bytes of activations of the same step in one process."""
+    image, state = torch.empty(tuple(shape), dtype=dtype, device="meta"), meta_state(model, dtype)
+    with PeakMeter() as meter:
+        meter.ignore(image, *state.values())
+        outputs = tree_leaves(_tree(functional_call(model, state, (image,))))
+        sums = [out.sum() for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        if sums:
+            torch.autograd.backward(sums)
+    return meter.peak
+
+
+def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> RankReport:
+    mesh.dry = True
+    tile, state = _meta_tile(shape, dtype, mesh), meta_state(model, dtype)
+    report = RankReport(mesh.coord, tuple(tile.local.shape))
+    with ExitStack() as stack:
+        _attach_names(stack, model, mesh)
+        meter = stack.enter_context(PeakMeter())
+        meter.ignore(tile.local, *state.values())
+        output = _tree(functional_call(model, state, (tile,)))
+        report.forward = Counter(mesh.traffic)
+        sums = [trimmed(tile).local.sum() for tile in tiles_in(output) if tile.local.requires_grad]
+        if sums:
+            torch.autograd.backward(sums)
+        report.backward = mesh.traffic - report.forward
+        report.peak = meter.peak
+    return report
+
+
+def _tree(output: Any) -> Any:
+    """Model outputs that are no list or dict show their fields."""
+    known = isinstance(output, (Tensor, dict, list, tuple))
+    return output if known else vars(output)

@@ -1,0 +1,181 @@
+"""Wide halos: fetch once for several operations, which then compute some pixels beyond their own instead of
+waiting.
+
+An operation that must fetch is a *site*. For a group of consecutive sites the first fetches so much more that
+the others find all they need; how much is found by dry runs on the meta device, with the very code that will
+run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from commsched.spatial.channel import SilentChannel
+from commsched.spatial.mesh import Mesh, Rates, Site, Visit
+from commsched.spatial.replicated import everyone
+from commsched.spatial.tile import Tile, tree_map
+
+Fusion = dict[Site, int]
+DryRun = Callable[[Fusion], list[Visit]]
+_GROUPS = (2, 3, 4, 6, 8)  # group sizes that "auto" tries, until the cost rises
+_WORTH = 1.05  # fusion can at best save the waiting: below 5 % of the computing it is not looked for
+
+
+def find_fusion(dry_run: DryRun, group: int) -> Fusion:
+    """How far the first of each ``group`` consecutive sites must reach so that the others need no fetch."""
+    visits = {visit.site: visit for visit in dry_run({}) if visit.fetches}
+    sites = list(visits)
+    blocks = [_Block([visits[site] for site in sites[i : i + group]]) for i in range(0, len(sites), group)]
+    while True:
+        blocks = [block for block in blocks if len(block.visits) > 1]
+        if all(block.low + 1 >= block.high for block in blocks):
+            return {block.first: block.high for block in blocks}
+        reach = {block.first: block.guess for block in blocks}
+        fetching = {visit.site for visit in dry_run(reach) if visit.fetches}
+        for block in blocks:
+            block.learn(not any(visit.site in fetching for visit in block.visits[1:]))
+
+
+class _Block:
+    """Sites that shall share one halo: the search for the reach, between too little and enough."""
+
+    def __init__(self, visits: list[Visit]) -> None:
+        self.visits = visits
+        self._begin()
+
+    def _begin(self) -> None:
+        self.low, self.high = 0, 1 << 30
+        self.guess = 0
+        for visit in reversed(self.visits[1:]):  # as if each read what the one before wrote
+            self.guess = math.ceil(self.guess * visit.step) + visit.halo
+        self.guess = max(1, min(self.guess, self.visits[0].room))
+
+    @property
+    def first(self) -> Site:
+        return self.visits[0].site
+
+    def learn(self, enough: bool) -> None:
+        if self.low + 1 >= self.high:
+            return
+        if enough:
+            self.high = self.guess
+        else:
+            self.low = self.guess
+        if self.low >= self.visits[0].room:  # the last site reads something else, or the tiles are too small
+            self.visits.pop()
+            self._begin()
+            return
+        self.guess = (
+            min(2 * self.low, self.visits[0].room) if self.high == 1 << 30 else (self.low + self.high) // 2
+        )
+        if self.low + 1 >= self.high:
+            self.guess = self.high
+
+
+def cost(visits: Sequence[Visit], rates: Rates) -> float:
+    """Seconds that a forward waits for halos and computes."""
+    waits = sum(rates.latency + visit.sent * rates.per_byte for visit in visits if visit.fetches)
+    return waits + sum(visit.work for visit in visits) * rates.per_multiplication
+
+
+def cheapest(dry_run: DryRun, rates: Rates) -> Fusion:
+    """The best of a few group sizes by the cost model."""
+    best: Fusion = {}
+    visits = dry_run({})
+    least, computing = cost(visits, rates), cost(visits, rates._replace(latency=0.0, per_byte=0.0))
+    if least < _WORTH * computing:
+        return best
+    for group in _GROUPS:
+        fusion = find_fusion(dry_run, group)
+        price = cost(dry_run(fusion), rates)
+        if price >= least:
+            break
+        best, least = fusion, price
+    return best
+
+
+def measure(mesh: Mesh) -> Rates:
+    """Latency and bandwidth of the mesh and speed of a convolution; what rank 0 measured, on every rank."""
+    axes = tuple(range(len(mesh.grid)))
+
+    def exchange(count: int) -> float:
+        buffer = torch.zeros(count, dtype=torch.uint8)
+        return _median([_timed(lambda: everyone(buffer, mesh, axes, "measure")) for _ in range(5)])
+
+    small, large = exchange(64), exchange(1 << 20)
+    image, weight = torch.ones(1, 16, 64, 64), torch.ones(16, 16, 3, 3)  # no numbers of the user's generator
+    conv = _median([_timed(lambda: torch.conv2d(image, weight, padding=1)) for _ in range(5)])
+    work = weight.numel() * 64 * 64
+    mine = torch.tensor([small, max(large - small, 0.0) / (1 << 20), conv / work], dtype=torch.float64)
+    return Rates(*everyone(mine, mesh, axes, "measure")[0].tolist())
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
+    """Runs ``model`` without data, for the sites it visits."""
+    dry = Mesh(SilentChannel(mesh.rank, mesh.size), mesh.grid, mesh.dims, mesh.unsupported, "off")
+    dry.dry = True
+    dry.names, dry.ordinals = mesh.names, mesh.ordinals  # the model's hooks keep those
+    state = meta_state(model)
+
+    def as_meta(value: Tensor) -> Tensor:
+        if isinstance(value, Tile):
+            return Tile.make(value.local.detach().to("meta"), dry, value.cuts)
+        return value.detach().to("meta")
+
+    plain_args, plain_kwargs = tree_map(as_meta, (args, kwargs))
+
+    def run(fusion: Fusion) -> list[Visit]:
+        dry.fusion, dry.visits = fusion, []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            functional_call(model, state, plain_args, plain_kwargs)
+        return dry.visits
+
+    return run
+
+
+def meta_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers without storage; counters stay real, as modules read them."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            meta = torch.empty_like(tensor, device="meta", dtype=dtype or tensor.dtype)
+            state[name] = meta.requires_grad_(tensor.requires_grad)
+        else:
+            state[name] = tensor.detach().clone()
+    return state
+
+
+def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | str) -> Fusion:
+    """The fusion for these inputs: ``option`` sites together, or what the cost model likes best."""
+    if option == "off" or option == 1 or mesh.size == 1:
+        return {}
+    dry_run = dry_runner(model, args, kwargs, mesh)
+    if isinstance(option, int):
+        return find_fusion(dry_run, option)
+    if mesh.rates is None:
+        mesh.rates = measure(mesh)
+    try:
+        return cheapest(dry_run, mesh.rates)
+    except (RuntimeError, NotImplementedError) as error:  # the model reads values, which a dry run has not
+        warnings.warn(
+            f"fuse_halo='auto' is off: {type(model).__name__} cannot run without data ({error})", stacklevel=2
+        )
+        return {}

@@ -1,0 +1,175 @@
+"""The grid of ranks that share one image, and what a rank knows of itself in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from commsched.spatial.channel import Channel
+from commsched.spatial.intervals import Split
+
+# Below about so many multiplications in the interior, cutting an operation in pieces costs more than the halo
+# takes.
+OVERLAP_WORK = 1 << 27
+
+
+Site = tuple[str, int, tuple[int, ...]]  # module, which of its operations, global shape of the input
+
+
+class Visit(NamedTuple):
+    """One windowed operation of a forward: does it fetch, what it sends and how much it computes.
+
+    It reads ``halo`` pixels beyond a part, and ``step`` more for each output beyond its own; ``room`` is the
+    smallest part's length in outputs.
+    """
+
+    site: Site
+    fetches: bool
+    sent: int
+    work: int
+    halo: int
+    step: float
+    room: int
+
+
+class Rates(NamedTuple):
+    """Seconds per fetch, per byte of it, and per multiplication."""
+
+    latency: float
+    per_byte: float
+    per_multiplication: float
+
+
+class Mesh:
+    """A ``grid`` of tiles over the tensor dimensions ``dims`` (counted from the end); rank order is
+    row-major.
+
+    One object per rank. ``traffic`` counts the bytes this rank sent, by module name.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        grid: Sequence[int],
+        dims: Sequence[int],
+        unsupported: str = "error",
+        overlap: str = "auto",
+    ) -> None:
+        self.channel, self.grid, self.dims = channel, tuple(grid), tuple(dims)
+        self.unsupported, self.overlap = unsupported, overlap
+        self._check()
+        self.coords = tuple(product(*(range(parts) for parts in self.grid)))
+        self.names: list[str] = []
+        self.ordinals: list[int] = []  # how many operations each of the running modules has done
+        self.fusion: dict[Site, int] = {}  # how many pixels beyond its own a site computes
+        self.visits: list[Visit] | None = None  # kept in dry runs
+        self.dry = False  # nothing is computed or sent
+        self.rates: Rates | None = None
+        self.traffic: Counter[str] = Counter()
+        self.refused: list[str] = []  # operations that were gathered for, by module
+
+    def _check(self) -> None:
+        if len(self.grid) != len(self.dims) or not self.grid:
+            raise ValueError(f"grid {self.grid} and dims {self.dims} must have the same length, at least 1")
+        if any(dim >= 0 for dim in self.dims) or len(set(self.dims)) != len(self.dims):
+            raise ValueError(f"dims must be different and counted from the end (negative), got {self.dims}")
+        if any(parts < 1 for parts in self.grid) or prod(self.grid) != self.channel.size:
+            raise ValueError(
+                f"a grid of {'x'.join(map(str, self.grid))} needs {prod(self.grid)} ranks, and there are "
+                f"{self.channel.size}; choose a grid whose parts multiply to {self.channel.size}"
+            )
+        if self.overlap not in ("auto", "on", "off"):
+            raise ValueError(f"overlap must be 'auto', 'on' or 'off', got {self.overlap!r}")
+        if self.unsupported not in ("error", "gather"):
+            raise ValueError(f"unsupported must be 'error' or 'gather', got {self.unsupported!r}")
+
+    @property
+    def rank(self) -> int:
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        return self.channel.size
+
+    @property
+    def coord(self) -> tuple[int, ...]:
+        return self.coords[self.rank]
+
+    def parts(self, axis: int) -> tuple[int, ...]:
+        """The part along ``axis`` of every rank."""
+        return tuple(coord[axis] for coord in self.coords)
+
+    def groups(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """For every rank the first rank that differs from it along ``axes`` at most."""
+        fixed = [tuple(part for axis, part in enumerate(coord) if axis not in axes) for coord in self.coords]
+        return tuple(fixed.index(key) for key in fixed)
+
+    def peers(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks, this one included, that differ from it along ``axes`` at most, in rank order."""
+        groups = self.groups(axes)
+        return tuple(r for r, group in enumerate(groups) if group == groups[self.rank])
+
+    def even_splits(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        """How ``scatter`` cuts an image of global ``shape``."""
+        if len(shape) < -min(self.dims):
+            raise ValueError(f"dims {self.dims} do not exist in a tensor of shape {tuple(shape)}")
+        try:
+            return tuple(Split.even(shape[dim], parts) for dim, parts in zip(self.dims, self.grid))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.where('scatter')}: image {tuple(shape)} over grid {self.grid}: {error}"
+            ) from None
+
+    @property
+    def module(self) -> str:
+        """The module that runs now."""
+        return self.names[-1] if self.names else "outside the model"
+
+    def where(self, operation: str) -> str:
+        """``operation`` with the name of the module that runs it, for messages."""
+        return f"{self.module}: {operation}"
+
+    def site(self, shape: Sequence[int]) -> Site:
+        """The operation that starts now; the same name whenever the model runs."""
+        ordinal = self.ordinals[-1] if self.ordinals else 0
+        if self.ordinals:
+            self.ordinals[-1] += 1
+        return self.module, ordinal, tuple(shape)
+
+    def overlaps(self, work: int) -> bool:
+        """Whether an operation with ``work`` multiplications in its interior is worth cutting in pieces."""
+        return self.overlap == "on" or (self.overlap == "auto" and work >= OVERLAP_WORK)
+
+    def count(self, module: str, sent: int) -> None:
+        if sent:
+            self.traffic[module] += sent
+
+
+_current: ContextVar[Mesh | None] = ContextVar("commsched_spatial_mesh", default=None)
+
+
+def current_mesh() -> Mesh:
+    """The mesh of the last ``shard`` or ``use_mesh`` in this thread."""
+    mesh = _current.get()
+    if mesh is None:
+        raise ValueError("no spatial mesh: call commsched.spatial.shard(model, ...) first, or pass mesh=")
+    return mesh
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    _current.set(mesh)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Make ``mesh`` the default of ``scatter`` and ``gather`` inside the block."""
+    token = _current.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _current.reset(token)

@@ -1,0 +1,5 @@
+"""What may be done to split tiles. Importing a module here registers its operations."""
+
+from commsched.spatial.ops import conv, dropout, loss, norm, pad, pointwise, pool, reduce, resize, shape
+
+__all__ = ["conv", "dropout", "loss", "norm", "pad", "pointwise", "pool", "reduce", "resize", "shape"]

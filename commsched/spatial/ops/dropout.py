@@ -1,0 +1,90 @@
+"""Dropout whose mask depends on the position in the whole tensor, hence not on the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commsched.spatial.layout import enter
+from commsched.spatial.mesh import Mesh
+from commsched.spatial.replicated import everyone
+from commsched.spatial.tile import Tile, cut_axes, handles_all
+
+_STEP, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+def shared_seed(mesh: Mesh, device: torch.device) -> int:
+    """A number from the default generator of the mesh's first rank."""
+    if device.type == "meta":  # a dry run draws nothing
+        everyone(torch.empty(1, dtype=torch.int64, device="meta"), mesh, tuple(range(len(mesh.grid))), "seed")
+        return 0
+    drawn = torch.zeros(1, dtype=torch.int64)
+    if mesh.rank == 0:
+        drawn.random_(-(1 << 62), 1 << 62)
+    return int(everyone(drawn, mesh, tuple(range(len(mesh.grid))), "seed")[0])
+
+
+def random_bits(positions: Tensor, seed: int) -> Tensor:
+    """53 well mixed bits per position (the finalizer of splitmix64), as non-negative integers."""
+    x = positions * _STEP + seed
+    x = (x ^ _shifted(x, 30)) * _MIX1
+    x = (x ^ _shifted(x, 27)) * _MIX2
+    return _shifted(x ^ _shifted(x, 31), 11)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right of signed numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def dropped(
+    shape: torch.Size, bounds: tuple[tuple[int, int], ...], p: float, seed: int, device: torch.device
+) -> Tensor:
+    """Which elements within ``bounds`` of a tensor of global ``shape`` are dropped."""
+    local = [hi - lo for lo, hi in bounds]
+    mask = torch.empty(local, dtype=torch.bool, device=device)
+    threshold = round(p * (1 << 53))
+    for row in range(local[0]):  # one sample at a time: positions take eight bytes per element
+        position = torch.tensor(bounds[0][0] + row, device=device)
+        for size, (lo, hi) in zip(shape[1:], bounds[1:]):
+            position = position.unsqueeze(-1) * size + torch.arange(lo, hi, device=device)
+        mask[row] = random_bits(position, seed) < threshold
+    return mask
+
+
+def _held_bounds(tile: Tile) -> list[tuple[int, int]]:
+    bounds = [(0, size) for size in tile.shape]
+    for axis, cut in cut_axes(tile.cuts):
+        bounds[cut.dim] = cut.split.held(tile.mesh.coord[axis])
+    return bounds
+
+
+def _drop(tile: Any, p: float, training: bool, inplace: bool, channels: bool) -> Any:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{tile.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
+    local: Tensor = enter(tile, tile.mesh, tile.cuts)
+    if not training or p == 0.0:
+        return tile
+    bounds, shape = _held_bounds(tile), list(tile.shape)
+    if channels:
+        bounds[2:], shape[2:] = [(0, 1)] * (tile.ndim - 2), [1] * (tile.ndim - 2)
+    mask = dropped(torch.Size(shape), tuple(bounds), p, shared_seed(tile.mesh, local.device), local.device)
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    if inplace:
+        local.masked_fill_(mask, 0.0).mul_(scale)
+        return tile
+    return Tile.make(local.masked_fill(mask, 0.0) * scale, tile.mesh, tile.cuts)
+
+
+@handles_all(F.dropout, torch.dropout)
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _drop(input, p, training, inplace, channels=False)
+
+
+@handles_all(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Whole channels, the same ones in every tile."""
+    return _drop(input, p, training, inplace, channels=True)

@@ -1,0 +1,119 @@
+"""Padding, cropping and slicing: fetches of other runs of pixels, without arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commsched.spatial.intervals import Split, pad_want
+from commsched.spatial.layout import enter, take
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+
+
+@handles(F.pad)
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    """Border tiles take the padding; a circular one comes from the other end of the image."""
+    assert isinstance(input, Tile)
+    pads = {-1 - i // 2: (int(pad[i]), int(pad[i + 1])) for i in range(0, len(pad), 2)}
+    _check_pads(input, pads, mode)
+    cuts, wants, rest = list(input.cuts), {}, list(pad)
+    for axis, cut in cut_axes(input.cuts):
+        before, after = pads.get(cut.dim, (0, 0))
+        if (before, after) == (0, 0):
+            continue
+        split = padded_split(cut.split, before, after)
+        cuts[axis] = Cut(cut.dim, split)
+        wants[axis] = tuple(
+            pad_want(lo - before, hi - before, cut.split.size, mode)
+            for lo, hi in map(split.owned, range(split.parts))
+        )
+        rest[2 * (-1 - cut.dim) : 2 * (-cut.dim)] = [0, 0]
+    local = take(input, wants, value or 0.0) if wants else enter(input, input.mesh, input.cuts)
+    if any(rest):
+        local = _pad_whole(local, rest, mode, value, len(pad))
+    return Tile.make(local, input.mesh, tuple(cuts))
+
+
+def _pad_whole(local: Tensor, pads: list[int], mode: str, value: float | None, length: int) -> Tensor:
+    """Pad the dimensions that are not split."""
+    if 0 in local.shape:  # torch refuses to reflect an empty part
+        return F.pad(local, pads)
+    return F.pad(local, pads, mode, value) if mode == "constant" else F.pad(local, pads, mode)
+
+
+def padded_split(split: Split, before: int, after: int) -> Split:
+    size = split.size + before + after
+    inner = (min(max(bound + before, 0), size) for bound in split.bounds[1:-1])
+    return Split((0, *inner, size))
+
+
+def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None:
+    limits = {"reflect": 1, "circular": 0}
+    for dim, (before, after) in pads.items():
+        size = tile.shape[dim]
+        if mode in limits and max(before, after) > size - limits[mode]:
+            raise ValueError(
+                f"{tile.mesh.where('pad')}: {mode} padding of {max(before, after)} needs more than the "
+                f"{size} pixels "
+                f"of dimension {dim}"
+            )
+        if size + before + after < 0 or (mode != "constant" and min(before, after) < 0):
+            raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")
+
+
+@handles(torch.Tensor.__getitem__)
+def getitem(tile: Any, index: Any) -> Any:
+    """Indexing that leaves the split dimensions whole or crops them by slices of step 1."""
+    if not isinstance(tile, Tile):
+        return unsupported(torch.Tensor.__getitem__, (tile, index), {}, "the index is split")
+    entries = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(e, (int, slice)) or e is None or e is Ellipsis for e in entries):
+        return unsupported(
+            torch.Tensor.__getitem__, (tile, index), {}, "only ints, slices, None and ... may index"
+        )
+    entries = _explicit(entries, tile.ndim)
+    local_index: list[Any] = []
+    crops: dict[int, tuple[int, int]] = {}
+    dims: dict[int, int] = {}
+    position = kept = 0
+    for entry in entries:
+        if entry is None:
+            local_index.append(None)
+            kept += 1
+            continue
+        dims[position] = kept
+        axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim + tile.ndim == position), None)
+        if axis is not None:
+            if isinstance(entry, int) or entry.step not in (None, 1):
+                return unsupported(
+                    torch.Tensor.__getitem__, (tile, index), {}, f"dimension {position} is split"
+                )
+            lo, hi, _ = entry.indices(tile.shape[position])
+            if (lo, hi) != (0, tile.shape[position]):
+                crops[position - tile.ndim] = (-lo, max(hi, lo) - tile.shape[position])
+            entry = slice(None)
+        local_index.append(entry)
+        kept += not isinstance(entry, int)
+        position += 1
+    if crops:
+        amounts = [crops.get(-1 - i, (0, 0)) for i in range(tile.ndim)]
+        tile = pad(tile, [amount for pair in amounts for amount in pair])
+    result = enter(tile, tile.mesh, tile.cuts)[tuple(local_index)]
+    cuts = tuple(
+        None if cut is None else Cut(dims[cut.dim + tile.ndim] - kept, cut.split) for cut in tile.cuts
+    )
+    return Tile.make(result, tile.mesh, cuts)
+
+
+def _explicit(entries: tuple, ndim: int) -> tuple:
+    """With ``...`` written out and every dimension named."""
+    named = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
+    missing = (slice(None),) * (ndim - named)
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        return (*entries[:at], *missing, *entries[at + 1 :])
+    return (*entries, *missing)

@@ -1,0 +1,151 @@
+"""Sums and means over split dimensions, global and adaptive pooling."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commsched.spatial.intervals import Split, clipped
+from commsched.spatial.layout import enter, local_owned, replicate, take
+from commsched.spatial.ops.pointwise import moved
+from commsched.spatial.replicated import Total
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+
+
+def negative_dims(tile: Tensor, dim: Any) -> list[int]:
+    """``dim`` as torch's reductions take it (None and () mean all), counted from the end."""
+    if dim is None or dim == () or dim == []:
+        return list(range(-tile.ndim, 0))
+    chosen = (dim,) if isinstance(dim, int) else tuple(dim)
+    return [d if d < 0 else d - tile.ndim for d in chosen]
+
+
+@handles(torch.sum, torch.Tensor.sum)
+def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The sum over all owned pixels of ``dim``; replicated along the mesh axes that it removes."""
+    dims = negative_dims(input, dim)
+    axes = tuple(axis for axis, cut in cut_axes(input.cuts) if cut.dim in dims)
+    local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
+    if axes:
+        local = Total.apply(local, input.mesh, axes)
+    left = tuple(None if a in axes else c for a, c in enumerate(owned_cuts(input)))
+    return Tile.make(local, input.mesh, left if keepdim else moved(left, dims, -1))
+
+
+def owned_cuts(tile: Tile) -> tuple[Cut | None, ...]:
+    return tuple(None if c is None else Cut(c.dim, c.split.with_margin((0, 0))) for c in tile.cuts)
+
+
+@handles(torch.mean, torch.Tensor.mean)
+def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    count = prod(input.shape[d] for d in negative_dims(input, dim))
+    return total(input, dim, keepdim, dtype=dtype) / count
+
+
+def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
+    return [(o * size // outputs, -(-(o + 1) * size // outputs)) for o in range(outputs)]
+
+
+def _fetched(
+    tile: Tile, dim: int, windows: list[tuple[int, int]]
+) -> tuple[Tensor, Tile, list[tuple[int, int]]]:
+    """The pixels that this part's outputs along ``dim`` read, and their windows in that buffer."""
+    axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
+    if axis is None:
+        return enter(tile, tile.mesh, tile.cuts), tile, windows
+    cut = tile.cuts[axis]
+    assert cut is not None
+    owners = [cut.split.part_of((lo + hi - 1) // 2) for lo, hi in windows]
+    counts = [sum(1 for owner in owners if owner < part) for part in range(cut.split.parts + 1)]
+    split = Split((*counts[:-1], len(windows)))
+    spans = []
+    for part in range(split.parts):
+        lo, hi = split.owned(part)
+        spans.append((windows[lo][0], windows[hi - 1][1]) if lo < hi else (0, 0))
+    buffer = take(tile, {axis: tuple(clipped(lo, hi, cut.split.size) for lo, hi in spans)})
+    own = tile.mesh.coord[axis]
+    lo, hi = split.owned(own)
+    shifted = [(a - spans[own][0], b - spans[own][0]) for a, b in windows[lo:hi]]
+    cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(tile.cuts))
+    return buffer, Tile.make(buffer, tile.mesh, cuts), shifted
+
+
+def _stacked(parts: list[Tensor], buffer: Tensor, dim: int) -> Tensor:
+    return torch.cat(parts, dim) if parts else buffer.narrow(dim, 0, 0)
+
+
+def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
+    sizes = _sizes(n, input, output_size)
+    global_dims = [d for d in range(-n, 0) if sizes[d] == 1]
+    if len(global_dims) == n:
+        return mean(input, global_dims, keepdim=True)
+    tile = input
+    for dim in range(-n, 0):
+        windows = _adaptive_windows(input.shape[dim], sizes[dim])
+        if dim in global_dims:
+            tile = total(tile, dim, keepdim=True)
+            continue
+        buffer, frame, spans = _fetched(tile, dim, windows)
+        sums = [buffer.narrow(dim, lo, hi - lo).sum(dim, keepdim=True) for lo, hi in spans]
+        tile = Tile.make(_stacked(sums, buffer, dim), frame.mesh, frame.cuts)
+    for dim in range(-n, 0):  # one after the other, as torch divides
+        lengths = [hi - lo for lo, hi in _adaptive_windows(input.shape[dim], sizes[dim])]
+        tile = tile / torch.tensor(lengths, dtype=tile.dtype, device=tile.device).view(-1, *(1,) * (-1 - dim))
+    return tile
+
+
+def _adaptive_max(n: int, input: Any, output_size: Any) -> Any:
+    """Dimension by dimension from the last, so that the first of equal maxima is torch's."""
+    sizes = _sizes(n, input, output_size)
+    tile = input
+    for dim in range(-1, -n - 1, -1):
+        if sizes[dim] == 1:
+            tile = _global_max(tile, dim)
+            continue
+        buffer, frame, spans = _fetched(tile, dim, _adaptive_windows(input.shape[dim], sizes[dim]))
+        best = [buffer.narrow(dim, lo, hi - lo).max(dim, keepdim=True).values for lo, hi in spans]
+        tile = Tile.make(_stacked(best, buffer, dim), frame.mesh, frame.cuts)
+    return tile
+
+
+def _global_max(tile: Tile, dim: int) -> Tile:
+    """Each part offers its best, then the best of those."""
+    axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
+    local = local_owned(tile)
+    if axis is not None:
+        if local.shape[dim] == 0:
+            local = F.pad(local, [0, 0] * (-1 - dim) + [0, 1], value=-float("inf"))
+        best = local.max(dim, keepdim=True).values
+        one_each = Split(tuple(range(tile.mesh.grid[axis] + 1)))
+        cuts = tuple(Cut(dim, one_each) if a == axis else c for a, c in enumerate(owned_cuts(tile)))
+        tile = replicate(Tile.make(best, tile.mesh, cuts), (axis,))
+        local = tile.local
+    return Tile.make(local.max(dim, keepdim=True).values, tile.mesh, owned_cuts(tile))
+
+
+def _sizes(n: int, input: Any, output_size: Any) -> list[int]:
+    values = [output_size] if output_size is None or isinstance(output_size, int) else list(output_size)
+    values = values * n if len(values) == 1 else values
+    return [int(size if value is None else value) for value, size in zip(values, input.shape[-n:])]
+
+
+def _register(n: int) -> None:
+    @handles(getattr(F, f"adaptive_avg_pool{n}d"))
+    def adaptive_avg_pool(input: Any, output_size: Any) -> Any:
+        return _adaptive_avg(n, input, output_size)
+
+    @handles(getattr(F, f"adaptive_max_pool{n}d"))
+    def adaptive_max_pool(input: Any, output_size: Any, return_indices: bool = False) -> Any:
+        if return_indices:
+            return unsupported(
+                getattr(F, f"adaptive_max_pool{n}d"), (input, output_size), {}, "return_indices=True"
+            )
+        return _adaptive_max(n, input, output_size)
+
+
+for _n in (1, 2, 3):
+    _register(_n)

@@ -1,0 +1,159 @@
+"""Interpolation: along each dimension an output is a weighted sum of a few pixels, fetched and then weighed
+locally."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commsched.spatial.intervals import Run, Split
+from commsched.spatial.layout import enter, take
+from commsched.spatial.ops.windows import each
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+
+_LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
+
+
+@dataclass(frozen=True)
+class Taps:
+    """For each output along one dimension: the pixels it reads (a column per tap) and their weights (None:
+    1)."""
+
+    index: Tensor
+    weight: Tensor | None
+
+
+@handles(F.interpolate)
+def interpolate(
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area."""
+    n = input.ndim - 2
+    if antialias:
+        return unsupported(F.interpolate, (input,), {}, "antialias=True")
+    sizes, scales = _sizes(input, n, size, scale_factor, recompute_scale_factor)
+    if mode == "area":
+        return getattr(F, f"adaptive_avg_pool{n}d")(input, tuple(sizes))
+    if mode in _LINEAR and _LINEAR[mode] != n or mode == "bicubic" and n != 2:
+        raise ValueError(
+            f"{input.mesh.where('interpolate')}: mode {mode!r} does not fit a tensor of {input.ndim} "
+            f"dimensions"
+        )
+    tile = input
+    for dim in range(-n, 0):
+        taps = _taps(mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        if (
+            mode in ("nearest", "nearest-exact")
+            or sizes[dim] != input.shape[dim]
+            or scales[dim] not in (None, 1.0)
+        ):
+            tile = _resample(tile, dim, taps, input.dtype)
+    return tile
+
+
+def _work_dtype(input: Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _sizes(
+    input: Any, n: int, size: Any, scale: Any, recompute: bool | None
+) -> tuple[list[int], list[float | None]]:
+    """Output sizes, and the scale factors where torch uses them instead of the ratio of sizes."""
+    if size is not None:
+        return list(each(size, n)), [None] * n
+    factors = [float(scale)] * n if isinstance(scale, (int, float)) else [float(s) for s in scale]
+    sizes = [math.floor(pixels * factor) for pixels, factor in zip(input.shape[-n:], factors)]
+    return sizes, [None] * n if recompute else list(factors)
+
+
+def _taps(mode: str, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype) -> Taps:
+    if mode in ("nearest", "nearest-exact"):  # torch itself says which pixel
+        pixels = torch.arange(size, dtype=dtype).view(1, 1, size)
+        options = {"size": out} if scale is None else {"scale_factor": scale}
+        return Taps(F.interpolate(pixels, mode=mode, **options).view(-1, 1).long(), None)
+    position = torch.arange(out, dtype=dtype)
+    if align:
+        ratio = (size - 1) / (out - 1) if out > 1 else 0.0
+        source = position * torch.tensor(ratio, dtype=dtype)
+    else:
+        ratio = size / out if scale is None else 1.0 / scale
+        source = (position + 0.5) * torch.tensor(ratio, dtype=dtype) - 0.5
+    return _cubic(source, size) if mode == "bicubic" else _linear(source, size)
+
+
+def _linear(source: Tensor, size: int) -> Taps:
+    source = source.clamp(min=0)
+    low = source.floor().long().clamp(max=size - 1)
+    fraction = (source - low).clamp(0, 1)
+    return Taps(
+        torch.stack([low, (low + 1).clamp(max=size - 1)], 1), torch.stack([1 - fraction, fraction], 1)
+    )
+
+
+def _cubic(source: Tensor, size: int) -> Taps:
+    low = source.floor()
+    t, a = source - low, -0.75
+
+    def near(x: Tensor) -> Tensor:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: Tensor) -> Tensor:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    weight = torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1)
+    index = low.long().unsqueeze(1) + torch.arange(-1, 3)
+    return Taps(index.clamp(0, size - 1), weight)
+
+
+def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
+    axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
+    cuts, index, weight = tile.cuts, taps.index, taps.weight
+    if axis is None:
+        buffer = enter(tile, tile.mesh, tile.cuts)
+    else:
+        cut = tile.cuts[axis]
+        assert cut is not None
+        split = _follow(cut.split, index)
+        spans = [_span(index[slice(*split.owned(part))]) for part in range(split.parts)]
+        buffer = take(tile, {axis: tuple((Run(*span),) if span[0] < span[1] else () for span in spans)})
+        own = tile.mesh.coord[axis]
+        rows = slice(*split.owned(own))
+        index, weight = index[rows] - spans[own][0], None if weight is None else weight[rows]
+        cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(cuts))
+    return Tile.make(_weighted(buffer, dim, index, weight, dtype), tile.mesh, cuts)
+
+
+def _follow(source: Split, index: Tensor) -> Split:
+    """Each output belongs to the owner of its middle tap."""
+    middle = index[:, (index.shape[1] - 1) // 2]
+    inner = torch.searchsorted(middle.contiguous(), torch.tensor(source.bounds[1:-1], dtype=middle.dtype))
+    return Split((0, *inner.tolist(), len(middle)))
+
+
+def _span(index: Tensor) -> tuple[int, int]:
+    return (0, 0) if index.numel() == 0 else (int(index.min()), int(index.max()) + 1)
+
+
+def _weighted(buffer: Tensor, dim: int, index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    index = index.to(buffer.device)
+    if weight is None:
+        return buffer.index_select(dim, index[:, 0])
+    weight = weight.to(buffer.device, dtype)
+    shape = (-1, *(1,) * (-1 - dim))
+    taps = range(index.shape[1])
+    parts = [buffer.index_select(dim, index[:, k]) * weight[:, k].view(shape) for k in taps]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,65 @@
+"""What autograd keeps of a fetched buffer: the tile, which exists anyway, and the few pixels that came from
+others."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commsched.spatial.fetch import own_pixels, place
+from commsched.spatial.plan import Plan
+
+
+class _Recipe:
+    """Makes the buffer again from the tile and the messages."""
+
+    def __init__(self, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]) -> None:
+        self.tile, self.version = tile.detach(), tile._version
+        self.plan, self.fill, self.received = plan, fill, received
+
+    def buffer(self) -> Tensor:
+        _check_version(self.tile, self.version)
+        return place(own_pixels(self.tile, self.plan, self.fill), self.plan, self.received)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs has been changed in "
+            f"place: it is at "
+            f"version {tensor._version}, expected {version}"
+        )
+
+
+def compact(
+    buffer: Tensor, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]
+) -> AbstractContextManager[Any]:
+    """Within this context autograd keeps ``buffer`` as a recipe; other tensors as they are.
+
+    Where hooks of the user's are active (activation checkpointing, offloading) those decide instead.
+    """
+    if (
+        buffer is tile
+        or not torch.is_grad_enabled()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ):
+        return nullcontext()
+    recipe = _Recipe(tile, plan, fill, received)
+    address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.data_ptr() == address and tensor.shape == shape:
+            return recipe
+        return tensor.detach(), tensor._version
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, _Recipe):
+            return kept.buffer()
+        _check_version(*kept)
+        tensor: Tensor = kept[0]
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,163 @@
+"""`shard`: give a model its mesh, know which module runs, make sure that all ranks mean the same image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from commsched.errors import CommError
+from commsched.spatial.channel import Channel, DistChannel, SilentChannel
+from commsched.spatial.fuse import Fusion, choose
+from commsched.spatial.layout import trimmed
+from commsched.spatial.mesh import Mesh, set_mesh
+from commsched.spatial.tile import Tile, tiles_in, tree_map
+
+Model = TypeVar("Model", bound=nn.Module)
+_DATA_CHANNEL = 5  # connections of our own: halos never wait behind an optimizer's messages
+_NOTE = 512  # bytes of a note that ranks compare
+_hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+
+
+def shard(
+    model: Model,
+    grid: Sequence[int] = (2, 2),
+    dims: Sequence[int] = (-2, -1),
+    *,
+    replicas: int = 1,
+    overlap: str = "auto",
+    fuse_halo: int | str = "auto",
+    unsupported: str = "error",
+    timeout: float = 60.0,
+    channel: Channel | None = None,
+) -> Model:
+    """Prepare ``model`` for tiles: call it with what `scatter` or `from_local` returns.
+
+    The model stays what it is: the same object, modules, parameter names and ``state_dict``. Ranks form
+    ``replicas`` groups of ``prod(grid)`` consecutive ranks, each of which shares one image cut along
+    ``dims``. ``overlap`` is ``"on"`` to compute the interior of every convolution and pooling while its halo
+    travels, ``"off"``, or ``"auto"`` for those large enough to gain. ``fuse_halo`` is how many operations
+    share one wide halo, ``"off"`` (1), or ``"auto"`` to let a cost model with measured rates choose; rank 0's
+    measurement holds for all. ``unsupported`` says what happens to an operation that mixes pixels in a way
+    not known here: ``"error"``, or ``"gather"`` to run it on the whole image on every rank. The mesh becomes
+    the default of `scatter` and `gather`.
+    """
+    if not (fuse_halo in ("auto", "off") or (isinstance(fuse_halo, int) and fuse_halo >= 1)):
+        raise ValueError(f"fuse_halo must be 'auto', 'off' or a number of operations, got {fuse_halo!r}")
+    name = type(model).__name__
+    channel = channel or _default_channel(name, tuple(grid), replicas, timeout)
+    parameters = sum(p.numel() for p in model.parameters())
+    options = f"fuse_halo {fuse_halo}, unsupported {unsupported}, {parameters} parameters"
+    agree(channel, f"{name}: shard", f"grid {tuple(grid)}, dims {tuple(dims)}, {options}")
+    mesh = Mesh(channel, grid, dims, unsupported, overlap)
+    unshard(model)
+    handles = [model.register_forward_pre_hook(_entry_check(mesh, name, fuse_halo), with_kwargs=True)]
+    for path, module in model.named_modules():
+        handles += name_hooks(module, mesh, path, type(module).__name__)
+    handles.append(model.register_forward_hook(_owned_outputs))
+    _hooks[model] = handles
+    set_mesh(mesh)
+    return model
+
+
+def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """What leaves the model has no margins."""
+    return tree_map(lambda t: trimmed(t) if isinstance(t, Tile) else t, output)
+
+
+def unshard(model: nn.Module) -> None:
+    """Take back what `shard` attached, so that the model takes plain images again."""
+    for handle in _hooks.pop(model, []):
+        handle.remove()
+
+
+def _default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
+    """This rank's block of consecutive ranks, over whatever group the job has."""
+    group, tiles = _group(), prod(grid)
+    world = 1 if group is None else group.size()
+    if world != tiles * replicas or replicas < 1:
+        raise ValueError(
+            f"{name}: a grid of {'x'.join(map(str, grid))} with {replicas} replicas needs {tiles * replicas} "
+            f"ranks, and there are {world}; choose grid and replicas whose product is {world}"
+            + ("" if group is not None else ", or call commsched.init() (or init_process_group) first")
+        )
+    if group is None:
+        return SilentChannel()
+    first = group.rank() // tiles * tiles
+    return DistChannel(group, range(first, first + tiles), timeout)
+
+
+def _group() -> Any:
+    """The ranks of torch.distributed's default group, else of ``commsched.init()``, else None."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    import commsched
+
+    return commsched.data_group(channel=_DATA_CHANNEL) if commsched.is_initialized() else None
+
+
+def agree(channel: Channel, what: str, note: str) -> None:
+    """Compare a note of every rank; a difference is a `CommError` on all of them, with every value."""
+    if channel.size == 1 or isinstance(channel, SilentChannel):
+        return
+    mine = torch.frombuffer(bytearray(note.encode()[:_NOTE].ljust(_NOTE)), dtype=torch.uint8)
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    notes = {rank: torch.empty_like(mine) for rank in others}
+    channel.exchange(
+        [(rank, mine) for rank in others], list(notes.items()), f"{what}: comparing ranks"
+    ).wait()
+    said = {rank: bytes(value.tolist()).decode(errors="replace").rstrip() for rank, value in notes.items()}
+    said[channel.rank] = note[:_NOTE].rstrip()
+    if len(set(said.values())) > 1:
+        listed = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
+        raise CommError(f"{what}: the ranks do not agree on the image and its grid: {listed}")
+
+
+def _entry_check(mesh: Mesh, name: str, fuse_halo: int | str) -> Callable[..., None]:
+    fusions: dict[tuple[str, str], Fusion] = {}
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if len(mesh.names) > 0:  # the model runs inside itself
+            return
+        tiles = list(tiles_in((args, kwargs)))
+        if any(tile.mesh.dry for tile in tiles):
+            return
+        if not tiles:
+            raise ValueError(
+                f"{name}: a sharded model takes tiles, and got none; pass "
+                f"commsched.spatial.scatter(image), or take "
+                "the sharding back with commsched.spatial.unshard(model)"
+            )
+        if any(tile.mesh is not mesh for tile in tiles):
+            raise ValueError(f"{name}: got a tile of another mesh; scatter the image over this model's mesh")
+        shapes = ", ".join(f"{tuple(tile.shape)} {tile.dtype}" for tile in tiles)
+        modes = f"{'train' if module.training else 'eval'}, grad {torch.is_grad_enabled()}"
+        agree(mesh.channel, f"{name}: forward", f"image {shapes} over grid {mesh.grid}, {modes}")
+        known = (shapes, modes)
+        if known not in fusions:
+            fusions[known] = choose(module, args, kwargs, mesh, fuse_halo)
+        mesh.fusion = fusions[known]
+
+    return check
+
+
+def name_hooks(module: nn.Module, mesh: Mesh, path: str, kind: str) -> list[RemovableHandle]:
+    """Tell ``mesh`` while ``module`` runs."""
+    name = f"{path} ({kind})" if path else kind
+
+    def enter(module: nn.Module, args: Any) -> None:
+        mesh.names.append(name)
+        mesh.ordinals.append(0)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if mesh.names and mesh.names[-1] == name:  # a refused entry leaves before it entered
+            mesh.names.pop()
+            mesh.ordinals.pop()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]

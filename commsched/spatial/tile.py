@@ -1,0 +1,253 @@
+"""`Tile`: a tensor with a global shape of which each rank holds a part, and what may be done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commsched.spatial.intervals import Split
+from commsched.spatial.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one mesh axis cuts a tensor: dimension ``dim`` (counted from the end) as ``split`` says."""
+
+    dim: int
+    split: Split
+
+
+Cuts = tuple[Cut | None, ...]  # one entry per mesh axis; None: all ranks along the axis hold the same
+
+
+class Tile(torch.Tensor):
+    """This rank's part (``local``) of a tensor whose ``shape`` is that of the whole.
+
+    It owns no storage: torch functions on it are looked up in a registry, and one that mixes pixels in a way
+    nobody wrote down is refused by name instead of computing on the part as if it were the whole.
+    """
+
+    local: Tensor
+    mesh: Mesh
+    cuts: Cuts
+
+    @staticmethod
+    def make(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
+        shape = list(local.shape)
+        for cut in cuts:
+            if cut is not None:
+                shape[cut.dim] = cut.split.size
+        tile: Tile = torch.Tensor._make_wrapper_subclass(
+            Tile, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        tile.local, tile.mesh, tile.cuts = local, mesh, cuts
+        if local.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                tile.register_hook(_refuse_gradient)
+        return tile
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds the whole."""
+        return all(cut is None for cut in self.cuts)
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """For each dimension the interval of the whole that this rank owns."""
+        result = [(0, size) for size in self.shape]
+        for axis, cut in cut_axes(self.cuts):
+            result[cut.dim] = cut.split.owned(self.mesh.coord[axis])
+        return tuple(result)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.local!r})"
+
+    def __deepcopy__(self, memo: dict) -> Tile:
+        return Tile.make(
+            self.local.detach().clone().requires_grad_(self.local.requires_grad), self.mesh, self.cuts
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in NATIVE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in ON_LOCAL:
+            args, kwargs = tree_map(lambda t: t.local if isinstance(t, Tile) else t, (args, kwargs))
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in RANDOM and next(tiles_in((args, kwargs))).mesh.size > 1:
+            return unsupported(func, args, kwargs, "each rank would draw other numbers")
+        if func in ON_ALL:
+            return ON_ALL[func](*args, **kwargs)
+        if all(tile.replicated for tile in tiles_in((args, kwargs))):
+            return _run_replicated(func, args, kwargs)
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if FALLBACK is not None and (answer := FALLBACK(func, args, kwargs)) is not NotImplemented:
+            return answer
+        return unsupported(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # asked for when a leaf is saved
+            return Tile.make(args[0].local.detach(), args[0].mesh, args[0].cuts)
+        raise ValueError(
+            f"{func}: a tile reached torch's kernels without passing commsched.spatial, which would "
+            f"compute on "
+            "the part as if it were the whole; use tile.local or commsched.spatial.gather(tile) first"
+        )
+
+
+def _getters(*names: str) -> set[Any]:
+    """What torch calls when these attributes of a tensor are read."""
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_T = torch.Tensor
+# Answered by the tile itself: its shape is that of the whole.
+NATIVE: set[Any] = {
+    *_getters(
+        "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_cpu", "is_xpu", "is_meta"
+    ),
+    *_getters("is_mps", "is_sparse", "is_quantized", "is_mkldnn", "is_nested"),
+    *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.__len__, _T.__hash__, _T.element_size),
+    *(_T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.get_device),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+# Answered by the local part. `grad_fn` is not here: the tile's own tells that an autograd function bypassed
+# us.
+ON_LOCAL: set[Any] = {
+    *_getters("grad", "requires_grad", "is_leaf"),
+    *(_T.backward, _T.register_hook, _T.retain_grad, _T.stride, _T.is_contiguous),
+    *(torch.autograd.grad, torch.autograd.backward),
+}
+_RANDOM = """
+    rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal normal_ uniform_ random_
+    exponential_ geometric_
+    cauchy_ log_normal_ poisson rrelu rrelu_ gumbel_softmax alpha_dropout feature_alpha_dropout
+    fractional_max_pool2d fractional_max_pool3d
+"""
+RANDOM = frozenset(_RANDOM.split())
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
+FALLBACK: Callable[[Any, tuple, dict], Any] | None = None
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how ``functions`` act on split tiles."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def handles_all(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how ``functions`` act on any tile, replicated ones included."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        ON_ALL.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+def set_fallback(fallback: Callable[[Any, tuple, dict], Any]) -> None:
+    global FALLBACK
+    FALLBACK = fallback
+
+
+def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:
+    return ((axis, cut) for axis, cut in enumerate(cuts) if cut is not None)
+
+
+def tiles_in(tree: Any) -> Iterator[Tile]:
+    """The tiles in nested lists, tuples and dicts."""
+    if isinstance(tree, Tile):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tiles_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tiles_in(value)
+
+
+def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """``tree`` with every tensor replaced."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(tree_map(function, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(tree_map(function, value) for value in tree)
+    return tree
+
+
+def local_of(tile: Tile) -> Tensor:
+    """The plain tensor behind a tile, checked for autograd functions that saw the tile itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        bypassed = tile.grad_fn is not None
+    if bypassed:
+        raise ValueError(
+            f"{tile.mesh.where('custom autograd.Function')}: it cannot be differentiated on a split "
+            f"tensor; apply "
+            "it to tile.local, or gather the tile first"
+        )
+    return tile.local
+
+
+def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
+    """All ranks compute the same; parameters get their gradient once."""
+    from commsched.spatial.layout import enter
+
+    first = next(tiles_in((args, kwargs)))
+    mesh, cuts = first.mesh, first.cuts
+    plain_args, plain_kwargs = tree_map(lambda t: enter(t, mesh, cuts), (args, kwargs))
+    inplace = getattr(func, "__name__", "").endswith("_") and not func.__name__.endswith("__")
+    result = func(*plain_args, **plain_kwargs)
+    if inplace and isinstance(args[0], Tile):
+        return args[0]
+    return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    """The tile itself is no part of the graph, its local part is: nothing may flow here."""
+    raise ValueError(
+        "a gradient reached a tile and not its local part: a custom autograd.Function was applied to it, or "
+        "torch.autograd.backward; use tile.backward(), or tile.local"
+    )
+
+
+def name_of(func: Any) -> str:
+    name = torch.overrides.resolve_name(func)
+    return str(name or getattr(func, "__name__", func)).removeprefix("torch.nn.functional.")
+
+
+def unsupported(func: Any, args: tuple, kwargs: dict, why: str = "") -> Any:
+    """Gather and run on every rank when the mesh says so; else refuse by name."""
+    from commsched.spatial.layout import replicate
+
+    tiles = list(tiles_in((args, kwargs)))
+    mesh = tiles[0].mesh
+    if mesh.unsupported == "gather" and getattr(func, "__name__", "") not in RANDOM:
+        mesh.refused.append(mesh.where(name_of(func)))
+        whole = tree_map(lambda t: replicate(t) if isinstance(t, Tile) else t, (args, kwargs))
+        return _run_replicated(func, *whole)
+    shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
+    raise ValueError(
+        f"{mesh.where(name_of(func))} on an image of shape {shapes} split over a grid of {mesh.grid} is not "
+        f"supported{': ' + why if why else ''}; gather the tile first, or shard with unsupported='gather'"
+    )

@@ -1,0 +1,1 @@
+"""dnn_bench measures: models, baselines, emulated clusters, reports. Nothing imports it."""

@@ -1,0 +1,96 @@
+"""What nothing can beat: the compute alone, the bytes alone, and both side by side without dependency."""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Stamps, Trainer
+
+
+class Local(Trainer):
+    """Every rank trains alone; all at the same time, since they share the machine's memory."""
+
+
+class Exchange:
+    """Moves as many bytes as an all-reduce of `size` bytes does: a reduce-scatter, then an all-gather.
+
+    Every rank sends a share to each other rank, twice. Receives are posted first: gloo announces a receive on
+    the connection that carries the other direction's data, and behind megabytes of it the news comes late.
+    """
+
+    def __init__(self, size: int) -> None:
+        me, ranks = dist.get_rank(), dist.get_world_size()
+        share = -(-size // ranks)
+        self.sends, self.receives = [], []
+        for half in range(2):
+            for distance in range(1, ranks):
+                to, source, tag = (me + distance) % ranks, (me - distance) % ranks, half * ranks + distance
+                self.sends.append((torch.zeros(share, dtype=torch.uint8), to, tag))
+                self.receives.append((torch.empty(share, dtype=torch.uint8), source, tag))
+
+    def __call__(self) -> None:
+        works = [dist.irecv(buffer, source, tag=tag) for buffer, source, tag in self.receives]
+        works += [dist.isend(buffer, to, tag=tag) for buffer, to, tag in self.sends]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+class Floor(Trainer):
+    """The iteration ends when the compute and the exchange have both ended; neither waits for the other."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.exchange = Exchange(gradient_bytes(self.module))
+        self.requests: SimpleQueue[bool] = SimpleQueue()
+        self.done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while self.requests.get():
+            try:
+                self.exchange()
+                self.done.put(None)
+            except BaseException as error:
+                self.done.put(error)
+
+    def iteration(self, inputs: Tensor, targets: Tensor) -> Stamps:
+        self.requests.put(True)
+        stamps = super().iteration(inputs, targets)
+        if (error := self.done.get()) is not None:
+            raise error
+        return stamps._replace(end=time.perf_counter())
+
+    def close(self) -> None:
+        self.requests.put(False)
+        self.thread.join(timeout=10)
+        super().close()
+
+
+class Wire(Trainer):
+    """No compute at all."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.exchange = Exchange(gradient_bytes(self.module))
+
+    def iteration(self, inputs: Tensor, targets: Tensor) -> Stamps:
+        start = time.perf_counter()
+        self.exchange()
+        return Stamps(start, start, start, time.perf_counter())
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        return None, None

@@ -1,0 +1,124 @@
+"""The baselines by name. Nothing here imports torch or a peer: that happens in the ranks that need them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scheduler import policies
+
+if TYPE_CHECKING:
+    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Trainer
+
+HERE = "dnn_bench.baselines."
+LIMIT, PEER, OURS = "limit", "peer", "commsched"
+AS_THEY_COME = ("horovod", "ddp", "fsdp2")  # peers with their default settings
+
+
+class MissingPeer(ValueError):
+    """A baseline that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One thing to compare: every rank makes the class that `trainer` names, with `options`."""
+
+    name: str
+    kind: str
+    trainer: str
+    about: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs: str = "torch"  # the package without which it cannot run
+    launcher: str = "torch"  # "torch": RANK and MASTER_ADDR in the environment; "horovod": horovodrun
+    environment: dict[str, str] = field(default_factory=dict)
+    exact: bool = True  # its parameters can be compared with one process's
+
+
+def _entries() -> list[Baseline]:
+    return [
+        Baseline("local", LIMIT, HERE + "limits.Local", "the compute alone, no communication", exact=False),
+        Baseline(
+            "floor", LIMIT, HERE + "limits.Floor", "compute and bytes side by side, independent", exact=False
+        ),
+        Baseline("wire", LIMIT, HERE + "limits.Wire", "the bytes alone, no compute", exact=False),
+        _ddp("ddp", None),
+        *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
+        _horovod("horovod", None),
+        _horovod("horovod_4mb", 4),
+        _fsdp("fsdp2", reshard=True),
+        _fsdp("fsdp2_keep", reshard=False),
+        Baseline("zero1", PEER, HERE + "ddp.Zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
+        _ours("auto"),
+        *(_ours(policy) for policy in policies.names()),
+    ]
+
+
+def _ddp(name: str, size: float | None) -> Baseline:
+    buckets = "default buckets" if size is None else f"buckets of {size:g} MB"
+    return Baseline(
+        name, PEER, HERE + "ddp.DDP", f"DistributedDataParallel, {buckets}", {"bucket_cap_mb": size}
+    )
+
+
+def _fsdp(name: str, reshard: bool) -> Baseline:
+    about = "fully_shard, " + (
+        "parameters freed after the forward" if reshard else "parameters kept for the backward"
+    )
+    return Baseline(name, PEER, HERE + "fsdp.FSDP2", about, {"reshard_after_forward": reshard})
+
+
+def _horovod(name: str, size: float | None) -> Baseline:
+    fusion = "default fusion buffer" if size is None else f"fusion buffer of {size:g} MB"
+    # A rank that waits its turn is stopped, which Horovod's own clock must not take for a dead peer.
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    if size is not None:
+        environment["HOROVOD_FUSION_THRESHOLD"] = str(round(size * 2**20))
+    about = f"horovod.torch.DistributedOptimizer, {fusion}"
+    return Baseline(name, PEER, HERE + "horovod.Horovod", about, {}, "horovod", "horovod", environment)
+
+
+def _ours(schedule: str) -> Baseline:
+    about = f"commsched.DistributedOptimizer(schedule={schedule!r})"
+    return Baseline(schedule, OURS, HERE + "ours.Commsched", about, {"schedule": schedule}, "commsched")
+
+
+SIZED = {"ddp": _ddp, "horovod": _horovod}
+
+
+def names() -> list[str]:
+    """Every baseline's name; besides these, `ddp_<N>mb` and `horovod_<N>mb` exist for any size."""
+    return [entry.name for entry in _entries()]
+
+
+def get(name: str) -> Baseline:
+    """The baseline of this name, in any case."""
+    wanted = name.lower().replace("-", "_")
+    for entry in _entries():
+        if entry.name.replace("_", "") == wanted.replace("_", ""):
+            return entry
+    sized = re.fullmatch(r"(ddp|horovod)_(\d+(?:\.\d+)?)mb", wanted)
+    if sized and float(sized[2]) > 0:
+        return SIZED[sized[1]](wanted, float(sized[2]))
+    raise ValueError(
+        f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N)"
+    )
+
+
+def require(baseline: Baseline) -> None:
+    """`MissingPeer` when the baseline's package is not installed."""
+    if importlib.util.find_spec(baseline.needs) is None:
+        raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed")
+
+
+def start(baseline: str | Baseline, job: Job) -> Trainer:
+    """This rank's trainer; every rank of the job calls it."""
+    baseline = get(baseline) if isinstance(baseline, str) else baseline
+    require(baseline)
+    module, _, kind = baseline.trainer.rpartition(".")
+    make = getattr(importlib.import_module(module), kind)
+    trainer: Trainer = make(job, **baseline.options)
+    return trainer

@@ -1,0 +1,57 @@
+"""`python -m dnn_bench cluster`: run a command on every host of an emulated cluster."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from dnn_bench.cluster.cluster import Cluster, Process
+from dnn_bench.cluster.system import ClusterError
+from dnn_bench.told import tells
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser, link: str = "1gbit") -> None:
+    """The options that describe an emulated cluster."""
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="emulated hosts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--link",
+        default=link,
+        help="speed of the links: 250mbit, unlimited, or one per host: 1gbit,250mbit (default: %(default)s)",
+    )
+    parser.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m dnn_bench cluster",
+        description="Builds hosts joined by links of a chosen speed on this machine (as root), runs the "
+        "command once on each, with the environment torchrun would give it, and removes everything.",
+    )
+    add_cluster_arguments(parser)
+    parser.add_argument("--first-only", action="store_true", help="run it on host0 only, as for horovodrun")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    return parser.parse_args(arguments)
+
+
+@tells(ClusterError)
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    argv = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not argv:
+        raise ClusterError("which command? python -m dnn_bench cluster --hosts 2 -- COMMAND")
+    with Cluster(options.hosts, options.link, delay=options.delay) as cluster:
+        processes = [cluster.run(0, argv)] if options.first_only else cluster.launch(argv)
+        return wait_for_all(processes)
+
+
+def wait_for_all(processes: list[Process]) -> int:
+    """The first failure's exit code, at once, or 0 when all have ended well."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if failed := [code for code in codes if code]:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)

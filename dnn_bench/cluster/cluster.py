@@ -1,0 +1,250 @@
+"""`Cluster`: hosts as network namespaces around a switch, each behind a shaped link.
+
+The switch is a bridge in a namespace of its own, so nothing appears in the machine's own network, two
+clusters can use the same addresses at the same time, and removing the namespaces removes everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from dnn_bench.cluster import ssh as sshd
+from dnn_bench.cluster import system
+from dnn_bench.cluster.link import Link, links
+from dnn_bench.cluster.system import ClusterError, command, in_namespace
+
+NETWORK = "10.77.0"
+MAX_HOSTS = 200
+DEVICE = "eth0"
+SET_HOSTNAME = 'hostname "$0" && exec "$@"'
+Process = subprocess.Popen[Any]
+
+
+class Cluster:
+    """Emulated hosts on this machine; a context manager.
+
+    Every host has its own network stack, address (`addresses`), host name (`names`: host0, host1, …) and,
+    with `ssh`, an sshd that the other hosts reach without a password. `link` is the speed of each link,
+    the same in both directions (`"250mbit"`, `"1gbit"`, `"unlimited"`), or one per host (`"1gbit,250mbit"`);
+    `delay` adds latency where the kernel has netem. Hosts share the machine's files and memory; each has
+    processors of its own, where there are enough of them.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        link: str | Sequence[str] = "1gbit",
+        *,
+        delay: str | None = None,
+        ssh: bool = True,
+    ) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ClusterError(f"a cluster has 1 to {MAX_HOSTS} hosts, not {hosts}")
+        self.links: list[Link] = links(link, hosts, delay)
+        self.names = [f"host{i}" for i in range(hosts)]
+        self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
+        self._with_ssh = ssh
+        self._closed = True
+        self._owner = os.getpid()
+        self._processes: list[Process] = []
+        self._ports = itertools.count(29500)
+        self._old_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def start(self) -> Cluster:
+        """Builds the cluster; `close` removes it. `with Cluster(...)` does both."""
+        ssh = ["sshd", "ssh", "ssh-keygen"] if self._with_ssh else []
+        system.require(["ip", "tc", "unshare", "taskset", *ssh])
+        system.remove_leftovers()
+        self.identity = system.next_identity()
+        self._closed = False
+        self._state = system.claim(self.identity)
+        atexit.register(self.close)
+        self._close_on_signals()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def run(
+        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
+    ) -> Process:
+        """Starts a program on a host; `env` is added to this process's environment, the rest goes to `Popen`.
+
+        The program gets a session of its own: Ctrl-C reaches only this process, which ends the others.
+        """
+        if self._closed:
+            raise ClusterError("the cluster is not running: use it inside `with Cluster(...)`")
+        if not 0 <= host < len(self):
+            raise ClusterError(f"there are hosts 0 to {len(self) - 1}, not {host}")
+        cores = ",".join(map(str, system.cores(host, len(self))))
+        place = ["taskset", "-c", cores, "ip", "netns", "exec", self._namespace(host)]
+        prefix = [*place, "unshare", "--uts", "sh", "-c", SET_HOSTNAME]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
+        process: Process = subprocess.Popen(
+            [*prefix, self.names[host], *argv], env=environment, **{"start_new_session": True, **popen}
+        )
+        self._processes.append(process)
+        return process
+
+    def launch(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
+    ) -> list[Process]:
+        """Starts one process per host with the environment that torchrun would give it."""
+        size, port = str(len(self)), str(next(self._ports))
+        common = {"WORLD_SIZE": size, "MASTER_ADDR": self.addresses[0], "MASTER_PORT": port}
+        local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": size}
+        return [
+            self.run(
+                i, argv, {**common, **local, "RANK": str(i), "GROUP_RANK": str(i), **(env or {})}, **popen
+            )
+            for i in range(len(self))
+        ]
+
+    def set_link(self, link: str | Sequence[str], delay: str | None = None) -> None:
+        """Gives the links another speed. What is on its way is lost: nobody should be sending."""
+        if self._closed:
+            raise ClusterError("the cluster is not running: use it inside `with Cluster(...)`")
+        self.links = links(link, len(self), delay)
+        for host in range(len(self)):
+            for namespace, device in self._ends(host):
+                with contextlib.suppress(ClusterError):  # an unlimited link has no shaper to remove
+                    in_namespace(namespace, ["tc", "qdisc", "del", "dev", device, "root"])
+                self._shape(host, namespace, device)
+
+    def hosts_argument(self, slots: int = 1) -> str:
+        """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
+        return ",".join(f"{name}:{slots}" for name in self.names)
+
+    def hostfile(self, slots: int = 1) -> str:
+        """The path of a host file for `horovodrun --hostfile` and `mpirun --hostfile`."""
+        path = self._state / f"hostfile_{slots}"
+        path.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
+        return str(path)
+
+    def close(self) -> None:
+        """Ends every process on the hosts and removes the cluster. Safe to call twice."""
+        if (
+            self._closed or os.getpid() != self._owner
+        ):  # a forked child must not take the parent's cluster down
+            return
+        self._closed = True
+        for name in system.namespaces():
+            if name.startswith(f"{self.identity}-"):
+                system.remove_namespace(name)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+        shutil.rmtree(self._state, ignore_errors=True)
+        self._restore_signals()
+        atexit.unregister(self.close)
+
+    def _namespace(self, host: int) -> str:
+        return f"{self.identity}-h{host}"
+
+    def _build(self) -> None:
+        switch = f"{self.identity}-sw"
+        command(["ip", "netns", "add", switch])
+        command(["ip", "-n", switch, "link", "add", "bridge", "type", "bridge"])
+        command(["ip", "-n", switch, "link", "set", "bridge", "up"])
+        key = sshd.make_key(self._state) if self._with_ssh else None
+        for host in range(len(self)):
+            self._build_host(host, switch, key)
+        if key is not None:
+            self._start_ssh(key)
+
+    def _build_host(self, host: int, switch: str, key: Path | None) -> None:
+        """The host's namespace, its cable to the switch, and both ends of the cable shaped."""
+        name, port = self._namespace(host), f"port{host}"
+        self._write_etc(name)
+        if key is not None:
+            sshd.write_client_config(name, key)
+        command(["ip", "netns", "add", name])
+        cable = ["link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name]
+        command(["ip", "-n", switch, *cable])
+        command(["ip", "-n", switch, "link", "set", port, "master", "bridge", "up"])
+        command(["ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", DEVICE])
+        for device in ("lo", DEVICE):
+            command(["ip", "-n", name, "link", "set", device, "up"])
+        for namespace, device in self._ends(host):
+            self._shape(host, namespace, device)
+
+    def _ends(self, host: int) -> list[tuple[str, str]]:
+        """Both ends of a host's cable: namespace and device."""
+        return [(self._namespace(host), DEVICE), (f"{self.identity}-sw", f"port{host}")]
+
+    def _shape(self, host: int, namespace: str, device: str) -> None:
+        for shaper in self.links[host].commands(device):
+            try:
+                in_namespace(namespace, shaper)
+            except ClusterError as error:
+                what = str(error).partition("\n")[0].rstrip(".")  # the usage of tc follows
+                raise ClusterError(
+                    f"the system refuses the link {self.links[host]} of host {host}: {what}; "
+                    + self.links[host].advice(shaper)
+                ) from None
+
+    def _write_etc(self, namespace: str) -> None:
+        """The host's /etc/hosts: all hosts, and no loopback address for the machine's own name."""
+        directory = system.ETC / namespace
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
+        (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+
+    def _start_ssh(self, key: Path) -> None:
+        servers = []
+        for host, address in enumerate(self.addresses):
+            log = (self._state / f"sshd_{host}.log").open("w")
+            argv = sshd.server_command(self._state, host, address, key)
+            servers.append(self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            log.close()
+        deadline = time.monotonic() + 10
+        for host, server in enumerate(servers):
+            while not sshd.is_listening(server.pid):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"sshd of host {host}: {(self._state / f'sshd_{host}.log').read_text()}"
+                    )
+                time.sleep(0.01)
+
+    def _close_on_signals(self) -> None:
+        """When asked to end, run the clean-up, which the default action of these signals skips."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._old_handlers[number] = signal.signal(number, _exit_on_signal)
+
+    def _restore_signals(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            while self._old_handlers:
+                signal.signal(*self._old_handlers.popitem())
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,72 @@
+"""An sshd per emulated host, with a throwaway key that only the cluster's hosts know.
+
+`ip netns exec` lays /etc/netns/NAME/* over /etc, so inside a host plain `ssh host1` finds the key and the
+settings, and nothing outside the cluster is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from dnn_bench.cluster.system import ETC, ClusterError, command
+
+CLIENT = """Host *
+  IdentityFile {key}
+  IdentitiesOnly yes
+  BatchMode yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+  ConnectTimeout 10
+"""
+SERVER = """ListenAddress {address}
+HostKey {key}
+AuthorizedKeysFile {key}.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+StrictModes no
+UsePAM no
+PidFile none
+MaxStartups 100
+AcceptEnv *
+"""
+LISTEN = "0A"  # the state's code in /proc/net/tcp
+
+
+def make_key(directory: Path) -> Path:
+    key = directory / "key"
+    command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "throwaway", "-f", str(key)])
+    return key
+
+
+def write_client_config(namespace: str, key: Path) -> None:
+    """Replaces /etc/ssh inside the namespace."""
+    directory = ETC / namespace / "ssh"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "ssh_config").write_text(CLIENT.format(key=key))
+
+
+def server_command(directory: Path, index: int, address: str, key: Path) -> list[str]:
+    """The command that serves ssh on `address` in the foreground."""
+    server = shutil.which("sshd")
+    if server is None:
+        raise ClusterError(
+            "an emulated cluster with ssh needs sshd: install openssh-server, or pass ssh=False"
+        )
+    os.makedirs("/run/sshd", mode=0o755, exist_ok=True)  # where sshd confines itself before a login
+    config = directory / f"sshd_{index}.conf"
+    config.write_text(SERVER.format(address=address, key=key))
+    return [server, "-D", "-e", "-f", str(config)]
+
+
+def is_listening(pid: int, port: int = 22) -> bool:
+    """Whether something listens on the port in the network namespace of process `pid`."""
+    try:
+        rows = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    fields = [row.split() for row in rows]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == LISTEN for row in fields)

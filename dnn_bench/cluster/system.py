@@ -1,0 +1,159 @@
+"""Commands as root, network namespaces, and what dead owners left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+PREFIX = "csb"  # csb-<pid of the owner>-<number>, and -sw or -h<index> for its namespaces
+STATE = Path("/run/commsched-bench")
+ETC = Path("/etc/netns")
+NAME = re.compile(rf"({PREFIX}-(\d+)-\d+)(?:-sw|-h\d+)?")
+
+
+class ClusterError(ValueError):
+    """An emulated cluster cannot be built as asked; the message says what to do."""
+
+
+def require(tools: Sequence[str]) -> None:
+    """Root and the named programs, or an error that says what is missing."""
+    if os.geteuid() != 0:
+        raise ClusterError(
+            "an emulated cluster needs root, to make network namespaces and shape links: run as root, or "
+            "name real hosts instead"
+        )
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        raise ClusterError(
+            f"an emulated cluster needs {', '.join(missing)}: install Debian's iproute2 and openssh-server, "
+            "or what your system calls them"
+        )
+
+
+def command(argv: Sequence[str]) -> str:
+    """Runs a short command; its words on failure become a `ClusterError`."""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    if done.returncode != 0:
+        raise ClusterError(f"`{' '.join(argv)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def in_namespace(namespace: str, argv: Sequence[str]) -> str:
+    return command(["ip", "netns", "exec", namespace, *argv])
+
+
+def cores(host: int, hosts: int) -> list[int]:
+    """The processors of one host. On a real cluster one host's traffic does not slow another's computation;
+    here the kernel would put the work of all links on one processor, and one rank would lag behind."""
+    usable = sorted(os.sched_getaffinity(0))
+    if hosts > len(usable):
+        return [usable[host % len(usable)]]
+    return usable[host * len(usable) // hosts : (host + 1) * len(usable) // hosts]
+
+
+def namespaces() -> list[str]:
+    """This project's namespaces, whoever owns them."""
+    found = [line.split()[0] for line in command(["ip", "netns", "list"]).splitlines() if line.strip()]
+    return [name for name in found if NAME.fullmatch(name)]
+
+
+def remove_namespace(name: str) -> None:
+    """Ends every process inside, then removes the namespace and its /etc files, where they exist."""
+    end_processes(name)
+    with contextlib.suppress(ClusterError):
+        command(["ip", "netns", "delete", name])
+    shutil.rmtree(ETC / name, ignore_errors=True)
+
+
+def end_processes(namespace: str, grace: float = 2.0) -> None:
+    """SIGTERM, then SIGKILL, until nothing runs in the namespace."""
+    kill_at = time.monotonic() + grace
+    give_up_at = kill_at + 30.0  # a killed process needs its turn to end
+    asked: set[int] = set()
+    while pids := _pids(namespace):
+        now = time.monotonic()
+        if now > give_up_at:
+            raise ClusterError(f"processes {pids} in {namespace} do not end")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                if now > kill_at:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    os.kill(pid, signal.SIGTERM)
+        asked.update(pids)
+        time.sleep(0.02)
+
+
+def _pids(namespace: str) -> list[int]:
+    with contextlib.suppress(ClusterError):
+        found = [int(pid) for pid in command(["ip", "netns", "pids", namespace]).split()]
+        return [pid for pid in found if not _is_zombie(pid)]
+    return []
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def claim(identity: str) -> Path:
+    """A state directory that names this process as the owner."""
+    directory = STATE / identity
+    directory.mkdir(parents=True, mode=0o700)
+    owner = {"pid": os.getpid(), "started": psutil.Process().create_time()}
+    (directory / "owner.json").write_text(json.dumps(owner))
+    return directory
+
+
+def next_identity() -> str:
+    """A name no cluster of this process has used while it exists."""
+    taken = {match[1] for name in [*namespaces(), *_states()] if (match := NAME.fullmatch(name))}
+    number = 0
+    while f"{PREFIX}-{os.getpid()}-{number}" in taken:
+        number += 1
+    return f"{PREFIX}-{os.getpid()}-{number}"
+
+
+def remove_leftovers() -> list[str]:
+    """Removes the clusters whose owner is dead; returns their names."""
+    removed: set[str] = set()
+    for name in [*namespaces(), *_states(), *_etc_names()]:
+        match = NAME.fullmatch(name)
+        if match is None or _owner_lives(match[1], int(match[2])):
+            continue
+        remove_namespace(name)
+        shutil.rmtree(STATE / match[1], ignore_errors=True)
+        removed.add(match[1])
+    return sorted(removed)
+
+
+def _states() -> list[str]:
+    return [path.name for path in STATE.iterdir()] if STATE.is_dir() else []
+
+
+def _etc_names() -> list[str]:
+    return [path.name for path in ETC.glob(f"{PREFIX}-*")]
+
+
+def _owner_lives(identity: str, pid: int) -> bool:
+    """A process id may have been given away again, so the start time decides where it is known."""
+    try:
+        started = psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return False
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        owner = json.loads((STATE / identity / "owner.json").read_text())
+        return bool(abs(owner["started"] - started) < 1.0)
+    return True

@@ -1,0 +1,1 @@
+"""The collectives by themselves: checked, then timed, over every transport and size."""

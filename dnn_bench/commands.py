@@ -1,0 +1,18 @@
+"""The subcommands of `python -m dnn_bench` besides `synthetic`: a module with `main`, and what it does."""
+
+COMMANDS = {
+    "compare": ("dnn_bench.runner.cli", "baselines side by side on an emulated cluster"),
+    "suite": ("dnn_bench.suite.cli", "comparisons of several models and links, summed up in one table"),
+    "collectives": (
+        "dnn_bench.collectives.cli",
+        "reduce-scatter, all-gather, all-reduce over every transport",
+    ),
+    "converge": ("dnn_bench.converge.cli", "real training with every schedule: loss curves and accuracy"),
+    "pipeline": ("dnn_bench.pipeline.cli", "pipelines of any schedule, and torch's beside them"),
+    "report": ("dnn_bench.report.cli", "a page with charts from saved comparisons"),
+    "spatial": ("dnn_bench.spatial.cli", "training on tiles of large images, with layers and replicas"),
+    "halo": ("dnn_bench.spatial.halo_cli", "the halo exchange of a convolution, alone and with compute"),
+    "emulate": ("dnn_bench.emulate.cli", "one device's compute under the modelled network of many ranks"),
+    "gpu": ("dnn_bench.gpu.cli", "the figures of docs/gpu.md: kernels, steps, host cost, emulated networks"),
+    "cluster": ("dnn_bench.cluster.cli", "run a command on every host of an emulated cluster"),
+}

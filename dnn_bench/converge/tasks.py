@@ -1,0 +1,119 @@
+"""Two small learning problems whose data are on every machine that has the tools: digits and text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dnn_bench.baselines.job import Job
+from dnn_bench.models.gpt2 import gpt2
+
+GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
+TEXT_LENGTH = 32
+CHARACTERS = 128
+
+Data = tuple[Tensor, Tensor]
+
+
+def digits() -> tuple[Data, Data]:
+    """scikit-learn's 8x8 digits as (training, test)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError(
+            "the digits task needs scikit-learn: pip install scikit-learn; or --task text"
+        ) from None
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1440], order[1440:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def text() -> tuple[Data, Data]:
+    """The documentation that comes with Python, cut into lines; a character's target is the next one."""
+    from pydoc_data import topics
+
+    joined = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    codes = torch.tensor([ord(c) if ord(c) < CHARACTERS else ord("?") for c in joined[:400_000]])
+    length = TEXT_LENGTH + 1
+    lines = codes[: len(codes) // length * length].view(-1, length)
+    lines = lines[torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))]
+    inputs, targets = lines[:, :-1].contiguous(), lines[:, 1:].contiguous()
+    return (inputs[500:], targets[500:]), (inputs[:500], targets[:500])
+
+
+def digits_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def text_model() -> nn.Module:
+    return gpt2(vocab_size=CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
+
+
+TASKS: dict[str, tuple[Any, Any, float]] = {  # data, model, learning rate
+    "digits": (digits, digits_model, 0.05),
+    "text": (text, text_model, 0.1),
+}
+
+
+def task_names() -> list[str]:
+    return list(TASKS)
+
+
+@dataclass(frozen=True)
+class TaskJob(Job):
+    """A `Job` on real data: every process draws the same global batches and takes its share."""
+
+    task: str = "digits"
+
+    @classmethod
+    def make(cls, task: str, workers: int, threads: int = 1) -> TaskJob:
+        if task not in TASKS:
+            raise ValueError(f"unknown task {task!r}; choose of: {', '.join(TASKS)}")
+        if GLOBAL_BATCH % workers:
+            raise ValueError(
+                f"the global batch of {GLOBAL_BATCH} cannot be shared equally by {workers} workers"
+            )
+        share = GLOBAL_BATCH // workers
+        return cls("mlp_tiny", share, learning_rate=TASKS[task][2], threads=threads, task=task)
+
+    @cached_property
+    def data(self) -> tuple[Data, Data]:
+        training, test = TASKS[self.task][0]()
+        return training, test
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        model: nn.Module = TASKS[self.task][1]()
+        return model.to(self.device)
+
+    def global_batch(self, step: int, size: int) -> list[Data]:
+        inputs, targets = self.data[0]
+        per_epoch = len(inputs) // GLOBAL_BATCH
+        generator = torch.Generator().manual_seed(self.seed + step // per_epoch)
+        order = torch.randperm(len(inputs), generator=generator)
+        chosen = order[(step % per_epoch) * GLOBAL_BATCH :][:GLOBAL_BATCH]
+        return [(inputs[part], targets[part]) for part in chosen.chunk(size)]
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.flatten())
+
+    def accuracy(self, model: Any) -> float:
+        """The share of the test set's targets that the model predicts."""
+        inputs, targets = self.data[1]
+        model.eval()
+        with torch.no_grad():
+            right = (model(inputs).argmax(dim=-1) == targets).float().mean().item()
+        model.train()
+        return float(right)

@@ -1,0 +1,152 @@
+"""One model, one emulated network, one policy after the other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import commsched as hvd
+from commsched.cuda.device import Device
+from dnn_bench.baselines.job import Job
+from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_path
+from scheduler import policies
+from scheduler.bound import lower_bound, startup_bound
+from scheduler.link import Link
+from scheduler.profile import Profile
+from scheduler.simulator import simulate
+
+DDP = "ddp-like"  # buckets as wfbp's, and nothing of the step before all gradients are there
+LEARNING_ITERATIONS = 6  # until "auto" has its profile
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy; seconds per iteration, all of them of an EMULATED network."""
+
+    policy: str
+    measured: float
+    simulated: float
+    buckets: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    model: str
+    device: str
+    ranks: int
+    link: Link
+    compute: float  # one iteration without any communication
+    bound: float
+    startup_bound: float
+    rows: tuple[Row, ...]
+
+
+class Emulation:
+    """Trains one model on one device, again and again."""
+
+    def __init__(self, job: Job, link: Link, ranks: int, warmup: int, iterations: int) -> None:
+        self.job, self.link, self.ranks = job, link, ranks
+        self.warmup, self.iterations = warmup, iterations
+        self.batch = job.local_batch(0)
+
+    def plain(self) -> float:
+        model = self.job.build_model()
+        return self.time(model, self.job.build_optimizer(model.parameters()), self.warmup)
+
+    def profile(self) -> Profile:
+        """The model's times on this device, as the optimizer measures them."""
+        with self.wrapped("sequential", None) as (model, optimizer):
+            for _ in range(LEARNING_ITERATIONS):
+                self._iteration(model, optimizer)
+            found: Profile = optimizer.profile()
+            return found
+
+    def row(self, policy: str, profile: Profile) -> Row:
+        schedule = "wfbp" if policy == DDP else "optimal" if policy == "auto" else policy
+        with self.wrapped(schedule, profile) as (model, optimizer):
+            measured = self.time(model, optimizer, self.warmup, synchronous=policy == DDP)
+            plan = hvd.explain(optimizer, show=False)
+        assert plan is not None  # there are several ranks
+        simulated = simulate(plan.program, plan.profile, self.link).period
+        return Row(policy, measured, simulated, len(plan.buckets))
+
+    def outcome(self, names: Sequence[str]) -> Outcome:
+        compute, profile = self.plain(), self.profile()
+        rows = tuple(self.row(name, profile) for name in names)
+        return Outcome(
+            self.job.model,
+            self._device_name(),
+            self.ranks,
+            self.link,
+            compute,
+            lower_bound(profile, self.link),
+            startup_bound(profile, self.link),
+            rows,
+        )
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self.job.device) if self.job.device.startswith("cuda") else "CPU"
+
+    @contextmanager
+    def wrapped(self, schedule: str, profile: Profile | None) -> Iterator[tuple[Any, Any]]:
+        """A new model and its optimizer, which believes in the network."""
+        device: Device = device_for(self.job.device)
+        model = self.job.build_model()
+        optimizer: Any = hvd.DistributedOptimizer(
+            self.job.build_optimizer(model.parameters()),
+            model.named_parameters(),
+            process_set=EmulatedRanks(self.ranks),  # type: ignore[arg-type]
+            model=model,
+            schedule=schedule,
+            profile=profile,
+            transport=emulated_path(device, self.link),  # type: ignore[arg-type]
+        )
+        try:
+            yield model, optimizer
+        finally:
+            optimizer.close()
+            self._wait()
+            getattr(device, "close", lambda: None)()
+
+    def _iteration(self, model: Any, optimizer: Any, synchronous: bool = False) -> None:
+        inputs, targets = self.batch
+        optimizer.zero_grad()
+        self.job.loss(model(inputs), targets).backward()
+        if not synchronous:
+            optimizer.step()
+            return
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def time(self, model: Any, optimizer: Any, warmup: int, synchronous: bool = False) -> float:
+        """Median of thirds: one hiccup of the machine does not decide."""
+        for _ in range(warmup):
+            self._iteration(model, optimizer, synchronous)
+        each = max(1, self.iterations // 3)
+        times = []
+        for _ in range(3):
+            self._wait()
+            start = perf_counter()
+            for _ in range(each):
+                self._iteration(model, optimizer, synchronous)
+            self._wait()
+            times.append((perf_counter() - start) / each)
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.job.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+def all_policies() -> list[str]:
+    return ["auto", *(name for name in policies.names() if name != "optimal"), DDP]

@@ -1,0 +1,13 @@
+"""The benchmark's models: real architectures and small ones of the same shape.
+
+>>> from dnn_bench import models
+>>> model = models.build("resnet50")
+>>> inputs, targets = models.sample_batch("resnet50", batch_size=8)
+>>> models.loss("resnet50", model(inputs), targets).backward()
+
+Importing this package does not import torch, so that a command line can list the names at once.
+"""
+
+from dnn_bench.models.registry import ModelSpec, build, loss, names, sample_batch, spec, spelt, unit
+
+__all__ = ["ModelSpec", "build", "loss", "names", "sample_batch", "spec", "spelt", "unit"]

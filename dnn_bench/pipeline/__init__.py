@@ -1,0 +1,1 @@
+"""Pipelines measured: throughput, bubbles, and torch's own beside them."""

@@ -1,0 +1,205 @@
+"""``python -m dnn_bench pipeline``: here, on emulated hosts, or as a rank of a launcher.
+
+python -m dnn_bench pipeline --schedule wpipe --depth 4 --num-data-parallel 2 --model bert_tiny
+python -m dnn_bench pipeline bundle --num-hp 2 --world-size 2 --rank 0 --IP 10.0.0.1 [--DP-ONLY]
+python -m dnn_bench pipeline --config hybrid_conf.json --model vgg_tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from tempfile import TemporaryFile
+from typing import Any
+
+from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.pipeline.options import Options, Result
+from dnn_bench.runner.place import environment
+from dnn_bench.runner.ports import HeldPort
+from scheduler.pipeline.bundle import bundle_ranks
+from scheduler.pipeline.hybrid_conf import read_hybrid_conf
+
+WORKER = [sys.executable, "-m", "dnn_bench.pipeline.worker"]
+_LAUNCHED = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m dnn_bench pipeline", description=__doc__.splitlines()[0])
+    parser.add_argument("kind", nargs="?", choices=("bundle",), help="bundles, with options of their own")
+    parser.add_argument("--model", default="mlp_tiny", help="of the registry, or paced (layers that sleep)")
+    parser.add_argument("--schedule", help="default 1f1b; with --config ashpipe")
+    parser.add_argument("--depth", type=int, default=2, metavar="S", help="ranks of one replica")
+    parser.add_argument("--num-data-parallel", default="1", metavar="R", help="replicas, or 4,3,1 by stage")
+    parser.add_argument("--num-microbatches", type=int, metavar="M", help="default 4 (ashpipe, bundle: 1)")
+    parser.add_argument("--batch-size", type=int, default=0, metavar="N", help="rows of a step, all replicas")
+    parser.add_argument("--config", metavar="FILE", help="hybrid_conf.json of PipeDream and AshPipe")
+    parser.add_argument("--plan", default="", metavar="FILE", help="of `commsched partition`")
+    parser.add_argument("--placement", default="bubble", choices=("eager", "bubble", "aligned"))
+    parser.add_argument(
+        "--against", default="", choices=("eager", "bubble", "aligned"), help="in turn with this placement"
+    )
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--warmup", type=int, default=4, metavar="N", help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times all that; medians count")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="of the paced model")
+    parser.add_argument("--seconds", type=float, default=0.005, help="that each of its F, B and W takes")
+    parser.add_argument(
+        "--layer-bytes", type=int, default=256, metavar="N", help="of its weights, each layer"
+    )
+    parser.add_argument("--hop", type=int, default=1, help="of 1f1b, 2bw: micro-batches ahead for each stage")
+    parser.add_argument("--peer", action="store_true", help="torch.distributed.pipelining too")
+    parser.add_argument("--link", metavar="L", help="one rank per emulated host, with such links (root)")
+    parser.add_argument("--json", action="store_true")
+    bundles = parser.add_argument_group("bundles")
+    bundles.add_argument("--num-hp", type=int, default=1, metavar="N", help="bundles on each host")
+    bundles.add_argument("--world-size", type=int, default=1, metavar="N", help="hosts")
+    bundles.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this is")
+    bundles.add_argument("--IP", default="127.0.0.1", metavar="A", help="address of the first one")
+    bundles.add_argument("--port", type=int, default=29531, help="free on the first one")
+    bundles.add_argument("--shape", metavar="F,R", help="fronts and rears of a host, instead of --num-hp")
+    bundles.add_argument("--DP-ONLY", action="store_true", help="the whole model on every rank")
+    return parser.parse_args(arguments)
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    replicas = [int(word) for word in given.num_data_parallel.split(",")]
+    options = Options(
+        model=given.model,
+        schedule=given.schedule or "1f1b",
+        depth=given.depth,
+        replicas=replicas * given.depth if len(replicas) == 1 else replicas,
+        plan=given.plan,
+        rows=given.batch_size,
+        placement=given.placement,
+        against=given.against,
+        recompute=given.recompute,
+        warmup=given.warmup,
+        steps=given.steps,
+        rounds=given.rounds,
+        layers=given.layers,
+        seconds=given.seconds,
+        layer_bytes=given.layer_bytes,
+        hop=given.hop,
+        peer=given.peer,
+    )
+    if given.config:
+        cuts, ranks = read_hybrid_conf(given.config)
+        options.schedule = given.schedule or "ashpipe"
+        options.cuts, options.ranks = list(cuts), [list(row) for row in ranks]
+        options.depth = len(cuts)
+    if given.kind == "bundle":
+        _bundle(given, options)
+    alone = options.schedule in ("ashpipe", "bundle")
+    options.microbatches = given.num_microbatches or (1 if alone else 4)
+    return options
+
+
+def _bundle(given: argparse.Namespace, options: Options) -> None:
+    shape = tuple(int(w) for w in given.shape.split(",")) if given.shape else (given.num_hp, given.num_hp)
+    if given.DP_ONLY:
+        shape = (sum(shape),)
+    ranks = bundle_ranks(given.world_size, shape)
+    each = sum(shape)
+    options.schedule, options.depth = "bundle", len(ranks)
+    options.ranks = [list(row) for row in ranks]
+    options.hosts = [list(range(h * each, (h + 1) * each)) for h in range(given.world_size)]
+
+
+def size_of(options: Options) -> int:
+    """How many ranks there are."""
+    if options.plan:
+        from scheduler.pipeline.plan import Plan
+
+        return Plan.load(options.plan).ranks
+    if options.ranks:
+        return len({rank for row in options.ranks for rank in row})
+    return sum(options.replicas)
+
+
+def main(arguments: list[str]) -> int:
+    given = parse(arguments)
+    try:
+        options = options_of(given)
+        if any(name in os.environ for name in _LAUNCHED):
+            from dnn_bench.pipeline.worker import measure
+
+            result = measure(options)
+        else:
+            result = _launch(given, options)
+    except (ValueError, ClusterError) as error:
+        print(f"dnn_bench pipeline: {error}", file=sys.stderr)
+        return 2
+    if result is not None:
+        print(json.dumps(asdict(result)) if given.json else described(result))
+    return 0
+
+
+def _launch(given: argparse.Namespace, options: Options) -> Result | None:
+    """Starts this host's ranks and waits for them."""
+    size = size_of(options)
+    command = [*WORKER, json.dumps(asdict(options))]
+    with ExitStack() as stack, TemporaryFile("w+") as log:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        if given.link:
+            cluster = stack.enter_context(Cluster(size, given.link))
+            processes = cluster.launch(command, environment({}), **streams)
+        else:
+            port = stack.enter_context(closing(HeldPort())).number
+            processes = _here(given, size, port, command, streams)
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        log.seek(0)
+        said = log.read()
+    for line in said.splitlines():
+        if line.startswith("RESULT "):
+            return Result(**json.loads(line.removeprefix("RESULT ")))
+    if any(codes):
+        raise ValueError(f"the ranks ended with {codes}\n{said[-3000:]}")
+    return None
+
+
+def _here(given: argparse.Namespace, size: int, port: int, command: list[str], streams: Any) -> list[Any]:
+    """All ranks, or with bundles this host's."""
+    hosts = given.world_size if given.kind == "bundle" else 1
+    local = size // hosts
+    first = given.rank * local if hosts > 1 else 0
+    port = given.port if hosts > 1 else port
+    common = {**os.environ, **environment({}), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
+    common |= {"MASTER_ADDR": given.IP if hosts > 1 else "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(command, env={**common, "RANK": str(first + i), "LOCAL_RANK": str(i)}, **streams)
+        for i in range(local)
+    ]
+
+
+def described(result: Result) -> str:
+    lines = [
+        f"{result.schedule}: {result.period * 1e3:.2f} ms per step, {result.rows / result.period:.1f} rows"
+        f" per second; delays {' '.join(map(str, result.delays))}",
+        f"  simulated {result.simulated * 1e3:.2f} ms ({result.simulated / result.period - 1:+.1%})",
+        f"  bubble {result.bubble:.1%}, simulated {result.simulated_bubble:.1%};"
+        f" {result.reached:.3f} of the rate without any",
+        f"  losses {result.losses[0]:.6f} ... {result.losses[-1]:.6f}",
+    ]
+    if result.peer is not None and result.ratio is not None:
+        lines.append(
+            f"  torch.distributed.pipelining {result.peer * 1e3:.2f} ms:"
+            f" {result.ratio:.3f} times its throughput"
+        )
+    if result.gain is not None and result.simulated_gain is not None:
+        lines.append(
+            f"  {result.gain:.3f} times the throughput of the other placement, simulated"
+            f" {result.simulated_gain:.3f}"
+        )
+    if result.difference is not None:
+        lines.append(f"  largest relative difference of a loss {result.difference:.1e}")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""The registry's models as jobs: ``commsched profile --job dnn_bench.pipeline.jobs:vgg_tiny``.
+
+``paced`` is a model whose layers take the time they are told without using the processor: what a schedule
+does can be measured with more ranks than cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commsched.pipeline import Job
+from dnn_bench import models
+
+_DIFFERENT = 4
+"""Batches that are made; they come round again, since making them takes time that is not the model's."""
+
+
+def job_of(name: str, layers: int = 0, **options: Any) -> Job:
+    """A model of the registry, or ``paced`` with so many layers."""
+    if name == "paced":
+        return Job(paced(layers or 8, **options), _square, _vectors, _sgd)
+    model = models.build(name, **options)
+    return Job(model, lambda outputs, targets: models.loss(name, outputs, targets), _batches(name), _sgd)
+
+
+def __getattr__(name: str) -> Callable[[], Job]:
+    if name.startswith("_") or (name != "paced_job" and name not in models.names()):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lambda: job_of("paced" if name == "paced_job" else name)
+
+
+def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.001, momentum=0.9)
+
+
+def _batches(name: str) -> Callable[[int], Iterator[tuple[Any, Any]]]:
+    def make(rows: int) -> Iterator[tuple[Any, Any]]:
+        dice = torch.Generator().manual_seed(17)
+        made = [models.sample_batch(name, rows, generator=dice) for _ in range(_DIFFERENT)]
+        return itertools.cycle(made)
+
+    return make
+
+
+# -- layers that sleep ---------------------------------------------------------------------------------------
+
+
+class _Pause(torch.autograd.Function):
+    """Does nothing, for so long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None, None
+
+
+class Paced(nn.Module):
+    """Adds a vector; forward, the input's gradient and the weight's each take ``seconds``. The vector is the
+    mean of ``height`` ones, which makes the weights as large as is wanted.
+    """
+
+    def __init__(self, width: int, seconds: float, height: int) -> None:
+        super().__init__()
+        self.bias, self.seconds = nn.Parameter(torch.zeros(height, width)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = _Pause.apply(self.bias.mean(0), 0.0, self.seconds)
+        return _Pause.apply(x, self.seconds, self.seconds if x.requires_grad else 0.0) + weight
+
+
+def paced(layers: int, width: int = 64, seconds: float = 0.005, height: int = 1) -> nn.Sequential:
+    return nn.Sequential(*(Paced(width, seconds, height) for _ in range(layers)))
+
+
+def _square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def _vectors(rows: int, width: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
+    dice = torch.Generator().manual_seed(17)
+    return itertools.cycle(
+        [
+            (torch.randn(rows, width, generator=dice), torch.randn(rows, width, generator=dice))
+            for _ in range(_DIFFERENT)
+        ]
+    )

@@ -1,0 +1,175 @@
+"""One rank of a measurement: profile, train, compare; rank 0 prints.
+
+python -m dnn_bench.pipeline.worker OPTIONS (JSON), started as a rank of a job
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import commsched
+from commsched.pipeline import Job, Pipeline, profile
+from commsched.pipeline.profiling import message_link
+from commsched.pipeline.rows import border, cut
+from commsched.pipeline.traffic_cost import traffic_cost
+from commsched.runtime import control
+from dnn_bench.pipeline.jobs import job_of
+from dnn_bench.pipeline.options import Options, Result
+from scheduler.link import Link
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.report import examine
+from scheduler.profile import Profile
+
+
+def measure(options: Options) -> Result | None:
+    """All ranks call; the result is rank 0's."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    commsched.init()
+    paced = {"seconds": options.seconds, "height": max(1, options.layer_bytes // 256)}
+    extra: dict[str, Any] = paced if options.model == "paced" else {}
+    job = job_of(options.model, options.layers, **extra)
+    rows = options.rows or 4 * options.microbatches
+    pipeline = _pipeline(options, job, options.placement)
+    other = _pipeline(options, job, options.against) if options.against else None
+    batch = next(job.batches(rows))
+    micro = cut(batch, (0, border(1, rows, options.microbatches)))
+    costs, cluster = _costs(pipeline, job, micro)
+    report = examine(pipeline.program, costs, cluster)
+    peer = _peer(options, pipeline, job) if options.peer else None
+    ours, theirs, others, bubbles, reached = [], [], [], [], []
+    losses: list[float] = []
+    expected: list[float] = []
+    for _ in range(options.rounds):
+        seconds, busy, found = _timed(pipeline, job.batches(rows), options)
+        ours.append(seconds)
+        bubbles.append(1 - statistics.mean(busy) / seconds)
+        reached.append(max(busy) / seconds)
+        losses += found
+        if other is not None:
+            others.append(_timed(other, job.batches(rows), options)[0])
+        if peer is not None:
+            from dnn_bench.pipeline.peers import timed
+
+            seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
+            theirs.append(seconds)
+            expected += found
+    result = Result(
+        schedule=options.schedule,
+        delays=pipeline.delays,
+        period=statistics.median(ours),
+        simulated=report.period,
+        bubble=statistics.median(bubbles),
+        simulated_bubble=report.bubble_fraction,
+        reached=statistics.median(reached),
+        rows=rows,
+        losses=losses,
+    )
+    _compare(result, theirs, expected)
+    if other is not None:
+        result.gain = statistics.median(others) / result.period
+        result.simulated_gain = examine(other.program, costs, cluster).period / report.period
+        other.close()
+    pipeline.close()
+    rank = commsched.rank()
+    commsched.shutdown()
+    return result if rank == 0 else None
+
+
+def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
+    common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
+    model = copy.deepcopy(job.model)
+    if options.plan:
+        return Pipeline(model, plan=options.plan, **common)
+    if options.ranks:
+        common["ranks"] = options.ranks
+    if options.hop > 1:
+        common["hop"] = options.hop
+    return Pipeline(
+        model,
+        options.schedule,
+        options.microbatches,
+        (options.depth, options.replicas or 1),
+        cuts=options.cuts,
+        placement=placement,
+        recompute=options.recompute,
+        hosts=options.hosts,
+        **common,
+    )
+
+
+def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profile, Cluster]:
+    """Layer times that all ranks measure at the same time, and messages timed between two of them."""
+    commsched.allreduce(torch.zeros(1), name="before the profile")
+    mine = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=5)
+    size = pipeline.fabric.size
+    wire = Link(1e-6, 1e-12) if size == 1 else message_link(pipeline.fabric)
+    if size > pipeline.layout.positions:  # stages have replicas
+        mine = replace(mine, traffic_per_byte=traffic_cost(pipeline.fabric, wire))
+    return control.broadcast_object(mine), Cluster.flat(size, wire)
+
+
+def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, list[float], list[float]]:
+    """Seconds of a step at rest, those of them in which each rank computes, losses."""
+    losses = []
+    interpreter = pipeline._interpreter
+    # An asynchronous pipeline is at rest once it is full.
+    fill = options.warmup + pipeline._ahead
+    start = 0.0
+    for number in range(fill + options.steps):
+        if number == fill:
+            interpreter.spans = []
+            start = time.perf_counter()
+        losses.append(pipeline.step(next(batches)))
+    seconds = (time.perf_counter() - start) / options.steps
+    busy = sum(end - begin for _, begin, end in interpreter.spans or ()) / options.steps
+    interpreter.spans = None
+    losses += pipeline.drain()
+    everyone = control.allgather_object((seconds, busy))
+    period = max(value for value, _ in everyone)
+    return period, [value for _, value in everyone], [value for value in losses if value is not None]
+
+
+def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
+    from dnn_bench.pipeline.peers import Peer
+
+    if pipeline.fabric.size != pipeline.layout.positions:
+        raise ValueError("torch.distributed.pipelining is compared without replicas: --num-data-parallel 1")
+    torch.distributed.init_process_group("gloo", rank=commsched.rank(), world_size=commsched.size())
+    return Peer(
+        job,
+        options.schedule,
+        pipeline.layout.cuts,
+        options.microbatches,
+        commsched.rank(),
+        commsched.size(),
+    )
+
+
+def _compare(result: Result, theirs: list[float], expected: list[float]) -> None:
+    if theirs:
+        result.peer = statistics.median(theirs)
+        result.ratio = result.peer / result.period
+    known = [losses for losses in control.allgather_object(expected) if losses]
+    if known:
+        pairs = list(zip(result.losses, known[0]))[: len(known[0])]
+        result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+def main() -> None:
+    options = Options(**json.loads(sys.argv[1]))
+    result = measure(options)
+    if result is not None:
+        print("RESULT " + json.dumps(result.__dict__), flush=True)
+
+
+if __name__ == "__main__":
+    main()

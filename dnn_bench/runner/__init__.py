@@ -1,0 +1,1 @@
+"""Runs baselines side by side and measures them."""

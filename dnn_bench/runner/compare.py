@@ -1,0 +1,260 @@
+"""Side-by-side comparison: starts every baseline's ranks, checks them, times them in turn (A B C A B C …)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import psutil
+
+from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
+from dnn_bench.baselines.tolerance import TOLERANCE
+from dnn_bench.runner import environment, memory, predict
+from dnn_bench.runner.crew import Crew
+from dnn_bench.runner.place import Place
+from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio, summarise
+from dnn_bench.runner.sets import RankFailed, RankSet
+
+VERSION = 1
+# Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
+# beside the traffic and plan again in eight, the check's three among them.
+SETTLE = {OURS: 8}
+FEW = 3  # where there is no check
+ENOUGH = 2  # repetitions before a slow peer is given up
+MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    repetitions: int = 5
+    iterations: int = 5
+    warmup: int = 1
+    trace: str = "all"  # "none", or "best": the fastest of ours and the fastest peer
+    give_up: float | None = None  # a tuned peer that takes so many times the best one's time is timed no more
+
+
+class Watcher(Protocol):
+    """Is told what goes on; `total` is the number of steps if everything goes well."""
+
+    def begin(self, total: int) -> None: ...
+
+    def step(self, what: str) -> None: ...
+
+
+@dataclass
+class Comparison:
+    """One comparison; `run` gives the report, also when it is interrupted."""
+
+    job: Job
+    place: Place
+    entries: Sequence[Baseline]
+    effort: Effort
+    watcher: Watcher
+    rows: list[Row] = field(default_factory=list)
+    interrupted: bool = False
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    profiles_beside: list[dict[str, Any]] = field(default_factory=list)
+    link_samples: list[list[tuple[int, float]]] = field(default_factory=list)
+    crew: Crew | None = None  # whose ranks may stay for the next comparison; without one, none do
+
+    def run(self) -> dict[str, Any]:
+        with ExitStack() as stack:
+            self._crew = self.crew or stack.enter_context(Crew())
+            self._need = memory.check_fit(self.job, self.place.size)
+            new = [entry for entry in self.entries if entry.name not in self._crew]
+            self.watcher.begin(2 * len(new) + len(self.entries) * self.effort.repetitions)
+            together = True
+            try:
+                self.reference = self._crew.reference(self.job, self.place.size)
+                together = self._measure_together()
+                if not together:
+                    self._measure_apart()
+            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a signal that a cluster turned into an exit
+                self.interrupted = True
+        return self.report(together)
+
+    def _measure_together(self) -> bool:
+        """Measures all in turn; False if memory is too short, even with the best of the tuned peers only."""
+        entries = list(self.entries)
+        if not self._fit(entries):
+            tuned = [entry for entry in entries if self._may_be_given_up(entry)]
+            entries = [entry for entry in entries if entry not in tuned]
+            if not tuned or not self._fit([*entries, tuned[0]]) or not self._fit(tuned):
+                return False
+            entries += self._best_of(tuned)
+        self._measure(entries, self.effort.repetitions)
+        return True
+
+    def _measure_apart(self) -> None:
+        for entry in self.entries:
+            self._measure([entry], self.effort.repetitions)
+            self._crew.dismiss(lambda ranks: True)
+
+    def _fit(self, entries: Sequence[Baseline]) -> bool:
+        """Whether their ranks can live at once, of which one baseline's compute at a time."""
+        new = [entry for entry in entries if entry.name not in self._crew]
+        activations = self._need.rank(self.job.rank_batch) - self._need.resting
+        need = self.place.size * (len(new) * self._need.resting + activations)
+        return need < MEMORY_SHARE * psutil.virtual_memory().available
+
+    def _best_of(self, tuned: Sequence[Baseline]) -> list[Baseline]:
+        """The fastest of them in a few repetitions, to be timed again among all; the others end here."""
+        self._measure(tuned, min(ENOUGH, self.effort.repetitions))
+        rows = [row for row in self.rows if row.measured]
+        best = fastest(rows, PEER)
+        if best is None:
+            return []
+        for row in rows:
+            if row is not best:
+                row.reason = f"timed apart, at {paired_ratio(row, best):.2f} times {best.name}"
+        self._crew.dismiss(lambda ranks: ranks.baseline in tuned and ranks.baseline.name != best.name)
+        self.rows.remove(best)
+        return [entry for entry in tuned if entry.name == best.name]
+
+    def _measure(self, entries: Sequence[Baseline], repetitions: int) -> None:
+        """Measures these baselines in turn. Ours do not stay: they have planned for this link."""
+        ready: list[tuple[Row, RankSet]] = []
+        try:
+            for entry in entries:
+                row = Row(entry.name, entry.kind, entry.about)
+                self.rows.append(row)
+                ranks = self._crew.ranks(entry, self.job, self.place)
+                if self._prepare(row, ranks):
+                    ready.append((row, ranks))
+            for _ in range(repetitions):
+                for row, ranks in ready:
+                    if not row.reason:
+                        self.watcher.step(f"timing {row.name}")
+                        self._turn(row, ranks, self._time)
+                self._give_up_slow_peers([row for row, _ in ready])
+            for row, ranks in ready:
+                self._turn(row, ranks, self._look_inside)
+        finally:
+            fit = {row.name for row in self.rows if row.kind != OURS and row.status == OK}
+            self._crew.dismiss(lambda ranks: ranks.baseline.name not in fit)
+
+    def _may_be_given_up(self, entry: Baseline | Row) -> bool:
+        tuned = entry.kind == PEER and entry.name not in AS_THEY_COME
+        return tuned and self.effort.give_up is not None
+
+    def _give_up_slow_peers(self, rows: Sequence[Row]) -> None:
+        """Tuned peers are there to find the best one: those that cannot be it are timed no more."""
+        best = fastest(rows, PEER)
+        if best is None or self.effort.give_up is None or len(best.repetitions) < ENOUGH:
+            return
+        for row in rows:
+            ratio = paired_ratio(row, best) if row.measured and self._may_be_given_up(row) else None
+            if ratio is not None and ratio > self.effort.give_up and not row.reason:
+                row.reason = f"timed {len(row.repetitions)} times only, at {ratio:.2f} times {best.name}"
+
+    def _prepare(self, row: Row, ranks: RankSet) -> bool:
+        """Starts, checks and settles a baseline; False, with the reason in the row, if it cannot be timed."""
+        if ranks.connections:  # they stayed, and have been checked
+            row.error = self._crew.errors[row.name]
+            return True
+        self.watcher.step(f"starting {row.name}")
+        try:
+            require(ranks.baseline)
+            ranks.start()
+        except MissingPeer as error:
+            row.status, row.reason = MISSING, str(error)
+            return False
+        except RankFailed as error:
+            row.status, row.reason = FAILED, str(error)
+            return False
+        self.watcher.step(f"checking {row.name}")
+        self._turn(row, ranks, self._check)
+        self._crew.errors[row.name] = row.error
+        return row.status == OK
+
+    def _check(self, row: Row, ranks: RankSet) -> None:
+        if ranks.baseline.exact:
+            row.error, tensor = ranks.call("check", str(self.reference))[0]
+            if not row.error <= TOLERANCE:
+                row.status = WRONG
+                row.reason = f"{tensor} is off by {row.error:.1e} of its change after the first steps"
+                return
+        if settle := SETTLE.get(row.kind, 0) if ranks.baseline.exact else FEW:
+            ranks.call("block", settle - 1, 1)
+
+    def _time(self, row: Row, ranks: RankSet) -> None:
+        row.repetitions.append(ranks.call("block", self.effort.warmup, self.effort.iterations))
+
+    def _look_inside(self, row: Row, ranks: RankSet) -> None:
+        """What would disturb the timing: profile, link, timeline."""
+        if row.name == "local":
+            self.profiles = ranks.call("profile")
+        if row.name == "floor":
+            self.profiles_beside = ranks.call("profile")
+        if row.name == "wire":
+            self.link_samples = ranks.call("link")
+        elif self._worth_a_trace(row):
+            row.trace = ranks.call("trace")[0]
+
+    def _worth_a_trace(self, row: Row) -> bool:
+        if self.effort.trace == "best":
+            return row.kind in (OURS, PEER) and row is fastest(self.rows, row.kind)
+        return self.effort.trace == "all"
+
+    def _turn(self, row: Row, ranks: RankSet, act: Callable[[Row, RankSet], None]) -> None:
+        """Lets one baseline run while the others are stopped; a failure concerns only its row."""
+        if row.status == FAILED:
+            return
+        ranks.resume()
+        try:
+            act(row, ranks)
+        except RankFailed as error:
+            row.status, row.reason = FAILED, str(error)
+            ranks.close()
+        finally:
+            ranks.pause()
+
+    def report(self, together: bool) -> dict[str, Any]:
+        """Everything measured so far, as JSON-ready data."""
+        order = [entry.name for entry in self.entries]
+        self.rows.sort(key=lambda row: order.index(row.name))
+        predictions = self._predict()
+        samples = self.place.size * self.job.rank_batch
+        bound = predictions["bound"]
+        return {
+            "version": VERSION,
+            "kind": "compare",
+            "interrupted": self.interrupted,
+            "environment": environment.describe(),
+            "job": {**self.job.to_dict(), "batch": self.job.rank_batch},
+            "place": {**self.place.describe(), "ranks": self.place.size, "rate": self.place.rate},
+            "effort": {**asdict(self.effort), "interleaved": together},
+            **predictions,
+            "baselines": summarise(self.rows, samples=samples, bound=bound, rate=self.place.rate),
+        }
+
+    def _predict(self) -> dict[str, Any]:
+        """What the scheduler makes of the measured profile and link; its failures cost no measurement."""
+        found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
+        found |= {"scaling": {}, "doubts": []}
+        if not self.profiles or not self.link_samples:
+            return found
+        try:
+            link, profile = predict.fit_link(self.link_samples), predict.mean_profile(self.profiles)
+            found |= {"profile": profile.to_dict(), "link": link.to_dict()}
+            found["bound"] = predict.bound_of(profile, link)
+            if self.profiles_beside:
+                profile = predict.with_times_of(profile, predict.mean_profile(self.profiles_beside))
+                found["bound_beside"] = predict.bound_of(profile, link)
+        except ValueError as error:
+            found["doubts"].append(f"no lower bound and no predictions: {error}")
+            return found
+        for row in self.rows:
+            if row.kind == OURS:
+                try:
+                    row.predicted = predict.predicted_time(row.name, profile, link, self.place.size)
+                    if curve := predict.scaling(row.name, profile, link, self.place.size):
+                        found["scaling"][row.name] = curve
+                except ValueError as error:
+                    found["doubts"].append(f"no prediction for {row.name}: {error}")
+        return found

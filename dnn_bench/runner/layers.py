@@ -1,0 +1,119 @@
+"""A model's layers, timed in place by hooks: for the scheduler's profile and for timelines."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dnn_bench.baselines.trainer import Trainer
+from scheduler.profile import Layer, Profile
+
+
+@dataclass
+class Recorder:
+    """When each layer (a module that owns parameters) began its forward and had its gradients."""
+
+    owners: dict[str, nn.Module]
+    began: dict[str, float]
+    ready: dict[str, float]
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Times the layers of one iteration at a time; call `began.clear()` and `ready.clear()` in between."""
+    owners = {
+        name or "model": module
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    recorder = Recorder(owners, {}, {})
+    handles: list[Any] = []
+    for name, module in owners.items():
+        handles.append(module.register_forward_pre_hook(_began(recorder, name)))
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(_ready(recorder, name)))
+    try:
+        yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _began(recorder: Recorder, name: str) -> Any:
+    def hook(module: nn.Module, inputs: Any) -> None:
+        recorder.began.setdefault(name, time.perf_counter())
+
+    return hook
+
+
+def _ready(recorder: Recorder, name: str) -> Any:
+    def hook(parameter: Any) -> None:
+        recorder.ready[name] = time.perf_counter()
+
+    return hook
+
+
+@dataclass(frozen=True)
+class Spans:
+    """One iteration: layers in forward order, each with its forward and backward (start, end)."""
+
+    names: tuple[str, ...]
+    forward: tuple[tuple[float, float], ...]
+    backward: tuple[tuple[float, float], ...]
+    update: float
+
+    @classmethod
+    def of(cls, recorder: Recorder, forward_end: float, update: float) -> Spans:
+        names = sorted(recorder.ready, key=lambda name: recorder.began[name])
+        starts = [recorder.began[name] for name in names]
+        forward = tuple(zip(starts, [*starts[1:], forward_end], strict=True))
+        backward, last = [], forward_end
+        for name in reversed(
+            names
+        ):  # branches finish out of order; a layer counts as done when those above are
+            end = max(last, recorder.ready[name])
+            backward.append((last, end))
+            last = end
+        return cls(tuple(names), forward, tuple(reversed(backward)), update)
+
+
+def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
+    """Spans of some iterations of this trainer, after one that is thrown away."""
+    batch = trainer.job.local_batch(trainer.rank)
+    found = []
+    with recording(trainer.module) as recorder:
+        for _ in range(iterations + 1):
+            recorder.began.clear()
+            recorder.ready.clear()
+            stamps = trainer.iteration(*batch)
+            found.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
+    trainer.finish()
+    return found[1:]
+
+
+def profile_of(trainer: Trainer, iterations: int = 5) -> Profile:
+    """The scheduler's profile of the job, measured in this rank: medians over some iterations."""
+    spans = measure_layers(trainer, iterations)
+    modules = {name or "model": module for name, module in trainer.module.named_modules()}
+    layers, seen = [], set()
+    for index, name in enumerate(spans[0].names):
+        size = 0
+        for parameter in modules[name].parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                size += parameter.numel() * parameter.element_size()
+        forward, backward = (
+            statistics.median(times[index][1] - times[index][0] for times in kind)
+            for kind in ([s.forward for s in spans], [s.backward for s in spans])
+        )
+        layers.append(Layer(name, forward, backward, size))
+    total = sum(layer.bytes for layer in layers)
+    update = statistics.median(s.update for s in spans)
+    return Profile(trainer.job.model, tuple(layers), update / total, "measured, all ranks computing")

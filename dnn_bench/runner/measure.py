@@ -1,0 +1,113 @@
+"""What a rank measures about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dnn_bench.baselines.limits import Exchange
+from dnn_bench.baselines.trainer import Trainer
+
+# As large as buckets are: a fit that also has to meet messages of a few KB, whose time is the kernel's timers
+# and switches, misses the rate of large ones by a tenth.
+LINK_SIZES = tuple(k * 2**18 for k in (2, 3, 4, 6, 8, 16))
+LINK_BYTES = 2**21  # at least this much is sent for each size
+LEAST_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive iterations of one rank in the steady state; times are seconds per iteration."""
+
+    iterations: tuple[float, ...]  # from one iteration's start to the next one's
+    forward: float
+    backward: float
+    step: float
+    cpu: float  # processor time of the whole process per iteration
+    sent: float  # bytes this host sent per iteration
+    memory: int  # largest resident size while it ran
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_block(trainer: Trainer, warmup: int, iterations: int) -> Block:
+    """Times `iterations` after `warmup`.
+
+    A schedule that finishes an iteration during the next one is counted whole, since each measured iteration
+    also waits for what the one before it left.
+    """
+    batch = trainer.job.local_batch(trainer.rank)
+    reset_peak_memory()
+    trainer.barrier()
+    for _ in range(warmup):
+        trainer.iteration(*batch)
+    cpu, sent = time.process_time(), bytes_sent()
+    stamps = [trainer.iteration(*batch) for _ in range(iterations)]
+    if trainer.job.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    starts = [stamp.start for stamp in stamps] + [time.perf_counter()]
+    cpu, sent = time.process_time() - cpu, bytes_sent() - sent
+    trainer.finish()
+    trainer.barrier()
+    return Block(
+        tuple(b - a for a, b in zip(starts, starts[1:], strict=False)),
+        statistics.mean(stamp.forward - stamp.start for stamp in stamps),
+        statistics.mean(stamp.backward - stamp.forward for stamp in stamps),
+        statistics.mean(stamp.end - stamp.backward for stamp in stamps),
+        cpu / iterations,
+        sent / iterations,
+        peak_memory(),
+    )
+
+
+def time_link() -> list[tuple[int, float]]:
+    """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes."""
+    return [(size, time_exchange(size)) for size in LINK_SIZES]
+
+
+def time_exchange(size: int) -> float:
+    """Half of an exchange, which is one reduce-scatter followed by one all-gather.
+
+    Exchanges follow each other without a pause, and some go before: a link that has rested lets the first
+    bytes through faster than its rate.
+    """
+    exchange = Exchange(size)
+    repeats = max(LEAST_REPEATS, LINK_BYTES // size)
+    for _ in range(repeats):
+        exchange()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        exchange()
+    return (time.perf_counter() - start) / repeats / 2
+
+
+def bytes_sent() -> int:
+    """Bytes that left this host since it exists; ranks on one host see the same number."""
+    total = 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        device, _, counters = line.partition(":")
+        if device.strip() != "lo":
+            total += int(counters.split()[8])
+    return total
+
+
+def reset_peak_memory() -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # not allowed everywhere; then it is the peak of the process's whole life
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,133 @@
+"""From raw measurements to figures: medians, ratios, shares. Pure functions of plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, WRONG, FAILED, MISSING = "ok", "wrong", "failed", "missing"
+Block = dict[str, Any]
+
+
+@dataclass
+class Row:
+    """One baseline's raw results; `repetitions` holds, per repetition, each rank's block."""
+
+    name: str
+    kind: str
+    about: str
+    status: str = OK
+    reason: str = ""
+    error: float | None = None  # of the first steps, relative to one process
+    repetitions: list[list[Block]] = field(default_factory=list)
+    predicted: float | None = None
+    trace: dict[str, Any] | None = None
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds per iteration, one figure per repetition: the mean over its iterations and ranks."""
+        return [
+            statistics.mean(statistics.mean(block["iterations"]) for block in blocks)
+            for blocks in self.repetitions
+        ]
+
+    @property
+    def measured(self) -> bool:
+        return self.status == OK and bool(self.repetitions)
+
+
+def summarise(
+    rows: Sequence[Row], *, samples: int, bound: float | None, rate: float | None
+) -> list[dict[str, Any]]:
+    """Figures per row; `samples` is the global batch, `rate` a link's bytes per second."""
+    by_name = {row.name: row for row in rows if row.measured}
+    local, floor = by_name.get("local"), by_name.get("floor")
+    best = fastest(rows, "peer")
+    return [_figures(row, local, floor, best, samples, bound, rate) for row in rows]
+
+
+def fastest(rows: Sequence[Row], kind: str) -> Row | None:
+    """The row of this kind with the smallest median."""
+    candidates = [row for row in rows if row.kind == kind and row.measured]
+    return min(candidates, key=lambda row: statistics.median(row.times), default=None)
+
+
+def _figures(
+    row: Row,
+    local: Row | None,
+    floor: Row | None,
+    best: Row | None,
+    samples: int,
+    bound: float | None,
+    rate: float | None,
+) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "name": row.name,
+        "kind": row.kind,
+        "about": row.about,
+        "status": row.status,
+        "reason": row.reason,
+        "error": row.error,
+        "predicted": row.predicted,
+        "trace": row.trace,
+    }
+    if not row.measured:
+        return figures
+    time = statistics.median(row.times)
+    blocks = [block for blocks in row.repetitions for block in blocks]
+    sent = statistics.mean(block["sent"] for block in blocks)
+    figures |= {
+        "time": time,
+        "low": min(row.times),
+        "high": max(row.times),
+        "times": row.times,
+        "throughput": None if row.name == "wire" else samples / time,
+        "throughputs": [samples / value for value in row.times],
+        "forward": statistics.mean(block["forward"] for block in blocks),
+        "backward": statistics.mean(block["backward"] for block in blocks),
+        "step": statistics.mean(block["step"] for block in blocks),
+        "cpu": _cpu(row),
+        "memory": max(block["memory"] for block in blocks),
+        "sent": sent,
+        "utilisation": sent / rate / time if rate else None,
+        **split(row, local, floor),
+        "to_floor": paired_ratio(row, floor),
+        "to_limit": to_limit(row, floor, bound),
+        "to_best_peer": paired_ratio(row, best),
+        "best_peer": best.name if best else None,
+    }
+    if local is not None and row is not local:
+        compute = 0.0 if row.name == "wire" else _cpu(local)
+        figures["communication_cpu"] = _cpu(row) - compute
+    return figures
+
+
+def _cpu(row: Row) -> float:
+    """Processor seconds per iteration of a rank."""
+    return statistics.mean(block["cpu"] for blocks in row.repetitions for block in blocks)
+
+
+def split(row: Row, local: Row | None, floor: Row | None) -> dict[str, float | None]:
+    """The time as compute, overhead (what moving the bytes costs the compute) and exposed communication."""
+    if local is None or row.name == "wire":
+        return {"compute": None, "overhead": None, "exposed": None}
+    time, compute = statistics.median(row.times), statistics.median(local.times)
+    contention = 0.0 if floor is None or row is local else max(0.0, statistics.median(floor.times) - compute)
+    compute = min(compute, time)
+    overhead = min(contention, time - compute)
+    return {"compute": compute, "overhead": overhead, "exposed": time - compute - overhead}
+
+
+def paired_ratio(row: Row, other: Row | None) -> float | None:
+    """The median over repetitions of the ratio of the two, so that the machine's drift cancels."""
+    if other is None:
+        return None
+    return statistics.median(a / b for a, b in zip(row.times, other.times, strict=False))
+
+
+def to_limit(row: Row, floor: Row | None, bound: float | None) -> float | None:
+    """Ratio to the larger of the floor and the scheduler's lower bound."""
+    limits = ([statistics.median(floor.times)] if floor else []) + ([bound] if bound else [])
+    return statistics.median(row.times) / max(limits) if limits else None

@@ -1,0 +1,106 @@
+"""The comparison as a Rich table, and throughput in Horovod's line format."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dnn_bench import models
+
+COLUMNS = ["ms/iter", "range", "{unit}/s", "exposed", "link", "predicted", "MB", "comm CPU"]
+COLUMNS += ["/floor", "/limit", "/best peer"]
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Prints the whole comparison."""
+    console.print(build(report))
+    for line in notes(report):
+        console.print(line, markup=False, highlight=False)
+    for line in throughput_lines(report):
+        console.print(line, markup=False, highlight=False)
+
+
+def build(report: dict[str, Any]) -> Table:
+    unit = models.unit(report["job"]["model"])
+    table = Table(title=title(report), title_justify="left")
+    table.add_column("baseline", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column.format(unit=unit), justify="right", no_wrap=True)
+    for entry in report["baselines"]:
+        table.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
+    return table
+
+
+def title(report: dict[str, Any]) -> str:
+    job, place = report["job"], report["place"]
+    where = f"{place['ranks']} ranks on this machine"
+    if place["kind"] == "emulated hosts":
+        where = f"{place['hosts']} hosts at {', '.join(sorted(set(place['links'])))}"
+    return f"{job['model']}, {job['batch']} per rank, {where}"
+
+
+def cells(entry: dict[str, Any]) -> list[str]:
+    if "time" not in entry:
+        return [entry["status"], *[""] * (len(COLUMNS) - 1)]
+    return [
+        _ms(entry["time"]),
+        f"{_ms(entry['low'])}-{_ms(entry['high'])}",
+        _number(entry["throughput"], ".1f"),
+        _ms(entry["exposed"]),
+        _number(entry["utilisation"], ".0%"),
+        _ms(entry["predicted"]),
+        _number(entry["memory"] / 1e6, ".0f"),
+        _ms(entry.get("communication_cpu")),
+        _number(entry["to_floor"], ".2f"),
+        _number(entry["to_limit"], ".2f"),
+        _number(entry["to_best_peer"], ".2f"),
+    ]
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What the table cannot say: limits, why rows are empty, whether it is complete."""
+    lines = []
+    if report["bound"]:
+        line = f"lower bound for the measured profile and link: {_ms(report['bound'])} ms"
+        beside = report.get("bound_beside")
+        if beside:
+            line += f"; with the compute as it is beside the same traffic: {_ms(beside)} ms"
+        lines.append(line)
+    for entry in report["baselines"]:
+        if entry["status"] != "ok":
+            first_line = entry["reason"].strip().splitlines()[0]
+            lines.append(f"{entry['name']}: {entry['status']}: {first_line}")
+        elif entry["reason"]:
+            lines.append(f"{entry['name']}: {entry['reason']}")
+    lines += report["doubts"]
+    if not report["effort"]["interleaved"]:
+        lines.append("memory is short: the baselines ran one after the other, not in turn")
+    if report["interrupted"]:
+        lines.append("interrupted: the figures are of what was measured until then")
+    return lines
+
+
+def throughput_lines(report: dict[str, Any]) -> list[str]:
+    """One line per baseline, worded as Horovod's benchmark words it."""
+    unit, ranks = models.unit(report["job"]["model"]), report["place"]["ranks"]
+    kind = "GPU" if report["job"]["device"].startswith("cuda") else "CPU"
+    lines = []
+    for entry in report["baselines"]:
+        if entry.get("throughput"):
+            mean, margin = (
+                statistics.mean(entry["throughputs"]),
+                1.96 * statistics.pstdev(entry["throughputs"]),
+            )
+            lines.append(f"{entry['name']}: Total {unit}/sec on {ranks} {kind}(s): {mean:.1f} +-{margin:.1f}")
+    return lines
+
+
+def _ms(seconds: float | None) -> str:
+    return _number(seconds if seconds is None else seconds * 1e3, ".0f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,239 @@
+"""The variables of `dist.sh`: read, checked, and turned into the command that starts the benchmark.
+
+Nothing here imports torch, so that a typing error is answered at once and before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from dnn_bench import baselines, models
+
+COMPARE = "compare"  # in the place of a launcher
+ALIASES = {"data_dir": "data"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run; the field names are the variables of `dist.sh`, in any case."""
+
+    dnn: str = "resnet_tiny"
+    bs: int = 0  # per worker; 0: what the model usually takes
+    nworkers: int = 2
+    baseline: str = "auto"  # "all" or several with commas between them: side by side
+    data: str = ""  # images or text; empty for synthetic data
+    senlen: int = 0  # tokens per sentence, for language models; 0: the model's usual length
+    rdma: int = 0
+    hosts: str = ""
+    launcher: str = ""  # the first of those that can start the baseline
+    nwarmup: int = 10
+    niters: int = 10
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`; a ValueError says which variable is wrong and what it may be."""
+    given: dict[str, str] = {}
+    known = {field.name: field.type for field in fields(Settings)}
+    for variable, value in environ.items():
+        name = ALIASES.get(variable.lower(), variable.lower())
+        if name in known and value and given.setdefault(name, value) != value:
+            raise ValueError(f"{name} is set twice, to {given[name]!r} and {value!r}; set it once")
+    values = {name: whole(name, value) if known[name] == "int" else value for name, value in given.items()}
+    settings = Settings(**values)  # type: ignore[arg-type]
+    return checked(replace(settings, data=found(settings.data, environ.get("COMMSCHED_CALLED_FROM", ""))))
+
+
+def found(data: str, called_from: str) -> str:
+    """The whole path of a data folder or file that the user gave relative to where dist.sh was called."""
+    path = Path(called_from, data).absolute()
+    if data and not path.exists():
+        raise ValueError(f"data={data}: there is no {path}; name a folder of images or text, or a text file")
+    return str(path) if data else ""
+
+
+def whole(name: str, value: str) -> int:
+    least = 1 if name in ("bs", "nworkers", "niters", "senlen") else 0
+    try:
+        number = int(value)
+    except ValueError:
+        number = least - 1
+    if number < least or (name == "rdma" and number > 1):
+        allowed = "0 or 1" if name == "rdma" else f"a whole number of at least {least}"
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+    return number
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings with every name as its registry spells it, and with a launcher."""
+    dnn = choose("dnn", settings.dnn, models.names())
+    if settings.senlen and "seq_len" not in models.spec(dnn).shape:
+        raise ValueError(f"senlen is for language models, and {dnn} is none; unset it")
+    slots = sum(count for _, count in hosts_of(settings.hosts))
+    if settings.hosts and slots < settings.nworkers:
+        raise ValueError(
+            f"hosts={settings.hosts} has room for {slots} workers, but nworkers={settings.nworkers}"
+        )
+    names = [part.strip() for part in settings.baseline.split(",")]
+    if names == ["all"] or len(names) > 1:
+        return side_by_side(replace(settings, dnn=dnn), names)
+    baseline = baselines.get(names[0]).name
+    return replace(settings, dnn=dnn, baseline=baseline, launcher=launcher_for(baseline, settings.launcher))
+
+
+def side_by_side(settings: Settings, names: list[str]) -> Settings:
+    """Several baselines are compared on this machine, each under the launcher that suits it."""
+    if settings.hosts or settings.launcher:
+        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
+    known = names if names == ["all"] else [baselines.get(name).name for name in names]
+    return replace(settings, baseline=",".join(known), launcher=COMPARE)
+
+
+def launcher_for(baseline: str, wanted: str) -> str:
+    """The wanted launcher if it can start the baseline; else the first installed one that can."""
+    entry = baselines.get(baseline)
+    if entry.kind == baselines.OURS:
+        possible = ["horovodrun", "torchrun", "mpirun"]
+    else:
+        possible = ["horovodrun", "mpirun"] if entry.launcher == "horovod" else ["torchrun"]
+    if not wanted:
+        return next((name for name in possible if find(name)), possible[0])
+    launcher = choose("launcher", wanted, [name for name in LAUNCHERS if name != COMPARE])
+    if launcher not in possible:
+        raise ValueError(
+            f"baseline {baseline} cannot run under {launcher}; use launcher={' or '.join(possible)}"
+        )
+    return launcher
+
+
+def choose(name: str, value: str, valid: list[str]) -> str:
+    def bare(text: str) -> str:
+        return text.lower().replace("-", "").replace("_", "")
+
+    for known in valid:
+        if bare(known) == bare(value):
+            return known
+    raise ValueError(f"there is no {name} {value!r}; choose one of: {', '.join(valid)}")
+
+
+def hosts_of(text: str) -> list[tuple[str, int]]:
+    """`a:2,b` as [("a", 2), ("b", 1)]."""
+    pairs = []
+    for part in filter(None, text.split(",")):
+        host, _, count = part.partition(":")
+        if not host or not (count or "1").isdigit() or int(count or 1) < 1:
+            raise ValueError(f"hosts must look like 'first:2,second:2' (host:workers), not {text!r}")
+        pairs.append((host, int(count or 1)))
+    return pairs
+
+
+def network_environment(settings: Settings) -> dict[str, str]:
+    """What decides between RDMA and TCP; the sockets of gloo are TCP always."""
+    return {"NCCL_IB_DISABLE": "0" if settings.rdma else "1"}
+
+
+def shape_and_data(settings: Settings) -> list[str]:
+    given = {"--batch-size": settings.bs, "--seq-len": settings.senlen, "--data-dir": settings.data}
+    return [part for flag, value in given.items() if value for part in (flag, str(value))]
+
+
+def benchmark(settings: Settings) -> list[str]:
+    """The command of one rank."""
+    command = [sys.executable, "-m", "dnn_bench", "synthetic", "--model", settings.dnn]
+    command += ["--baseline", settings.baseline, *shape_and_data(settings)]
+    return [*command, "--num-warmup-batches", str(settings.nwarmup), "--num-iters", str(settings.niters)]
+
+
+def find(name: str) -> str | None:
+    """The launcher that belongs to this Python, else the one on PATH."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def program(name: str) -> str:
+    found = find(name)
+    if not found:
+        raise ValueError(f"{name} is not installed; run docker/install.sh, or choose another launcher")
+    return found
+
+
+def horovodrun(settings: Settings) -> list[str]:
+    count = settings.nworkers
+    # Without --disable-cache horovodrun keeps its checks in ~/.horovod.
+    command = [program("horovodrun"), "--disable-cache", "--gloo", "-np", str(count)]
+    return [*command, "-H", settings.hosts or f"localhost:{count}", *benchmark(settings)]
+
+
+def torchrun(settings: Settings) -> list[str]:
+    if len(hosts_of(settings.hosts)) > 1:
+        raise ValueError(
+            "torchrun starts workers on its own host only; for several use launcher=horovodrun or mpirun, "
+            "or call torchrun on each with --nnodes, --node-rank and --master-addr"
+        )
+    count = str(settings.nworkers)
+    return [
+        program("torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        count,
+        "--no-python",
+        *benchmark(settings),
+    ]
+
+
+def mpirun(settings: Settings) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = [
+        program("mpirun"),
+        *root,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-np",
+        str(settings.nworkers),
+    ]
+    hosts = ["-H", settings.hosts] if settings.hosts else []
+    names = [name for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ]
+    exported = [part for name in (*names, *network_environment(settings)) for part in ("-x", name)]
+    # Hosts may have several networks, and Open MPI's InfiniBand transport warns where there is none.
+    tcp = [] if settings.rdma else ["--mca", "btl", "self,tcp"]
+    return [*command, *hosts, *tcp, *exported, *benchmark(settings)]
+
+
+def compare(settings: Settings) -> list[str]:
+    """No launcher: the comparison starts the workers of every baseline itself."""
+    command = [sys.executable, "-m", "dnn_bench", "compare", "--local", str(settings.nworkers)]
+    command += ["--model", settings.dnn, "--baseline", settings.baseline, *shape_and_data(settings)]
+    return [*command, "--warmup", str(settings.nwarmup), "--iters", str(settings.niters)]
+
+
+LAUNCHERS: dict[str, Callable[[Settings], list[str]]] = {
+    "horovodrun": horovodrun,
+    "torchrun": torchrun,
+    "mpirun": mpirun,
+    COMPARE: compare,
+}
+
+
+def command_line(settings: Settings) -> str:
+    """The whole command as one would type it."""
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in network_environment(settings).items()]
+    return " ".join(["env", *assignments, shlex.join(LAUNCHERS[settings.launcher](settings))])
+
+
+def main() -> int:
+    try:
+        print(command_line(read(os.environ)))
+    except ValueError as error:
+        print(f"dist.sh: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

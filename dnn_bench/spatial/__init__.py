@@ -1,0 +1,1 @@
+"""Benchmarks of spatial parallelism: trainings with MPI4DL's options, and the halo exchange by itself."""

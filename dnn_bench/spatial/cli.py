@@ -1,0 +1,126 @@
+"""`python -m dnn_bench spatial`: training on tiles of large images, in stages and with replicas."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dnn_bench.spatial.options import Plan, read
+from dnn_bench.spatial.start import launched, start
+from dnn_bench.told import tells
+
+
+@tells(ValueError, RuntimeError)
+def main(arguments: list[str]) -> int:
+    plan = read(arguments)
+    if not launched():
+        return start(["spatial", *arguments], plan.ranks, plan.options)
+    return run(plan)
+
+
+def run(plan: Plan) -> int:
+    """As one rank."""
+    import torch
+
+    import commsched as hvd
+
+    torch.set_num_threads(plan.options.threads)
+    hvd.init()
+    try:
+        if hvd.size() != plan.ranks:
+            raise ValueError(
+                f"{describe(plan)} needs {plan.ranks} ranks, and the launcher started {hvd.size()}; use -np"
+                f" {plan.ranks}"
+            )
+        report = train(plan)
+        if hvd.rank() == 0:
+            show(plan, report)
+    finally:
+        hvd.shutdown()
+    return 0
+
+
+def describe(plan: Plan) -> str:
+    tiles = [f"a grid of {rows}x{columns} tiles" for rows, columns in plan.grids]
+    share = f"{plan.options.local_DP} rank" + "s" * (plan.options.local_DP > 1)
+    stages = [*tiles, *([f"whole images on {share}"] * (plan.stages - len(plan.grids)))]
+    text = f"{plan.options.model} in {plan.stages} stages ({'; '.join(stages)})"
+    if plan.options.replicas > 1:
+        text += f", {plan.options.replicas} replicas"
+    return text + (", mirrored replicas" if plan.mirrored else "")
+
+
+def train(plan: Plan) -> dict[str, Any]:
+    """Times of the steps, the slowest rank's, and what the training came to."""
+    import torch
+    import torch.nn.functional as F
+
+    import commsched as hvd
+    from commsched import spatial
+
+    stages, images, target = build(plan)
+    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
+    trainer = spatial.Hybrid(
+        stages,
+        [*(spatial.Tiles(grid) for grid in plan.grids), *whole],
+        loss=F.cross_entropy,
+        microbatches=plan.microbatches,
+        replicas=plan.options.replicas,
+        mirrored=plan.mirrored,
+        overlap=plan.options.overlap,
+        fuse_halo=plan.options.fused_layers if plan.options.halo_D2 else "off",
+    )
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.01)
+    seconds, losses = [], []
+    total = plan.options.warmup + plan.options.iterations
+    for number in range(total):
+        hvd.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        losses.append(trainer.step(images, target))
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+        if hvd.rank() == 0:
+            print(f"step {number + 1}/{total}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
+    rows = hvd.allgather_object((seconds, _peak_mib()))
+    slowest = [max(row[0][number] for row in rows) for number in range(total)][plan.options.warmup :]
+    return {
+        "ranks": plan.ranks,
+        "seconds": median(slowest),
+        "images_per_second": plan.images / median(slowest),
+        "losses": losses,
+        "peak_mib": [peak for _, peak in rows],
+    }
+
+
+def build(plan: Plan) -> tuple[list[Any], Any, Any]:
+    """Stages and one batch of random images, the same on every rank."""
+    import torch
+
+    from dnn_bench.spatial.models import MODELS, cut_stages, even_balance, target_of
+
+    o = plan.options
+    torch.manual_seed(o.seed)
+    cells = MODELS[o.model](plan.layers, plan.filters, o.num_classes)
+    balance = list(plan.balance) if plan.balance else even_balance(len(cells), plan.stages)
+    generator = torch.Generator().manual_seed(o.seed)
+    shape = (plan.images, 3, o.image_size, o.image_size)
+    images = torch.randn(shape, generator=generator)
+    return cut_stages(cells, balance), images, target_of(o.model, shape, o.num_classes, generator)
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def show(plan: Plan, report: dict[str, Any]) -> None:
+    o = plan.options
+    print(f"{describe(plan)}: {report['ranks']} ranks, {plan.images} images of {o.image_size}x{o.image_size}")
+    print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
+    print(f"largest rank: {max(report['peak_mib']):.0f} MiB of memory", flush=True)
+    if o.json:
+        Path(o.json).write_text(json.dumps({**report, "options": vars(o)}, indent=1) + "\n")

@@ -1,0 +1,204 @@
+"""One convolution on tiles: how long its halo takes alone, and how much of that its interior hides.
+
+Times are taken in turn, the slowest rank's, of forward and backward: with messages that are there at once
+(``compute``), waiting for every halo before computing (``waiting``), and computing the interior meanwhile
+(``overlapped``). ``halo`` is the exchange without computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commsched import spatial
+from commsched.spatial.channel import Channel, Parcel, SilentChannel
+from commsched.spatial.mesh import Mesh
+from commsched.spatial.replicated import everyone
+from commsched.spatial.tile import Tile
+from scheduler.link import Link
+from scheduler.profile import Layer, Profile
+from scheduler.spatial import Border, predict
+
+Pair = tuple[float, float]
+"""Seconds of the forward and of the backward."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What is measured; ``shape`` is that of the whole image."""
+
+    shape: tuple[int, int, int, int]
+    kernel: int
+    grid: tuple[int, int]
+    warmup: int = 2
+    iterations: int = 9
+
+    @property
+    def halo(self) -> int:
+        return self.kernel // 2
+
+
+class Instant(SilentChannel):
+    """Messages are there at once, with whatever their buffers hold."""
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Instant:
+        return self
+
+    def wait(self) -> None:
+        return None
+
+    def watch(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, forward and backward; ``sent`` are the bytes that the busiest rank sends in each."""
+
+    halo: Pair
+    compute: Pair
+    waiting: Pair
+    overlapped: Pair
+    sent: tuple[int, int]
+    border: float
+
+    @property
+    def hidden(self) -> float:
+        """The part of the halo time that does not show in the overlapped step."""
+        return 1.0 - (sum(self.overlapped) - sum(self.compute)) / sum(self.halo)
+
+    @property
+    def predicted(self) -> float:
+        """What the simulator says of it, from the halo's and the computation's own times."""
+        profile = Profile("convolution", (Layer("convolution", *self.compute, 0),))
+        border = Border(*self.sent, self.border)
+        wire = Link(0.0, sum(self.halo) / sum(self.sent))
+        return predict(profile, [border], wire).hidden
+
+    @property
+    def large_enough(self) -> bool:
+        """Whether the simulator finds both interiors longer than their halos."""
+        return self.predicted > 0.99
+
+    def to_dict(self) -> dict[str, Any]:
+        extra = {"hidden": self.hidden, "predicted": self.predicted, "large_enough": self.large_enough}
+        return {**asdict(self), **extra}
+
+
+def measure(work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None) -> Measured:
+    """Collective: every rank of ``channel`` calls it and gets the same figures."""
+    meshes = {
+        "compute": Mesh(Instant(channel.rank, channel.size), work.grid, (-2, -1), overlap="on"),
+        "waiting": Mesh(channel, work.grid, (-2, -1), overlap="off"),
+        "overlapped": Mesh(channel, work.grid, (-2, -1), overlap="on"),
+    }
+    real = meshes["waiting"]
+    data = _Data(work, real)
+    check(data, meshes["waiting"], meshes["overlapped"])
+    steps: dict[str, Callable[[], Pair]] = {name: _step(data, mesh) for name, mesh in meshes.items()}
+    steps["halo"] = _exchange(data, meshes["overlapped"])
+    samples: dict[str, list[Pair]] = {name: [] for name in steps}
+    for number in range(work.warmup + work.iterations):
+        note(f"iteration {number + 1} of {work.warmup + work.iterations}")
+        for name, step in steps.items():
+            everyone(torch.zeros(1), real, (0, 1), "start")
+            pair = step()
+            if number >= work.warmup:
+                samples[name].append(pair)
+    sent = data.sent(real)
+    rows = everyone(torch.tensor([samples[name] for name in steps]), real, (0, 1), "times")
+    slowest = torch.stack(rows).max(0).values  # name, iteration, forward or backward
+    times = {name: (median(t[:, 0].tolist()), median(t[:, 1].tolist())) for name, t in zip(steps, slowest)}
+    most = torch.stack(everyone(torch.tensor(sent), real, (0, 1), "bytes")).max(0).values.tolist()
+    return Measured(sent=(most[0], most[1]), border=data.border(real), **times)
+
+
+class _Data:
+    """A rank's tile and the weights, the same on all ranks."""
+
+    def __init__(self, work: Convolution, mesh: Mesh) -> None:
+        self.work = work
+        bounds = spatial.tile_bounds(work.shape, mesh)
+        generator = torch.Generator().manual_seed(mesh.rank)
+        self.x = torch.randn([b.stop - b.start for b in bounds], generator=generator).requires_grad_()
+        channels = work.shape[1]
+        size = (channels, channels, work.kernel, work.kernel)
+        self.weight = torch.randn(size, generator=torch.Generator().manual_seed(99)).requires_grad_()
+
+    def forward(self, mesh: Mesh) -> Tensor:
+        tile = spatial.from_local(self.x * 1, self.work.shape, mesh)
+        result = F.conv2d(tile, self.weight, padding=self.work.halo)
+        assert isinstance(result, Tile)
+        return result.local
+
+    def sent(self, mesh: Mesh) -> tuple[int, int]:
+        """Bytes of one forward and of one backward."""
+        before = mesh.channel.sent
+        out = self.forward(mesh)
+        between = mesh.channel.sent
+        out.backward(torch.ones_like(out))
+        return between - before, mesh.channel.sent - between
+
+    def border(self, mesh: Mesh) -> float:
+        """The part of the outputs that needs the halo, on the tile with most neighbours."""
+        inner = 1.0
+        for dim, parts in zip(mesh.dims, mesh.grid):
+            length = self.work.shape[dim] / parts
+            inner *= max(0.0, 1 - min(2, parts - 1) * self.work.halo / length)
+        return 1 - inner
+
+
+def check(data: _Data, waiting: Mesh, overlapped: Mesh) -> None:
+    """Both ways give the same result."""
+    one, other = data.forward(waiting), data.forward(overlapped)
+    if not torch.allclose(one, other, rtol=1e-4, atol=1e-3):
+        raise RuntimeError(
+            f"overlapped and waiting convolution differ by {(one - other).abs().max().item()} on rank"
+            f" {waiting.rank}; their times mean nothing"
+        )
+
+
+def _step(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
+    def step() -> Pair:
+        data.x.grad = data.weight.grad = None
+        start = time.perf_counter()
+        out = data.forward(mesh)
+        middle = time.perf_counter()
+        out.backward(out.detach())
+        return middle - start, time.perf_counter() - middle
+
+    return step
+
+
+def _exchange(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
+    """The same messages without a convolution."""
+    sends, recvs = _parcels(data, mesh)
+
+    def once() -> float:
+        start = time.perf_counter()
+        mesh.channel.exchange(sends, recvs, "halo alone").wait()
+        return time.perf_counter() - start
+
+    return lambda: (once(), once())
+
+
+def _parcels(data: _Data, mesh: Mesh) -> tuple[list[Parcel], list[Parcel]]:
+    """Buffers as large as those of the forward."""
+    recorded: list[tuple[list[Parcel], list[Parcel]]] = []
+
+    class Recorder(Instant):
+        def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Instant:
+            recorded.append(([*sends], [*recvs]))
+            return self
+
+    recorder = Mesh(Recorder(mesh.rank, mesh.size), mesh.grid, mesh.dims, overlap="off")
+    with torch.no_grad():
+        data.forward(recorder)
+    return recorded[0]

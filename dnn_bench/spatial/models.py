@@ -1,0 +1,199 @@
+"""Models for very large images as lists of cells, each of which takes and returns a tensor or a tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dnn_bench.models.resnet import ResNet
+
+Values = tuple[Tensor, ...]
+DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def conv_bn(c_in: int, c_out: int, kernel: int | tuple[int, int], stride: int = 1) -> nn.Sequential:
+    k = (kernel, kernel) if isinstance(kernel, int) else kernel
+    return nn.Sequential(
+        nn.Conv2d(c_in, c_out, k, stride, (k[0] // 2, k[1] // 2), bias=False),
+        nn.BatchNorm2d(c_out),
+        nn.ReLU(inplace=True),
+    )
+
+
+class Head(nn.Module):
+    """Classes, from the newest of the values."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, classes)
+
+    def forward(self, values: Tensor | Values) -> Tensor:
+        x = values if isinstance(values, Tensor) else values[-1]
+        logits: Tensor = self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def resnet(layers: int, filters: int, classes: int) -> list[nn.Module]:
+    """He et al. 2015: a stem, a cell for each residual block, a head."""
+    if layers not in DEPTHS:
+        raise ValueError(f"a ResNet has {', '.join(map(str, DEPTHS))} layers, not {layers}; set --num-layers")
+    whole = ResNet(DEPTHS[layers], layers >= 50, classes, filters)
+    stem = nn.Sequential(whole.stem, nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    return [stem, *whole.blocks, Head(whole.head.in_features, classes)]
+
+
+class AmoebaStem(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = conv_bn(3, channels, 3, 2)
+
+    def forward(self, image: Tensor) -> Values:
+        x = self.conv(image)
+        return x, x
+
+
+class AmoebaCell(nn.Module):
+    """A cell of AmoebaNet-D (Real et al. 2019): five pairs of operations, the unused sums concatenated.
+
+    A reduction cell halves the image; the older input is then reduced by two shifted 1x1 convolutions. Takes
+    the last two values and returns the newer of them and its own.
+    """
+
+    def __init__(
+        self, c_older: int, c_newer: int, channels: int, reduction: bool, older_is_larger: bool
+    ) -> None:
+        super().__init__()
+        stride = 2 if reduction else 1
+        self.older_is_larger = older_is_larger
+        if older_is_larger:
+            halves = (channels // 2, channels - channels // 2)
+            self.shrink = nn.ModuleList([nn.Conv2d(c_older, half, 1, 2) for half in halves])
+        else:
+            self.older = conv_bn(c_older, channels, 1)
+        self.newer = conv_bn(c_newer, channels, 1)
+        self.ops = nn.ModuleList(
+            [
+                nn.AvgPool2d(3, stride, 1, count_include_pad=False),
+                nn.MaxPool2d(3, stride, 1),
+                conv_bn(channels, channels, 3, stride),
+                nn.Sequential(
+                    conv_bn(channels, channels, (1, 7), stride), conv_bn(channels, channels, (7, 1))
+                ),
+                nn.MaxPool2d(2, stride, ceil_mode=True) if reduction else nn.Identity(),
+            ]
+        )
+
+    def forward(self, values: Values) -> Values:
+        older, newer = values
+        if self.older_is_larger:
+            shifted = F.pad(older, (0, 1, 0, 1))[:, :, 1:, 1:]
+            x = torch.cat([self.shrink[0](older), self.shrink[1](shifted)], 1)
+        else:
+            x = self.older(older)
+        y = self.newer(newer)
+        average, maximum, square, cross, last = self.ops
+        a = average(x) + maximum(y)
+        b = square(y) + cross(x)
+        return newer, torch.cat([a, b, last(y) + square(x)], 1)
+
+
+def amoebanet(layers: int, filters: int, classes: int) -> list[nn.Module]:
+    """A stem, three runs of normal cells with a reduction cell between them, a head."""
+    if layers < 3:
+        raise ValueError(f"an AmoebaNet has at least 3 layers (normal cells), not {layers}")
+    cells: list[nn.Module] = [AmoebaStem(filters)]
+    older, newer, larger, channels = filters, filters, False, filters
+    for run in range(3):
+        kinds = ([True] if run else []) + [False] * (layers // 3 + (run < layers % 3))
+        for reduction in kinds:
+            channels *= 2 if reduction else 1
+            cells.append(AmoebaCell(older, newer, channels, reduction, larger))
+            older, newer, larger = newer, 3 * channels, reduction
+    return [*cells, Head(newer, classes)]
+
+
+class Down(nn.Module):
+    """One level of a U-Net's way down: halves the image and remembers what it was."""
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(conv_bn(c_in, c_out, 3), conv_bn(c_out, c_out, 3))
+
+    def forward(self, values: Tensor | Values) -> Values:
+        x, skips = _split(values)
+        y = self.block(x)
+        return F.max_pool2d(y, 2), *skips, y
+
+
+class Middle(nn.Module):
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(conv_bn(c_in, c_out, 3), conv_bn(c_out, c_out, 3))
+
+    def forward(self, values: Values) -> Values:
+        x, skips = _split(values)
+        return self.block(x), *skips
+
+
+class Up(nn.Module):
+    """One level of the way up: doubles the image and joins what was remembered, padded to fit odd sizes."""
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(c_in, c_out, 2, 2)
+        self.block = nn.Sequential(conv_bn(2 * c_out, c_out, 3), conv_bn(c_out, c_out, 3))
+
+    def forward(self, values: Values) -> Tensor | Values:
+        x, skips = _split(values)
+        x, skip = self.up(x), skips[-1]
+        rows, columns = skip.size(2) - x.size(2), skip.size(3) - x.size(3)
+        x = F.pad(x, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2])
+        x = self.block(torch.cat([skip, x], dim=1))
+        return (x, *skips[:-1]) if len(skips) > 1 else x
+
+
+def unet(layers: int, filters: int, classes: int) -> list[nn.Module]:
+    """Ronneberger et al. 2015, padded: ``layers`` levels down and up; a class for every pixel."""
+    if layers < 1:
+        raise ValueError(f"a U-Net has at least 1 level, not {layers}")
+    widths = [filters << level for level in range(layers + 1)]
+    downs = [Down(c_in, c_out) for c_in, c_out in zip([3, *widths], widths[:-1])]
+    ups = [Up(c_in, c_out) for c_in, c_out in zip(widths[:0:-1], widths[-2::-1])]
+    return [*downs, Middle(widths[-2], widths[-1]), *ups, nn.Conv2d(filters, classes, 1)]
+
+
+def _split(values: Tensor | Values) -> tuple[Tensor, Values]:
+    return (values, ()) if isinstance(values, Tensor) else (values[0], values[1:])
+
+
+MODELS: dict[str, Callable[[int, int, int], list[nn.Module]]] = {
+    "resnet": resnet,
+    "amoebanet": amoebanet,
+    "unet": unet,
+}
+
+
+def target_of(model: str, images: tuple[int, ...], classes: int, generator: torch.Generator) -> Tensor:
+    """Random labels: one per image, or one per pixel for a U-Net."""
+    shape = (images[0], *images[2:]) if model == "unet" else images[:1]
+    return torch.randint(0, classes, shape, generator=generator)
+
+
+def cut_stages(cells: list[nn.Module], balance: list[int]) -> list[nn.Module]:
+    """Stages of so many cells each."""
+    if sum(balance) != len(cells) or min(balance) < 1:
+        raise ValueError(
+            f"--balance {','.join(map(str, balance))} must share out the {len(cells)} cells of the model,"
+            " at least one for each stage"
+        )
+    starts = [sum(balance[:number]) for number in range(len(balance))]
+    return [nn.Sequential(*cells[start : start + count]) for start, count in zip(starts, balance)]
+
+
+def even_balance(cells: int, stages: int) -> list[int]:
+    if not 1 <= stages <= cells:
+        raise ValueError(f"a model of {cells} cells has 1 to {cells} stages, not {stages}; set --split-size")
+    return [cells * (number + 1) // stages - cells * number // stages for number in range(stages)]

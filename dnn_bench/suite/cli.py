@@ -1,0 +1,145 @@
+"""`python -m dnn_bench suite`: comparisons of several models, each at links that fit their compute."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dnn_bench.told import tells
+
+if TYPE_CHECKING:
+    from dnn_bench.runner.compare import Watcher
+    from dnn_bench.suite.run import Wanted
+
+MODELS = "mlp,vgg_tiny,resnet_tiny,bert_tiny,gpt2_tiny"
+BASELINES = "ddp,ddp_1mb,ddp_4mb,ddp_8mb,horovod,horovod_4mb,fsdp2,fsdp2_keep,zero1,wfbp,dear,pipedap,auto"
+GIVE_UP = 1.15  # a tuned peer so much slower than the best one in two repetitions will not be the best one
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m dnn_bench suite",
+        description="Measures each model's compute, chooses links at which communication takes the wanted "
+        "share of it, compares the baselines there, and sums up what one schedule gains, as Markdown.",
+    )
+    parser.add_argument("--models", default=MODELS, metavar="A,B", help="default: %(default)s")
+    parser.add_argument("--ratios", default="0.5,1,2", help="communication / compute (default: %(default)s)")
+    parser.add_argument("--hosts", default="2", help="numbers of hosts (default: %(default)s)")
+    parser.add_argument("--baseline", default=BASELINES, metavar="A,B", help="default: %(default)s")
+    parser.add_argument("--schedule", default="auto", help="whose gain is summed up (default: %(default)s)")
+    parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
+    parser.add_argument(
+        "--iters", type=int, default=4, help="iterations per repetition (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where reports are kept")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="record every timeline, not only the two fastest ones'",
+    )
+    parser.add_argument("--summary", action="store_true", help="measure nothing: sum up what is in --out")
+    return parser.parse_args(arguments)
+
+
+@tells(ValueError)
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    try:
+        if not options.summary:
+            measure(options)
+    except KeyboardInterrupt:
+        print(f"{summary(options.out, options.schedule)}\n\ninterrupted: the same command goes on from here")
+        return 130
+    print(summary(options.out, options.schedule))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    from dnn_bench.runner.cli import chosen
+    from dnn_bench.runner.compare import Effort
+    from dnn_bench.suite import run
+
+    entries = chosen(options.baseline)
+    cells = wanted(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    trace = "all" if options.trace else "best"
+    effort = Effort(options.reps, options.iters, trace=trace, give_up=GIVE_UP)
+    with progress(sum(cell.missing for cell in cells), len(cells)) as (watcher, begin):
+        run.measure(cells, entries, effort, watcher, begin)
+
+
+def wanted(options: argparse.Namespace) -> list[Wanted]:
+    """Every cell of the table; names and numbers are checked before anything starts."""
+    from dnn_bench import models
+    from dnn_bench.suite.run import Wanted
+
+    names = [models.spelt(name.strip()) for name in options.models.split(",")]
+    hosts, ratios = numbers(options.hosts, int, "--hosts"), numbers(options.ratios, float, "--ratios")
+    return [Wanted(m, h, r, options.out) for h in hosts for m in names for r in ratios]
+
+
+def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0 or (kind is int and min(found) < 2):
+        least = "whole numbers of at least 2" if kind is int else "numbers above 0"
+        raise ValueError(f"{flag} takes {least} with commas between them, not {text!r}")
+    return found
+
+
+@contextmanager
+def progress(
+    missing: int, all_cells: int
+) -> Iterator[tuple[Watcher, Callable[[Wanted, str, float | None], None]]]:
+    """A bar for the cells and one for the cell's steps; in a log, lines."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dnn_bench.runner.cli import LineWatcher, ProgressWatcher
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        cells = bars.add_task("cells", total=missing)
+        begun = 0
+
+        def begin(cell: Wanted, link: str, left: float | None) -> None:
+            nonlocal begun
+            rest = "" if left is None else f", about {max(1, round(left / 60))} min left"
+            errors.print(f"[{begun + 1}/{missing}] {cell}: {link}{rest}", markup=False, highlight=False)
+            bars.update(cells, completed=begun, description=f"cells{rest}")
+            begun += 1
+
+        if missing < all_cells:
+            errors.print(f"{all_cells - missing} of {all_cells} cells are there already", highlight=False)
+        yield (ProgressWatcher(bars) if errors.is_terminal else LineWatcher()), begin
+
+
+def summary(folder: Path, schedule: str) -> str:
+    """The table of the folder's cells; what is not whole is told, and left out."""
+    from dnn_bench.suite.figures import cell_of
+    from dnn_bench.suite.run import read
+    from dnn_bench.suite.table import markdown
+
+    cells, notes = [], []
+    for path in sorted(folder.glob("*_*hosts_*.json")):
+        report = read(path)
+        cell = cell_of(report, schedule)
+        if report["interrupted"]:
+            notes.append(f"{path.name}: interrupted, left out")
+        elif cell is None:
+            notes.append(f"{path.name}: {schedule} was not measured, left out")
+        else:
+            cells.append(cell)
+    cells.sort(key=lambda cell: (cell.hosts, cell.ratio, cell.model))
+    return "\n\n".join([markdown(cells), *notes])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

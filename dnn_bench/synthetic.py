@@ -1,0 +1,110 @@
+"""Training throughput, printed as Horovod's synthetic benchmark prints it.
+
+horovodrun -np 2 python -m dnn_bench synthetic --model resnet_tiny --baseline pipedap
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commsched.runtime.launch import detect_launch
+from dnn_bench import baselines, models
+from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.registry import require
+from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.runner import memory
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m dnn_bench synthetic", description=__doc__)
+    parser.add_argument("--model", default="resnet_tiny", help=", ".join(models.names()))
+    parser.add_argument("--baseline", default="horovod", help=", ".join(baselines.names()))
+    parser.add_argument("--batch-size", type=int, default=0, help="per worker (default: the model's)")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
+    parser.add_argument("--data-dir", default="", metavar="PATH", help="images or text (default: synthetic)")
+    parser.add_argument("--num-warmup-batches", type=int, default=10)
+    parser.add_argument("--num-batches-per-iter", type=int, default=1)
+    parser.add_argument("--num-iters", type=int, default=10)
+    return parser.parse_args(arguments)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """What this rank trains; `ValueError` where it cannot, before anything is started."""
+    launch = detect_launch(os.environ, os.environ.get("COMMSCHED_LAUNCHER", ""))
+    shape = {"seq_len": options.seq_len} if options.seq_len else {}
+    device = "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank)
+        device = f"cuda:{launch.local_rank}"
+    more = {"threads": torch.get_num_threads(), "device": device, "data_dir": options.data_dir}
+    job = Job(options.model, options.batch_size, shape, **more)
+    models.spec(job.model)
+    if job.data_dir:
+        job.sample(1, 0)
+    if device == "cpu":
+        memory.check_fit(job, launch.local_size)
+    return job
+
+
+def timed(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], count: int) -> float:
+    """Seconds for `count` training steps."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        trainer.iteration(*batch)
+    trainer.finish()
+    return time.perf_counter() - begin
+
+
+def mean_and_margin(rates: Sequence[float]) -> tuple[float, float]:
+    """The mean and 1.96 standard deviations, as Horovod's benchmark gives them."""
+    return statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
+
+
+def benchmark(trainer: Trainer, options: argparse.Namespace, log: Callable[[str], None]) -> None:
+    job = trainer.job
+    unit = f"{models.unit(job.model)}/sec"
+    kind = "GPU" if job.device.startswith("cuda") else "CPU"
+    log(f"Model: {job.model}\nBatch size: {job.rank_batch}\nNumber of {kind}s: {trainer.size}")
+    batch = job.local_batch(trainer.rank)
+    log("Running warmup...")
+    timed(trainer, batch, options.num_warmup_batches)
+    log("Running benchmark...")
+    rates = []
+    for iteration in range(options.num_iters):
+        seconds = timed(trainer, batch, options.num_batches_per_iter)
+        rates.append(job.rank_batch * options.num_batches_per_iter / seconds)
+        log(f"Iter #{iteration}: {rates[-1]:.1f} {unit} per {kind}")
+    mean, margin = mean_and_margin(rates)
+    log(f"{unit[0].upper()}{unit[1:]} per {kind}: {mean:.1f} +-{margin:.1f}")
+    log(f"Total {unit} on {trainer.size} {kind}(s): {trainer.size * mean:.1f} +-{trainer.size * margin:.1f}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    try:
+        require(baselines.get(options.baseline))
+        job = job_of(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    trainer = baselines.start(options.baseline, job)
+
+    def log(text: str) -> None:
+        if trainer.rank == 0:
+            print(text, flush=True)
+
+    benchmark(trainer, options, log)
+    trainer.barrier()
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

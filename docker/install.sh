@@ -1,0 +1,211 @@
+#!/usr/bin/env bash
+# docker/install.sh: makes or completes the environment, installs Horovod, builds this project.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'TEXT'
+usage: docker/install.sh [--help]
+
+Makes everything that commsched needs, and does nothing where nothing has changed. It uses the active virtualenv or
+conda environment, else .venv in the checkout; keeps a torch that is there, else installs one; builds Horovod from its
+sources and keeps the wheel in a cache; builds this project as an editable install.
+
+Needs: Python 3.10 or newer with its headers and venv, a C++ compiler, Open MPI (openmpi-bin and libopenmpi-dev on
+Debian, which it installs when it runs as root). Benchmarks over emulated hosts also need iproute2 and openssh-server;
+this script does not install those.
+
+Environment:
+  COMMSCHED_CACHE             the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
+  COMMSCHED_PYTHON            the Python that .venv is made with (default: the first that fits on PATH)
+  COMMSCHED_TORCH             what is installed where torch is missing (default: torch==2.13.0)
+  COMMSCHED_WITHOUT_MPI=1     Horovod with Gloo alone, no MPI
+  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod; torchrun and mpirun still work
+  COMMSCHED_WITH_CUDA=0|1     leave CUDA out / insist on it (default: when nvcc is found)
+  HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), as its other build variables are
+TEXT
+}
+
+check_switch() {
+    case ${!1:-0} in 0 | 1) ;; *) fail "$1 must be 0, 1 or unset, not '${!1}'" ;; esac
+}
+
+# --- what is there already -------------------------------------------------------------------------------------------
+
+site_packages() { echo "$ENVIRONMENT"/lib/python3.*/site-packages; }
+
+# Everything that the built extension depends on: where it lives, sources, torch, and how it is to be built.
+project_key() {
+    cd "$ROOT"
+    echo "$ROOT" "$ENVIRONMENT" "$(site_packages)"/torch-*.dist-info "${COMMSCHED_WITH_CUDA:-}" "${COMMSCHED_CUDA_ARCHS:-}"
+    command -v nvcc || true
+    echo */__init__.py
+    find setup.py pyproject.toml VERSION comm_core -type f \
+        \( -path 'comm_core/c*' -o -path 'comm_core/*.h' -o ! -path 'comm_core/*' \) -print0 | sort -z | xargs -0 sha256sum
+}
+
+# All of that and Horovod.
+whole_key() {
+    project_key
+    echo "${COMMSCHED_WITHOUT_MPI:-0}" "${COMMSCHED_WITHOUT_HOROVOD:-0}" "$(site_packages)"/horovod-*.dist-info
+    horovod_build_variables
+}
+
+# stamped NAME: the key that NAME_key gives was left by an earlier run that succeeded.
+stamped() { [ "$("$1_key" | sha256sum)" = "$(cat "$ROOT/build/stamps/$1" 2>/dev/null)" ]; }
+
+stamp() {
+    mkdir -p "$ROOT/build/stamps"
+    "$1_key" | sha256sum >"$ROOT/build/stamps/$1"
+}
+
+project_is_installed() {
+    compgen -G "$ROOT/comm_core/_C.*.so" >/dev/null &&
+        grep -qsF "\"file://$ROOT\"" "$(site_packages)"/commsched-*.dist-info/direct_url.json && stamped project
+}
+
+up_to_date() { [ -x "$PYTHON" ] && project_is_installed && stamped whole; }
+
+# --- what the system must have ---------------------------------------------------------------------------------------
+
+check_compiler() {
+    local compiler=${CXX:-g++}
+    command -v "${compiler%% *}" >/dev/null ||
+        fail "no C++ compiler: $compiler is not on PATH. Install one (Debian: apt-get install g++) or set CXX"
+    # shellcheck disable=SC2086  # CXX may hold a command with arguments
+    echo 'int main() {}' | $compiler -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
+        fail "$compiler does not take -std=c++20, which the headers of torch need: install GCC 10 or newer, or set CXX"
+}
+
+has_mpi() { command -v mpirun >/dev/null && command -v mpicxx >/dev/null; }
+
+install_debian_packages() {
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
+
+check_mpi() {
+    [ "${COMMSCHED_WITHOUT_MPI:-0}" = 0 ] && [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
+    has_mpi && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        step apt "installing Open MPI" install_debian_packages openmpi-bin libopenmpi-dev
+    fi
+    has_mpi || fail "no MPI: mpirun or mpicxx is not on PATH. Install Open MPI (Debian, as root: apt-get install" \
+        "openmpi-bin libopenmpi-dev), or set COMMSCHED_WITHOUT_MPI=1 to do without"
+}
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+fits() {
+    "$1" -I -c 'import os, sys, sysconfig, venv, ensurepip
+assert sys.version_info >= (3, 10) and os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${COMMSCHED_PYTHON:-python3 python3.12 python3.11 python3.13 python3.10 python3.14}; do
+        if fits "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python that fits (tried: ${COMMSCHED_PYTHON:-python3 and python3.10 to python3.14}): install Python 3.10 or" \
+        "newer with its headers and venv (Debian: apt-get install python3-dev python3-venv), or set COMMSCHED_PYTHON"
+}
+
+make_environment() {
+    [ ! -x "$PYTHON" ] || return 0
+    local base
+    base=$(find_python)
+    # A torch that comes with the base Python, as in PyTorch's own images, is kept by looking through to it.
+    local through=()
+    if "$base" -I -c 'import torch' 2>/dev/null; then through=(--system-site-packages); fi
+    step venv "making $ENVIRONMENT with $base" "$base" -m venv --clear "${through[@]}" "$ENVIRONMENT"
+}
+
+has_module() { "$PYTHON" -I -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$1'))"; }
+
+# Every tool that a build without isolation needs; cffi would otherwise be fetched by Horovod's setup.py.
+install_build_tools() {
+    has_module pip || step pip "getting pip" "$PYTHON" -m ensurepip
+    step build-tools "getting the build tools" "$PYTHON" -m pip install \
+        'setuptools>=64' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
+}
+
+install_torch() {
+    has_module torch ||
+        step torch "installing ${COMMSCHED_TORCH:=torch==2.13.0}" "$PYTHON" -m pip install "$COMMSCHED_TORCH"
+}
+
+horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }
+
+# A Horovod that this script did not install is kept. Its own is replaced once torch or the options have changed.
+install_horovod() {
+    [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
+    local mark=$ENVIRONMENT/.commsched-horovod wheel
+    if has_module horovod && [ ! -f "$mark" ]; then
+        say "keeping the Horovod that is in $ENVIRONMENT"
+        wheel="that Horovod (pip uninstall horovod)"
+    else
+        wheel=$("$ROOT/docker/horovod.sh" "$PYTHON")
+        if ! has_module horovod || [ "$(cat "$mark" 2>/dev/null)" != "$wheel" ]; then
+            step horovod-install "installing Horovod" "$PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
+            step horovod-needs "installing what Horovod needs" "$PYTHON" -m pip install "$wheel"
+            echo "$wheel" >"$mark"
+        fi
+        wheel="it (rm -r \"$(dirname "$wheel")\"; $PYTHON -m pip uninstall horovod)"
+    fi
+    horovod_imports 2>"$LOGS/horovod-import.log" ||
+        fail "Horovod is installed but cannot be imported: $(tail -n 1 "$LOGS/horovod-import.log")." \
+            "Remove $wheel and run again, or set COMMSCHED_WITHOUT_HOROVOD=1 to do without"
+}
+
+install_project() {
+    ! project_is_installed || return 0
+    rm -f "$ROOT/build/stamps/project"
+    # Naming the torch that is there keeps pip from replacing one that is too old: that is for its owner to decide.
+    local torch
+    torch=$("$PYTHON" -I -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
+    step project "building commsched (a minute or two)" \
+        "$PYTHON" -m pip install --no-build-isolation -e "$ROOT[dev]" "$torch"
+    (cd / && "$PYTHON" -c 'import comm_core') || fail "comm_core was built but cannot be imported: see the lines above"
+    stamp project
+}
+
+# The first plan compiles the search's kernels, into the checkout: better now than while ranks wait for it.
+compile_kernels() {
+    say "compiling the scheduler's kernels ..."
+    "$PYTHON" >"$LOGS/kernels.log" 2>&1 -c '
+from scheduler import policies, profiles
+from scheduler.link import Link
+for gather in ("gradients", "parameters"):
+    policies.plan(profiles.shipped("resnet50"), Link(1e-4, 1e-9), "optimal", gather=gather, budget=1000)' ||
+        say "the first plan will take longer: $(tail -n 1 "$LOGS/kernels.log")"
+}
+
+# --- main ------------------------------------------------------------------------------------------------------------
+
+case ${1:-} in
+--help | -h) usage && exit ;;
+'') ;;
+*) fail "unknown argument '$1'; docker/install.sh --help says what there is" ;;
+esac
+for switch in COMMSCHED_WITHOUT_MPI COMMSCHED_WITHOUT_HOROVOD COMMSCHED_WITH_CUDA; do check_switch $switch; done
+find_environment
+keep_home_clean
+if up_to_date; then exit; fi
+
+check_compiler
+command -v flock >/dev/null || fail "flock is not on PATH: install it (Debian: apt-get install util-linux)"
+mkdir -p "$CACHE" "$LOGS"
+exec 9>"$CACHE/lock"
+flock -n 9 || { say "another installation is under way; waiting for it" && flock 9; }
+if up_to_date; then exit; fi
+check_mpi
+make_environment
+install_build_tools
+install_torch
+install_horovod
+install_project
+compile_kernels
+stamp whole
+say "ready: $ENVIRONMENT"

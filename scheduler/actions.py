@@ -1,0 +1,143 @@
+"""Actions: the one vocabulary for everything a rank does.
+
+An action is one thing one rank does once per iteration. Its text form is short, readable and round-trips:
+
+====================  =====================================================================
+``F3`` ``B3`` ``W3``  forward, backward (input gradient), weight gradient of layer 3
+``2F1``               the same for a pipeline: stage 2, micro-batch 1
+``2F1@4``             ... with weight version 4 (asynchronous pipelines)
+``RS0 AG0 AR0``       reduce-scatter, all-gather, all-reduce of bucket 0
+``UPDATE0``           optimizer update of bucket 0 (of the shard, when it stands between RS and AG)
+``2STEP``             stage 2 takes an optimizer step: its weights become a new version
+``2SENDF1>3``         stage 2 sends the output of forward 1 to rank 3 (``SENDB``: the gradient)
+``3RECVF1<2``         stage 3 receives it from rank 2
+``HALO5`` ``HALOB5``  halo exchange before layer 5's forward / backward
+``AG0+1``             the same action of the next iteration (any signed shift)
+====================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What an action does; the value is its text form."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    RS = "RS"
+    AG = "AG"
+    AR = "AR"
+    UPDATE = "UPDATE"
+    STEP = "STEP"
+    SENDF = "SENDF"
+    SENDB = "SENDB"
+    RECVF = "RECVF"
+    RECVB = "RECVB"
+    HALO = "HALO"
+    HALOB = "HALOB"
+
+    def __str__(self) -> str:
+        return self.value
+
+    # Actions are keys of dictionaries everywhere; Enum's own hash is a Python function.
+    __hash__ = str.__hash__
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.W})
+COLLECTIVE = frozenset({Kind.RS, Kind.AG, Kind.AR})
+SENDS = frozenset({Kind.SENDF, Kind.SENDB})
+RECVS = frozenset({Kind.RECVF, Kind.RECVB})
+TRANSFER = SENDS | RECVS
+HALOS = frozenset({Kind.HALO, Kind.HALOB})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing one rank does. ``index`` is a layer, a micro-batch or a bucket, as ``kind`` says; -1 for
+    none.
+    """
+
+    kind: Kind
+    index: int = -1
+    stage: int | None = None
+    version: int | None = None
+    peer: int | None = None
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.index < 0 and self.kind is not Kind.STEP:
+            raise ValueError(f"{self.kind} needs an index of at least 0, got {self.index}")
+        if (self.peer is not None) != (self.kind in TRANSFER):
+            needs = "needs" if self.kind in TRANSFER else "takes no"
+            raise ValueError(f"{self.kind}{self.index} {needs} peer, got {self.peer}")
+
+    def at(self, shift: int) -> Action:
+        """The same action with another shift; quicker than ``dataclasses.replace``, which checks it again."""
+        new, put = object.__new__(Action), object.__setattr__
+        put(new, "kind", self.kind)
+        put(new, "index", self.index)
+        put(new, "stage", self.stage)
+        put(new, "version", self.version)
+        put(new, "peer", self.peer)
+        put(new, "shift", shift)
+        return new
+
+    def __str__(self) -> str:
+        parts = [
+            "" if self.stage is None else str(self.stage),
+            self.kind.value,
+            "" if self.index < 0 else str(self.index),
+            "" if self.version is None else f"@{self.version}",
+            "" if self.peer is None else f"{'>' if self.kind in SENDS else '<'}{self.peer}",
+            "" if self.shift == 0 else f"{self.shift:+d}",
+        ]
+        return "".join(parts)
+
+
+# Longest names first, or `SENDF` would be read as something shorter.
+_KINDS = "|".join(sorted((k.value for k in Kind), key=len, reverse=True))
+_TEXT = re.compile(
+    rf"(?P<stage>\d+)?(?P<kind>{_KINDS})(?P<index>\d+)?(?:@(?P<version>-?\d+))?"
+    r"(?:(?P<way>[<>])(?P<peer>\d+))?(?P<shift>[+-]\d+)?"
+)
+
+
+def parse_action(text: str) -> Action:
+    """The action that ``str(action)`` wrote, or a ``ValueError`` that quotes the text."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"not an action: {text!r}; expected something like F3, 2B1, RS0, AG0, 2SENDF1>3 or 2STEP"
+        )
+    kind = Kind(match["kind"])
+    if match["way"] and (match["way"] == ">") != (kind in SENDS):
+        raise ValueError(f"not an action: {text!r}; sends are written '>', receives '<'")
+
+    def number(name: str, default: int | None) -> int | None:
+        return default if match[name] is None else int(match[name])
+
+    try:
+        return Action(
+            kind,
+            number("index", -1),  # type: ignore[arg-type]
+            number("stage", None),
+            number("version", None),
+            number("peer", None),
+            number("shift", 0),  # type: ignore[arg-type]
+        )
+    except ValueError as error:
+        raise ValueError(f"not an action: {text!r}; {error}") from None
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """Actions separated by white space."""
+    return tuple(parse_action(word) for word in text.split())
+
+
+def format_actions(actions: tuple[Action, ...] | list[Action]) -> str:
+    return " ".join(map(str, actions))

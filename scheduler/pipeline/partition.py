@@ -1,0 +1,274 @@
+"""The planner: cuts, replica counts and recomputation for a model on a cluster.
+
+    plan = partition(profile, Cluster.flat(8, Link.parse("10gbit"), memory=16 << 30), "pipedream")
+
+The slowest stage decides how fast a pipeline is. For a limit on it, a dynamic programme over stages counted
+from the end (which is what versions and activations depend on), devices used and first layer says whether
+some pipeline keeps it; bisection finds the least limit. A stage's seconds per period are its compute and
+step, divided among its replicas, and what of RS and AG its last backward does not hide; what crosses its
+borders must fit into the period too. The simulator, which knows each stage's slack, then ranks the best
+pipelines of different depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.pipeline.build import BUCKET, generate
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.lowering import lower_pipeline
+from scheduler.pipeline.memory import peak_memory
+from scheduler.pipeline.plan import Plan
+from scheduler.profile import Profile
+from scheduler.simulator import run
+
+RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
+TOLERANCE = 1e-6
+MOST_LAYERS = 32_000
+MOST_BUCKETS = 32
+
+
+def kept(schedule: str, depth: int, microbatches: int) -> tuple[int, int]:
+    """Weight versions and micro-batches in flight of the ``depth``-th stage from the end."""
+    ahead = depth - 1
+    if schedule in ("pipedream", "ashpipe"):
+        return -(-ahead // microbatches) + 1, depth
+    if schedule == "2bw":
+        return 2, min(ahead, microbatches) + 1
+    if schedule == "1f1b":
+        return 1, min(depth, microbatches)
+    if schedule == "gpipe":
+        return 1, microbatches
+    raise ValueError(
+        f"schedule {schedule!r} cannot be planned; choose pipedream, ashpipe, 2bw, 1f1b or gpipe"
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A pipeline as the dynamic programme sees it; ``bottleneck``: seconds of its slowest stage."""
+
+    cuts: tuple[int, ...]
+    replicas: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    bottleneck: float
+
+
+class Problem:
+    """A model, a cluster and a schedule, as the arrays of the dynamic programme."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        schedule: str,
+        microbatches: int = 1,
+        recompute: str = "never",
+        state: float = 0.0,
+        max_stages: int | None = None,
+    ) -> None:
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+        if len(profile.layers) > MOST_LAYERS:
+            raise ValueError(f"the planner takes up to {MOST_LAYERS} layers, got {len(profile.layers)}")
+        if microbatches < 1 or state < 0:
+            raise ValueError(
+                f"needs at least 1 micro-batch and no negative state, got {microbatches} and {state}"
+            )
+        self.profile, self.cluster, self.schedule = profile, cluster, schedule
+        self.microbatches, self.modes = microbatches, np.array(RECOMPUTE[recompute])
+        self.depth = min(cluster.size, len(profile.layers), max_stages or cluster.size)
+        self.table = _table(profile)
+        each = [kept(schedule, max(1, depth), microbatches) for depth in range(self.depth + 1)]
+        # All versions, the gradient, and what the optimizer keeps.
+        self.copies = np.array([versions + 1 + state for versions, _ in each], float)
+        self.in_flight = np.array([batches for _, batches in each], np.int64)
+        self._devices()
+
+    def _devices(self) -> None:
+        """Wires and limits by place: ``d`` devices before the end of the cluster, ``r`` of them."""
+        count, cluster = self.cluster.size, self.cluster
+        self.border = np.zeros((count + 1, 2))
+        self.ring = np.zeros((count + 1, count + 1, 2))
+        self.memory = np.full((count + 1, count + 1), np.inf)
+        for d in range(1, count + 1):
+            first = count - d
+            if first:
+                level = cluster.level(first - 1, first)
+                self.border[d] = level.alpha, level.beta
+            for r in range(1, d + 1):
+                level = cluster.level(first, first + r - 1)
+                self.ring[d, r] = level.alpha, level.beta
+                if cluster.memory is not None:
+                    self.memory[d, r] = min(cluster.memory[first : first + r])
+
+    def best(self, max_stages: int | None = None) -> Cut | None:
+        """The pipeline with the least bottleneck; None where none fits into memory."""
+        depth = min(self.depth, max_stages or self.depth)
+        choice = np.zeros((depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1, 3), np.int16)
+        low = self.microbatches * self.profile.compute / self.cluster.size
+        most = self.microbatches * (self.profile.compute + sum(la.forward for la in self.profile.layers))
+        found, limit = None, max(low, 1e-300) * 1.25
+        while found is None:
+            found = self._within(limit, choice)
+            if found is None and limit == np.inf:
+                return None
+            low, limit = (low, limit) if found else (limit, limit * 2 if limit < 4 * most else np.inf)
+        while found.bottleneck - low > TOLERANCE * found.bottleneck:
+            middle = (found.bottleneck + low) / 2
+            better = self._within(middle, choice)
+            if better is None:
+                low = middle
+            else:
+                found = better
+        return found
+
+    def _within(self, limit: float, choice: np.ndarray) -> Cut | None:
+        from scheduler.pipeline._partition import reachable
+
+        stages, devices = reachable(
+            limit,
+            self.table,
+            self.microbatches,
+            self.copies,
+            self.in_flight,
+            self.ring,
+            self.border,
+            self.memory,
+            self.modes,
+            choice,
+        )
+        return None if stages < 0 else self._trace(stages, devices, choice)
+
+    def _trace(self, stages: int, devices: int, choice: np.ndarray) -> Cut:
+        cuts, replicas, recompute, seconds = [], [], [], []
+        layer = 0
+        for depth in range(stages, 0, -1):
+            count, after, again = (int(value) for value in choice[depth, devices, layer])
+            cuts.append(layer)
+            replicas.append(count)
+            recompute.append(bool(again))
+            seconds.append(self.seconds(layer, after, count, bool(again), devices))
+            layer, devices = after, devices - count
+        return Cut(tuple(cuts), tuple(replicas), tuple(recompute), max(seconds))
+
+    def seconds(self, first: int, last: int, replicas: int, again: bool, devices: int) -> float:
+        """The time of a stage: its work, or what crosses a border of it, whichever is longer."""
+        from scheduler.pipeline._partition import stage_seconds
+
+        work = stage_seconds(
+            self.table, first, last, replicas, again, self.microbatches, self.ring[devices, replicas]
+        )
+        sides = [(first, devices), (last, devices - replicas)]
+        return max(work, *(self._crossing(layer, d, replicas) for layer, d in sides))
+
+    def _crossing(self, layer: int, devices: int, replicas: int) -> float:
+        if layer in (0, len(self.profile.layers)):
+            return 0.0
+        alpha, beta = self.border[devices]
+        return float(self.microbatches * (alpha + beta * self.table[5, layer] / replicas))
+
+
+def partition(
+    profile: Profile,
+    cluster: Cluster,
+    schedule: str = "pipedream",
+    *,
+    microbatches: int = 1,
+    recompute: str = "never",
+    state: float = 0.0,
+    max_stages: int | None = None,
+    candidates: int = 4,
+    placement: str = "bubble",
+) -> Plan:
+    """The fastest plan: ``profile`` is of one micro-batch on one device.
+
+    ``state``: bytes of optimizer state per byte of weights. ``recompute``: ``never``, ``always``, or where it
+    helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
+    """
+    problem = Problem(profile, cluster, schedule, microbatches, recompute, state, max_stages)
+    plans = [_plan(problem, cut, placement) for cut in _different_depths(problem, candidates)]
+    if not plans:
+        raise ValueError(_why_impossible(problem))
+    return min(plans, key=lambda plan: plan.period)
+
+
+def _different_depths(problem: Problem, candidates: int) -> Iterator[Cut]:
+    """The best pipeline, then the best of at most half as many stages, and so on."""
+    depth: int | None = None
+    for _ in range(max(1, candidates)):
+        cut = problem.best(depth)
+        if cut is None:
+            return
+        yield cut
+        depth = len(cut.cuts) // 2
+        if not depth:
+            return
+
+
+def _plan(problem: Problem, cut: Cut, placement: str) -> Plan:
+    first = problem.cluster.size - sum(cut.replicas)
+    program = generate(
+        problem.schedule,
+        len(cut.cuts),
+        problem.microbatches,
+        replicas=cut.replicas,
+        profile=problem.profile,
+        cuts=cut.cuts,
+        recompute=cut.recompute,
+        placement=placement,
+        # Thousands of buckets would tell no more about which plan is best, and take minutes.
+        bucket_bytes=max(BUCKET, problem.profile.total_bytes / MOST_BUCKETS),
+    )
+    placed = problem.cluster.at(range(first, problem.cluster.size))
+    result = run(lower_pipeline(program, problem.profile, placed))
+    return Plan(
+        model=problem.profile.name,
+        sizes=problem.profile.sizes,
+        schedule=problem.schedule,
+        microbatches=problem.microbatches,
+        cuts=cut.cuts,
+        replicas=cut.replicas,
+        recompute=cut.recompute,
+        placement=placement,
+        devices=tuple(range(first, problem.cluster.size)),
+        period=result.period,
+        bottleneck=cut.bottleneck,
+        memory=peak_memory(program, problem.profile),
+    )
+
+
+def _why_impossible(problem: Problem) -> str:
+    layer = max(problem.profile.layers, key=lambda layer: layer.bytes + layer.activation_bytes)
+    smallest = min(problem.cluster.memory or (0,))
+    return (
+        f"no pipeline of {problem.profile.name!r} by {problem.schedule} fits into the memory of"
+        f" {problem.cluster.size} devices: the smallest has {smallest:,} bytes, layer {layer.name!r} alone"
+        f" {layer.bytes:,} bytes of weights and {layer.activation_bytes:,} of activations; allow"
+        " recomputation, choose a schedule with fewer versions (1f1b), or use larger or more devices"
+    )
+
+
+def _table(profile: Profile) -> np.ndarray:
+    """Sums over all layers before each one: forward, backward, bytes, activations, update; in row 5 the bytes
+    that cross the border before it; then again sums, of the fixed part of the compute and of what traffic
+    takes.
+    """
+    layers = profile.layers
+    activations = [layer.activation_bytes for layer in layers]
+    columns = [
+        [layer.forward for layer in layers],
+        [layer.backward for layer in layers],
+        [layer.bytes for layer in layers],
+        activations,
+        [layer.bytes * profile.update_per_byte for layer in layers],
+    ]
+    columns.append([layer.fixed * (layer.forward + layer.backward) for layer in layers])
+    columns.append([layer.bytes * profile.traffic_per_byte for layer in layers])
+    sums = np.zeros((8, len(layers) + 1))
+    sums[[0, 1, 2, 3, 4, 6, 7], 1:] = np.cumsum(np.array(columns, float), axis=1)
+    sums[5, 1:] = activations
+    return sums

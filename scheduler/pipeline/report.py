@@ -1,0 +1,100 @@
+"""What the simulator says about a pipeline: bubbles, memory, delays.
+
+report = examine(program, profile, Link.parse("10gbit"))
+print(report)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler.pipeline.layout import Layout
+from scheduler.pipeline.lowering import Wires, lower_pipeline
+from scheduler.pipeline.meaning import delays
+from scheduler.pipeline.memory import peak_memory
+from scheduler.profile import Profile
+from scheduler.program import Program
+from scheduler.simulator import Result, run
+from scheduler.task_graph import COMPUTE
+
+
+@dataclass(frozen=True)
+class Report:
+    """``period``: seconds per optimizer step at rest. ``bubble``: the part of it in which a rank computes
+    nothing, by rank. ``memory``: bytes by rank. ``delays``, ``versions``, ``activations``: by stage.
+    ``result`` has the timeline.
+    """
+
+    schedule: str
+    period: float
+    bubble: tuple[float, ...]
+    memory: tuple[int, ...]
+    delays: tuple[int, ...]
+    versions: tuple[int, ...]
+    activations: tuple[int, ...]
+    result: Result = field(repr=False, compare=False)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which nothing is computed."""
+        return float(np.mean(self.bubble))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "period": self.period,
+            "bubble_fraction": self.bubble_fraction,
+            "bubble": list(self.bubble),
+            "memory": list(self.memory),
+            "delays": list(self.delays),
+            "versions": list(self.versions),
+            "activations": list(self.activations),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule}: {self.period:.4g} s per step, bubble {self.bubble_fraction:.1%}, peak memory"
+            f" {max(self.memory):,} bytes\n"
+            f"  delays      {_row(self.delays)}\n"
+            f"  versions    {_row(self.versions)}\n"
+            f"  activations {_row(self.activations)}"
+        )
+
+
+def examine(program: Program, profile: Profile, link: Wires) -> Report:
+    """Simulates a program with stages. ``link`` is one wire for everything a rank sends, a mapping with
+    ``link`` for collectives and ``send`` for the messages between stages, or a cluster.
+    """
+    layout = program.pipeline
+    if layout is None:
+        raise ValueError("only programs with stages have bubbles; simulate() serves the others")
+    if program.layers != len(profile.layers):
+        raise ValueError(
+            f"the program is for a model of {program.layers} layers, profile {profile.name!r} has"
+            f" {len(profile.layers)}; make a program for this profile"
+        )
+    result = run(lower_pipeline(program, profile, link))
+    return Report(
+        schedule=program.policy,
+        period=result.period,
+        bubble=_idle(result, layout),
+        memory=peak_memory(program, profile),
+        delays=delays(program),
+        versions=layout.versions,
+        activations=layout.activations,
+        result=result,
+    )
+
+
+def _idle(result: Result, layout: Layout) -> tuple[float, ...]:
+    graph = result.graph
+    computing = graph.resource == COMPUTE
+    busy = np.bincount(graph.rank[computing], graph.duration[computing], layout.world)
+    return tuple(float(1 - seconds / result.period) for seconds in busy)
+
+
+def _row(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))

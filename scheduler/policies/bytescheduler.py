@@ -1,0 +1,61 @@
+"""ByteScheduler (Peng et al.; SOSP 2019): all-reduces in parts, those of the first layers first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.actions import Action, Kind
+from scheduler.buckets import Bucket, fuse_by_bytes
+from scheduler.link import Link
+from scheduler.problem import MIB, Problem
+from scheduler.profile import Profile
+from scheduler.program import Program
+
+PARTS = (0.5 * MIB, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
+"""Partition sizes to choose from; the authors tune theirs for each model and network."""
+
+
+def bytescheduler(
+    profile: Profile,
+    link: Link,
+    *,
+    buckets: Sequence[Bucket] | None = None,
+    bucket_bytes: float | None = None,
+    **step: Any,
+) -> Program:
+    """Every layer by itself, in parts of ``bucket_bytes``: the best of ``PARTS`` unless told otherwise."""
+    problem = Problem(profile, link, **step)
+    problem.refuse_sharded("bytescheduler")
+    if buckets is not None:
+        choices = [problem.checked(buckets)]
+    else:
+        choices = [_parts(problem, part) for part in (PARTS if bucket_bytes is None else [bucket_bytes])]
+    return problem.fastest(
+        problem.program("bytescheduler", chosen, _by_priority(problem, chosen))
+        for chosen in dict.fromkeys(choices)
+    )
+
+
+def _parts(problem: Problem, part: float) -> tuple[Bucket, ...]:
+    return fuse_by_bytes(problem.profile.sizes, 1, part=part, groups=problem.groups)
+
+
+def _by_priority(problem: Problem, buckets: Sequence[Bucket]) -> list[Action]:
+    """When the link is free, the ready bucket of the lowest layer; what has started is not interrupted."""
+    ready = problem.model(buckets).backward_end
+    coming = sorted(range(len(buckets)), key=lambda b: (ready[buckets[b].ready_layer], b), reverse=True)
+    waiting: list[tuple[int, int]] = []
+    order: list[Action] = []
+    now = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, ready[buckets[coming[-1]].ready_layer])
+        while coming and ready[buckets[coming[-1]].ready_layer] <= now:
+            bucket = coming.pop()
+            heapq.heappush(waiting, (buckets[bucket].due_layer, bucket))
+        _, bucket = heapq.heappop(waiting)
+        order.append(Action(Kind.AR, bucket))
+        now += problem.link.cost(Kind.AR, buckets[bucket].bytes)
+    return order

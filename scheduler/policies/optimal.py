@@ -1,0 +1,78 @@
+"""commsched's own policy: buckets, the sizes of parts and the order are searched together.
+
+1. **Compare.** All other policies are asked; the result is never worse than the best of them. 2. **Start.**
+The relaxation of ``scheduler.bound`` gives the buckets that are best if collectives could be preempted:
+   a small one for the first layers, which the forward waits for, and larger and larger ones behind it. They
+   are tried for several exposed times and several largest parts, beside plain fusion and the other
+   policies' buckets.
+3. **Order.** For given buckets the order is a one-machine problem with heads and tails, solved by branch
+and bound
+   (``scheduler._ordering``); all-gathers land in the gaps of the backward wherever that helps.
+4. **Improve.** From the best starts, cuts between buckets are dropped, added and moved
+(``scheduler._cutting``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.buckets import Bucket
+from scheduler.link import Link
+from scheduler.problem import Problem
+from scheduler.profile import Profile
+from scheduler.program import Program
+from scheduler.search import BucketSearch, ordered
+
+DECOUPLED = ("dear", "pipedap", "sequential")
+OTHERS = (*DECOUPLED, "wfbp", "mgwfbp", "bytescheduler")
+
+BUDGET = 4_000_000
+"""Jobs placed by the search of one plan; about half a second."""
+
+SAME = 1 + 1e-9
+"""Periods closer than this are equal up to rounding; then the searched plan is taken."""
+
+
+def optimal(
+    profile: Profile,
+    link: Link,
+    *,
+    buckets: Sequence[Bucket] | None = None,
+    bucket_bytes: float | None = None,
+    seed: int = 0,
+    budget: int = BUDGET,
+    max_buckets: int = 512,
+    **step: Any,
+) -> Program:
+    """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
+
+    With ``buckets`` or ``bucket_bytes`` only the order is searched.
+    """
+    problem = Problem(profile, link, **step)
+    others = [
+        _by_other(name, problem, buckets, bucket_bytes)
+        for name in (DECOUPLED if problem.gather == "parameters" else OTHERS)
+    ]
+    best = problem.fastest(others)
+    if buckets is not None or bucket_bytes is not None:
+        (chosen,) = problem.candidates(buckets, bucket_bytes)
+    elif profile.total_bytes:
+        known = [other.buckets for other in others]
+        chosen = BucketSearch(problem, max_buckets).run(known, seed, budget)
+    else:
+        chosen = ()
+    order = problem.model(chosen).decode(ordered(problem, chosen) if chosen else ())
+    searched = problem.program("optimal", chosen, order, found_by="search")
+    return searched if problem.period(searched) <= problem.period(best) * SAME else best
+
+
+def _by_other(
+    name: str, problem: Problem, buckets: Sequence[Bucket] | None, bucket_bytes: float | None
+) -> Program:
+    from scheduler.policies import get
+
+    other = get(name)(
+        problem.profile, problem.link, buckets=buckets, bucket_bytes=bucket_bytes, **problem.step
+    )
+    return problem.program("optimal", other.buckets, other.link, found_by=name)

@@ -1,0 +1,31 @@
+"""Events by lane, in the order in which every picture shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.program import COMPUTE_LANE
+from scheduler.simulator import Event
+from scheduler.task_graph import EVERY_RANK
+
+
+def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Events by the name of their lane: each rank's compute first, then its other lanes, then what all ranks
+    share.
+
+    A lone rank's lanes carry no number.
+    """
+    found: dict[tuple[int, str], list[Event]] = {}
+    for event in events:
+        found.setdefault((event.rank, event.lane), []).append(event)
+    several = len({rank for rank, _ in found if rank != EVERY_RANK}) > 1
+
+    def place(key: tuple[int, str]) -> tuple[bool, int, bool, str]:
+        rank, lane = key
+        return rank == EVERY_RANK, rank, lane != COMPUTE_LANE, lane
+
+    def name(key: tuple[int, str]) -> str:
+        rank, lane = key
+        return f"{lane} {rank}" if several and rank != EVERY_RANK else lane
+
+    return {name(key): found[key] for key in sorted(found, key=place)}

@@ -1,0 +1,235 @@
+"""The GPU's way, taken by CPU tensors (transport="stream"): the same numbers as every other way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import commsched as hvd
+from commsched.cuda.flow import DeviceFlow, DeviceShardedFlow
+from commsched.cuda.fused import FusedShards
+from tests.support.cases import Me, case, main
+from tests.support.host_kernels import HostLauncher
+from tests.support.oracle import assert_close, batch, release, seeded
+from tests.support.twin import MakeOptimizer, Twin, momentum, some_profile
+
+
+class Mixed(nn.Module):
+    """Convolutions in channels_last, a parameter that is used twice, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 48)
+        self.image = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.twice = nn.Linear(80, 80)
+        self.never = nn.Linear(4, 4)
+        self.last = nn.Linear(80, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.first(x).view(-1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+        x = self.image(image).flatten(1)
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+def loss(step: int):
+    return lambda model, rank: model(batch(rank, step)).square().mean()
+
+
+@case(ranks=(2, 3))
+def every_policy_has_the_oracles_bits(me: Me) -> None:
+    for policy in ("wfbp", "bytescheduler", "dear", "pipedap", "optimal"):
+        twin = Twin(me, Mixed, schedule=policy, transport="stream", lag=0.0)
+        driver = twin.optimizer._driver
+        assert type(driver.flow) is DeviceFlow
+        assert driver.wire.transport_name.startswith("staged, flags over "), driver.wire.transport_name
+        for step in range(4):
+            twin.step(loss(step))
+        twin.end()
+
+
+@case(ranks=(2,))
+def accumulation_and_gradients_to_read(me: Me) -> None:
+    twin = Twin(me, Mixed, transport="stream", lag=0.0)
+    for step in range(3):
+        twin.backward(loss(2 * step))
+        twin.compare_grads()
+        twin.backward(loss(2 * step + 1))  # adds to what has been reduced, which rounds in another order
+        twin.update()
+        twin.compare(relative=1e-5)
+        for p, q in zip(twin.model.parameters(), twin.plain.parameters(), strict=True):
+            q.data.copy_(p.data)
+        twin.zero_grad(set_to_none=bool(step % 2))
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def shards_have_the_oracles_bits(me: Me) -> None:
+    twin = Twin(me, Mixed, transport="stream", gather="parameters", lag=0.0)
+    assert type(twin.optimizer._driver.flow) is DeviceShardedFlow
+    for step in range(4):
+        twin.step(loss(step))
+    twin.end()
+
+
+class NoQuestions(TorchDispatchMode):
+    """An error where the host would wait for a number that is on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal"), f"{name} waits"
+        return func(*args, **(kwargs or {}))
+
+
+def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, fused=True)
+
+
+def clipped(me: Me, make: MakeOptimizer, norm: float = 2.0) -> Twin:
+    """Four steps, clipped to a norm that all exceed; the host asks the device nothing."""
+    twin = Twin(me, Mixed, make, transport="stream", gather="parameters", lag=0.0)
+    for step in range(4):
+        twin.backward(loss(step))
+        theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.01, norm)
+        with NoQuestions():
+            total = twin.optimizer.clip_grad_norm_(0.01, norm)
+            twin.optimizer.step()
+        assert theirs > 0.01
+        assert_close([total], [theirs], 1e-5, "norm")
+        twin.oracle.optimizer.step()
+        twin.zero_grad()
+    twin.compare("clipped", 1e-5)
+    return twin
+
+
+@case(ranks=(2, 3))
+def clipping_asks_the_device_nothing(me: Me) -> None:
+    try:
+        with NoQuestions():
+            float(torch.ones(1))
+    except AssertionError:
+        pass
+    else:
+        raise AssertionError("a question was not noticed")
+    for norm in (2.0, 1.0, float("inf")):
+        release(clipped(me, momentum, norm).optimizer)
+
+
+@case(ranks=(2,))
+def the_kernels_take_the_clip_factor(me: Me) -> None:
+    host = FusedShards.launcher = HostLauncher()
+    try:
+        twin = clipped(me, fused_adam)
+        assert any(name.startswith("adam") for name, _ in host.launches), host.launches
+        release(twin.optimizer)
+    finally:
+        FusedShards.launcher = None
+
+
+@case(ranks=(2,))
+def clipped_twice_and_read_before_the_step(me: Me) -> None:
+    twin = Twin(me, Mixed, transport="stream", gather="parameters", lag=0.0)
+    for step in range(3):
+        twin.backward(loss(step))
+        for bound in (0.1, 0.01):
+            theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), bound)
+            assert_close([twin.optimizer.clip_grad_norm_(bound)], [theirs], 1e-5, f"norm before {bound}")
+        if step:
+            twin.optimizer.synchronize()
+            grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (twin.model, twin.plain)]
+            assert_close(*grads, 1e-5, "clipped gradients")
+        twin.update()
+        twin.zero_grad()
+        twin.compare(f"step {step}", 1e-5)
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def an_infinite_norm_is_an_error_where_asked_for(me: Me) -> None:
+    twin = Twin(me, Mixed, transport="stream", gather="parameters", lag=0.0)
+    twin.backward(lambda model, rank: loss(0)(model, rank) * (float("inf") if rank == 1 else 1.0))
+    try:
+        twin.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        assert "total norm" in str(error)
+    else:
+        raise AssertionError("no error")
+    twin.optimizer.close()
+
+
+@case(ranks=(2,))
+def half_precision_on_the_wire_is_that_of_the_engine(me: Me) -> None:
+    found = []
+    for transport in ("direct", "stream"):
+        model = seeded(Mixed)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            compression=hvd.Compression.fp16,
+            gradient_predivide_factor=2.0,
+            schedule="dear",
+            profile=some_profile(model),
+            transport=transport,
+        )
+        for step in range(3):
+            loss(step)(model, me.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        release(optimizer)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@case(ranks=(2,))
+def measuring_on_the_way(me: Me) -> None:
+    model = seeded(Mixed)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), model=model, transport="stream")
+    for step in range(8):
+        loss(step)(model, me.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    profile = optimizer.profile()
+    assert sum(layer.backward for layer in profile.layers) > 0
+    events = optimizer._driver.wire.engine.events()
+    assert (
+        len(events)
+        and (events["end"] >= events["start"]).all()
+        and (events["start"] >= events["ready"]).all()
+    )
+    release(optimizer)
+
+
+@case(ranks=(2,))
+def what_streams_cannot_do_is_refused(me: Me) -> None:
+    model = seeded(Mixed)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        hvd.DistributedOptimizer(
+            inner,
+            model.named_parameters(),
+            gather="parameters",
+            early_step=True,
+            schedule="dear",
+            profile=some_profile(model),
+            transport="stream",
+        )
+    except ValueError as error:
+        assert "use early_step=False" in str(error)
+    else:
+        raise AssertionError("early_step was accepted")
+
+
+@case(ranks=(2,))
+def plain_reduces_at_step_time(me: Me) -> None:
+    model = seeded(Mixed)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), transport="plain")
+    assert not hasattr(optimizer, "_driver")
+    loss(0)(model, me.rank).backward()
+    optimizer.step()
+
+
+main(__name__)

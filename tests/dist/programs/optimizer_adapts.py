@@ -1,0 +1,91 @@
+"""``schedule="auto"`` while training goes on: what has changed is measured and planned anew, on all ranks at once."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from scheduler.profile import Profile
+from tests.support.cases import Me, case, main
+from tests.support.oracle import batch
+from tests.support.twin import Twin
+
+
+class Stack(nn.Module):
+    """Layers that take their time, in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.order, self.pause = [0, 1, 2], 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            time.sleep(self.pause)
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def adapting(me: Me) -> Twin:
+    return Twin(me, Stack, schedule="auto", planned=False, bucket_mb=0.0005, lag=0.0)
+
+
+def profiles_until(twin: Twin, steps: range, change: Callable[[Profile, Profile], bool]) -> int:
+    """Trains until the profile has changed so; the step at which it had."""
+    before = twin.optimizer.profile()
+    for step in steps:
+        twin.step(lambda m, rank, step=step: m(batch(rank, step)).square().mean())
+        if change(before, twin.optimizer.profile()):
+            return step
+    raise AssertionError(f"the plan is still the one for {before.layers}")
+
+
+def train(twin: Twin, steps: range) -> None:
+    for step in steps:
+        twin.step(lambda m, rank, step=step: m(batch(rank, step)).square().mean())
+
+
+def forward(profile: Profile) -> float:
+    return sum(layer.forward for layer in profile.layers if layer.bytes)
+
+
+@case()
+def a_step_that_has_become_slower_is_planned_anew(me: Me) -> None:
+    twin = adapting(me)
+    twin.model.pause = 0.001
+    train(twin, range(50))
+    twin.optimizer._driver.steady.patience = 30  # as if many more steps had passed
+    twin.model.pause = 0.03  # more than what other work on this machine may add
+    step = profiles_until(twin, range(50, 400), lambda old, new: forward(new) > 2 * forward(old))
+    assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
+    train(twin, range(step + 1, step + 12))
+    twin.end(must_have_waited=False)
+
+
+@case()
+def a_forward_in_another_order_is_planned_anew(me: Me) -> None:
+    def order_of(profile: Profile) -> list[str]:
+        return [layer.name for layer in profile.layers if layer.name.endswith("weight")]
+
+    twin = adapting(me)
+    twin.model.pause = 0.001
+    train(twin, range(12))
+    assert order_of(twin.optimizer.profile()) == [f"layers.{i}.weight" for i in (0, 1, 2)]
+    twin.model.order = twin.plain.order = [2, 0, 1]
+    # The delays of the other ranks' gradients let a forward find its parameters on their way.
+    if me.rank == 0:
+        twin.model.pause = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = profiles_until(twin, range(12, 200), lambda old, new: order_of(new) != order_of(old))
+    assert order_of(twin.optimizer.profile()) == [f"layers.{i}.weight" for i in (2, 0, 1)]
+    assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
+    train(twin, range(step + 1, step + 12))
+    twin.end(must_have_waited=False)
+
+
+main(__name__)

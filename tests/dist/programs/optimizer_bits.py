@@ -1,0 +1,220 @@
+"""Exactness: whatever the policy, the buckets and the run, the bits are those of sums in rank order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from scheduler import policies
+from scheduler.buckets import fuse_by_bytes
+from scheduler.link import Link
+from scheduler.policies import plan
+from scheduler.profile import Layer, Profile
+from tests.support.small_models import mlp
+from tests.support.cases import Me, case, main
+from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, release, seeded
+
+POLICIES = ("auto", *policies.names())
+
+
+class Odd(nn.Module):
+    """Odd sizes, a scalar, an empty parameter, three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 37)
+        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
+        self.wide = nn.Linear(37, 11, bias=False).double()
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x)) * self.scalar + self.empty.sum()
+        wide = self.wide(x.double()).float()
+        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
+
+
+def odd_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+def train(
+    me: Me, model: nn.Module, optimizer: Any, steps: int, loss: Any = odd_loss, shake: bool = True
+) -> nn.Module:
+    if shake:
+        me.shake(model)
+    for step in range(steps):
+        loss(model, me.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def oracle_of(me: Me, make: Any, steps: int, build: Any = Odd, loss: Any = odd_loss) -> nn.Module:
+    model = seeded(build)
+    oracle = Oracle(model, make(model), me.size)
+    for step in range(steps):
+        oracle.step(lambda m, rank, step=step: loss(m, rank, step))
+    return model
+
+
+@case(ranks=(2, 3, 4))
+def every_policy_gives_the_bits_of_rank_ordered_sums(me: Me) -> None:
+    expected = oracle_of(me, sgd, 20)
+    for policy in POLICIES:
+        model = seeded(Odd)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=policy)
+        assert_same_bits(train(me, model, optimizer, 20), expected, policy)
+        release(optimizer)
+
+
+@case(ranks=(2, 3, 4))
+def every_bucket_size_gives_the_bits_of_rank_ordered_sums(me: Me) -> None:
+    expected = oracle_of(me, sgd, 8)
+    for policy, size in itertools.product(("wfbp", "dear", "optimal"), (1e-5, 3e-4, 1e-3, 100)):
+        model = seeded(Odd)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), schedule=policy, bucket_mb=size
+        )
+        assert_same_bits(train(me, model, optimizer, 8), expected, f"{policy} with buckets of {size} MB")
+        release(optimizer)
+
+
+@case(ranks=(2, 3, 4))
+def random_cuts_give_the_bits_of_rank_ordered_sums(me: Me) -> None:
+    expected = oracle_of(me, sgd, 8)
+    dice = random.Random(me.seed)
+    for attempt in range(10):
+        model = seeded(Odd)
+        params = dict(model.named_parameters())
+        kinds = list(dict.fromkeys(p.dtype for p in params.values()))
+        layers = [Layer("(outside)", 1e-3, 0.0, 0)]
+        layers += [
+            Layer(name, 1e-3, 2e-3, p.numel() * p.element_size(), group=kinds.index(p.dtype))
+            for name, p in params.items()
+        ]
+        profile = Profile("random", tuple(layers))
+        buckets = fuse_by_bytes(
+            [la.bytes for la in layers],
+            dice.choice([1, 200, 900, 4000]),
+            first=dice.choice([None, 100, 1000]),
+            part=dice.choice([None, 64, 130, 700]),
+            groups=[la.group for la in layers],
+        )
+        policy = dice.choice(["wfbp", "dear", "pipedap", "bytescheduler"])
+        program = plan(profile, Link(alpha=1e-4, beta=1e-7), policy, ranks=me.size, buckets=buckets)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=program)
+        assert_same_bits(train(me, model, optimizer, 8), expected, f"attempt {attempt}: {program.plan}")
+        release(optimizer)
+
+
+@case(ranks=(2, 3, 4))
+def all_ranks_and_runs_have_the_same_bits(me: Me) -> None:
+    prints = []
+    for _ in range(2):
+        model = seeded(Odd)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        prints.append(fingerprint(train(me, model, optimizer, 20)))
+        release(optimizer)
+    assert len(set(me.everybody(" ".join(prints)))) == 1 and prints[0] == prints[1], prints
+
+
+@case(ranks=(2, 3))
+def other_transports_agree_within_rounding(me: Me) -> None:
+    for build, rounding in ((mlp, 1e-5), (Odd, 3e-2)):  # one bfloat16 layer rounds the whole model
+        expected = oracle_of(me, sgd, 10, build)
+        for transport in ("ring", "c10d"):
+            prints = []
+            for _ in range(2):
+                model = seeded(build)
+                optimizer = hvd.DistributedOptimizer(
+                    sgd(model), model.named_parameters(), transport=transport, schedule="dear"
+                )
+                assert_close(train(me, model, optimizer, 10), expected, rounding, transport)
+                prints.append(fingerprint(model))
+                release(optimizer)
+            assert len(set(me.everybody(" ".join(prints)))) == 1, f"{transport}: ranks differ"
+            assert prints[0] == prints[1], f"{transport}: runs differ"
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "dampening": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, dampening=0.3, maximize=True),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "fused": lambda p: torch.optim.Adam(p, 0.01, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.005, momentum=0.9, centered=True, weight_decay=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.005),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.05, lr_decay=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+}
+
+
+@case(ranks=(2, 3))
+def every_optimizer_gives_the_bits_of_the_plain_one(me: Me) -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step)).square().mean()
+
+    for name, make in OPTIMIZERS.items():
+        expected = oracle_of(me, lambda m, make=make: make(m.parameters()), 7, mlp, loss)
+        model = seeded(mlp)
+        optimizer = hvd.DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), schedule="dear", bucket_mb=0.002
+        )
+        assert_same_bits(train(me, model, optimizer, 7, loss), expected, name)
+        release(optimizer)
+
+
+@case(ranks=(2, 3, 4))
+def equals_large_batch_training(me: Me) -> None:
+    """One process with all ranks' samples in one batch: float64, 1e-10."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, dtype=torch.float64)).square().mean()
+
+    for name, transports in (
+        ("nesterov", ("direct", "ring", "c10d")),
+        *((name, ("direct",)) for name in ("Adam", "AdamW", "RMSprop", "Adagrad")),
+    ):
+        large = seeded(mlp).double()
+        plain = OPTIMIZERS[name](large.parameters())
+        for step in range(20):
+            samples = torch.cat([batch(rank, step, dtype=torch.float64) for rank in range(me.size)])
+            plain.zero_grad()
+            large(samples).square().mean().backward()
+            plain.step()
+        for transport in transports:
+            model = seeded(mlp).double()
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS[name](model.parameters()),
+                model.named_parameters(),
+                transport=transport,
+                bucket_mb=0.003,
+            )
+            assert_close(
+                train(me, model, optimizer, 20, loss, shake=False), large, 1e-10, f"{name} {transport}"
+            )
+            release(optimizer)
+
+
+main(__name__)

@@ -1,0 +1,109 @@
+"""One training run in which rank 1 does what the first argument says; every rank prints how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from tests.support.oracle import batch, seeded
+from tests.support.twin import some_profile
+
+STEPS, WHEN = 15, 10  # behind the iterations that are timed
+
+
+def mlp(width: int = 64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)
+    )
+
+
+def trainer(what: str, odd: bool) -> tuple[nn.Module, Any]:
+    model = seeded(lambda: mlp(65 if odd and what == "another model" else 64))
+    if odd and what == "one parameter less":
+        model[4] = nn.Linear(64, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    options: dict[str, Any] = {"schedule": "dear", "bucket_mb": 0.004}
+    if what.endswith("while deferred"):
+        options["profile"] = some_profile(model)
+    if odd and what == "killed before the first step":
+        die()
+    if what == "parameters gathered":
+        options["gather"] = "parameters"
+    if odd and what == "another schedule":
+        options["schedule"] = "wfbp"
+    if odd and what == "another plan":
+        use_another_plan()
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def use_another_plan() -> None:
+    """Past all checks: the engine itself is told another order."""
+    from commsched.flow import wire
+
+    honest = wire._plan
+
+    def swapped(program: Any, flags: int, *others: Any) -> list[tuple[str, int]]:
+        plan = honest(program, flags, *others)
+        reductions = [i for i, (kind, bucket) in enumerate(plan) if kind == "RS" and bucket != flags]
+        if len(reductions) > 1:
+            a, b = reductions[:2]
+            plan[a], plan[b] = plan[b], plan[a]
+        return plan
+
+    wire._plan = swapped
+
+
+def die(*_: Any) -> None:
+    print("dies now", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def misbehave(what: str, step: int, model: nn.Module) -> bool:
+    """Rank 1's turn; True: no step() this time."""
+    if step != WHEN:
+        return False
+    if what.startswith("killed in the backward") or what == "parameters gathered":
+        model[2].weight.register_hook(die)
+    elif what.startswith("killed in the forward"):
+        model[2].register_forward_pre_hook(die)
+    elif what == "an exception":
+        raise KeyError("the data of rank 1")
+    elif what == "hangs":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "does not come":
+        time.sleep(600)
+    return what == "skips a step"
+
+
+def train(what: str) -> None:
+    odd = hvd.rank() == 1
+    model, optimizer = trainer(what, odd)
+    for step in range(STEPS):
+        skips = odd and misbehave(what, step, model)
+        model(batch(hvd.rank(), step)).square().mean().backward()
+        if not skips:
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    try:
+        train(sys.argv[1])
+    except hvd.CommError as error:
+        print(f"CommError: {error}", flush=True)
+        sys.exit(3)
+    print("ended", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Horovod's options: what is summed, scaled, compressed, sparse, grouped or kept within a process set."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commsched as hvd
+from tests.support.small_models import Words, loss_of, mlp, plain_sgd, words_loss
+from tests.dist.programs import optimizer_sums  # noqa: F401 - its cases run here
+from tests.support.cases import Me, case, main
+from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded
+from tests.support.twin import Twin, momentum, some_profile
+
+
+@case()
+def predivided(me: Me) -> None:
+    for factor in (4.0, 3.0):
+        twin = Twin(me, lambda: mlp().double(), gradient_predivide_factor=factor)
+        for step in range(5):
+            twin.step(lambda m, rank, step=step: m(batch(rank, step).double()).square().mean())
+        twin.compare(relative=1e-12)
+        release(twin.optimizer)
+
+
+def rounded(grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Each rank's gradient in few bits, summed in fp32, the mean again in few bits."""
+    total = grads[0].to(dtype).float()
+    for grad in grads[1:]:
+        total = total + grad.to(dtype).float()
+    return (total / len(grads)).to(dtype).float()
+
+
+@case()
+def compressed(me: Me) -> None:
+    for kind, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        twin = Twin(me, mlp, compression=getattr(hvd.Compression, kind), lag=0.0)
+        for step in range(6):
+            loss = loss_of(step)
+            expected = [[g.clone() for g in twin.oracle._local(rank, [loss])] for rank in range(me.size)]
+            loss(twin.model, me.rank).backward()
+            for p, q, grads in zip(
+                twin.model.parameters(), twin.plain.parameters(), zip(*expected, strict=True), strict=True
+            ):
+                q.grad = rounded(list(grads), dtype)
+                assert p.grad.dtype == torch.float32
+                unit = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+                assert_close([p.grad], [q.grad], unit, kind)
+                q.grad = p.grad.clone()
+            twin.update()
+            twin.zero_grad()
+        prints = me.everybody(str([float(p.double().sum()) for p in twin.model.parameters()]))
+        assert len(set(prints)) == 1, prints
+        twin.compare(kind)
+        release(twin.optimizer)
+
+
+@case()
+def sparse_gradients(me: Me) -> None:
+    for as_dense in (False, True):
+        for sums in (False, True):
+            twin = Twin(me, lambda: Words(True), plain_sgd, sparse_as_dense=as_dense, sums=sums)
+            for step in range(6):
+                twin.step(lambda m, rank, step=step: words_loss(m, rank, step))
+                twin.compare(f"step {step}, as_dense={as_dense}", relative=1e-6)
+            release(twin.optimizer)
+
+
+@case()
+def sparse_gradients_on_some_ranks(me: Me) -> None:
+    """In some steps, some ranks' gradient is sparse and others' dense or absent."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        if (rank + step) % 3 == 0:
+            return model.out(batch(rank, step, (4, 8))).square().mean()
+        if (rank + step) % 3 == 1:
+            return words_loss(model, rank, step) + model.embed.weight.square().sum() * 0.1
+        return words_loss(model, rank, step)
+
+    twin = Twin(me, lambda: Words(True), plain_sgd)
+    for step in range(6):
+        twin.backward()
+        mine = loss(twin.model, me.rank, step)
+        mine.backward()
+        by_rank = [
+            twin.oracle._local(rank, [lambda m, r, step=step: loss(m, r, step)]) for rank in range(me.size)
+        ]
+        for p, grads in zip(twin.plain.parameters(), zip(*by_rank, strict=True), strict=True):
+            dense = [torch.zeros_like(p) if g is None else g.to_dense() for g in grads]
+            p.grad = None if all(g is None for g in grads) else torch.stack(dense).sum(0) / me.size
+        twin.update()
+        twin.zero_grad()
+        twin.compare(f"step {step}", relative=1e-6)
+    release(twin.optimizer)
+
+
+@case()
+def sparse_adam(me: Me) -> None:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam([model.embed.weight], lr=0.01)
+
+    plain, model = seeded(lambda: Words(True)), seeded(lambda: Words(True))
+    oracle = adam(plain)
+    optimizer = hvd.DistributedOptimizer(adam(model), [("embed", model.embed.weight)])
+    for step in range(5):
+        words_loss(model, me.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = []
+        for rank in range(me.size):
+            plain.embed.weight.grad = None
+            words_loss(plain, rank, step).backward()
+            grads.append(plain.embed.weight.grad)
+        total = grads[0]
+        for grad in grads[1:]:
+            total = total + grad
+        plain.embed.weight.grad = (total / me.size).coalesce()
+        oracle.step()
+        assert_close([model.embed.weight], [plain.embed.weight], 1e-5, f"step {step}")
+    release(optimizer)
+
+
+@case()
+def groups_of_tensors(me: Me) -> None:
+    params = 6
+    for how in ("number", "lists"):
+        twin_model = seeded(mlp)
+        chosen: Any = (
+            2 if how == "number" else [[p for i, p in enumerate(twin_model.parameters()) if i % 2 == 0]]
+        )
+        optimizer: Any = hvd.DistributedOptimizer(
+            momentum(twin_model), twin_model.named_parameters(), groups=chosen, schedule="dear"
+        )
+        assert len(list(twin_model.parameters())) == params
+        plain = seeded(mlp)
+        oracle = Oracle(plain, momentum(plain), me.size)
+        for step in range(8):
+            loss_of(step)(twin_model, me.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            oracle.step(loss_of(step))
+        assert_same_bits(twin_model, plain, how)
+        release(optimizer)
+
+
+@case(ranks=(3, 4))
+def process_sets_train_their_own_models(me: Me) -> None:
+    first = hvd.add_process_set([0, me.size - 1])
+    if first.included():
+        members = [0, me.size - 1]
+        model, plain = seeded(mlp), seeded(mlp)
+        optimizer: Any = hvd.DistributedOptimizer(
+            momentum(model),
+            model.named_parameters(),
+            process_set=first,
+            profile=some_profile(model),
+            schedule="dear",
+            bucket_mb=0.002,
+        )
+        oracle = Oracle(plain, momentum(plain), 2)
+        for step in range(6):
+            loss_of(step)(model, me.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            oracle.step(lambda m, place, step=step: loss_of(step)(m, members[place]))
+        assert_same_bits(model, plain)
+        release(optimizer)
+    else:
+        model, plain = seeded(mlp), seeded(mlp)
+        alone: Any = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=first)
+        optimizer = momentum(plain)
+        for step in range(3):
+            for net, opt in ((model, alone), (plain, optimizer)):
+                loss_of(step)(net, me.rank).backward()
+                opt.step()
+                opt.zero_grad()
+        assert_same_bits(model, plain, "a rank outside the set trains alone")
+    me.everybody()
+    hvd.remove_process_set(first)
+
+
+@case()
+def lbfgs_with_a_closure(me: Me) -> None:
+    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+
+    plain, model = seeded(lambda: mlp().double()), seeded(lambda: mlp().double())
+    oracle, optimizer = lbfgs(plain), hvd.DistributedOptimizer(lbfgs(model), model.named_parameters())
+    data = [batch(rank, 0).double() for rank in range(me.size)]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        model(data[me.rank]).square().mean().backward()
+        # The line search compares losses: every rank must see the same one.
+        with torch.no_grad():
+            return torch.stack([model(part).square().mean() for part in data]).mean()
+
+    def whole() -> torch.Tensor:
+        oracle.zero_grad()
+        loss = torch.stack([plain(part).square().mean() for part in data]).mean()
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        optimizer.step(closure)
+        oracle.step(whole)
+        assert_close(model, plain, 1e-7, f"step {step}")
+    release(optimizer)
+
+
+@case()
+def closures_with_ordinary_optimizers(me: Me) -> None:
+    twin = Twin(me, mlp)
+    for step in range(5):
+        seen = []
+
+        def closure(step: int = step, seen: list = seen) -> torch.Tensor:
+            twin.optimizer.zero_grad()
+            loss = loss_of(step)(twin.model, me.rank)
+            loss.backward()
+            seen.append(loss)
+            return loss
+
+        result = twin.optimizer.step(closure)
+        assert result is seen[0] and len(seen) == 1
+        twin.oracle.optimizer.zero_grad()
+        twin.oracle.backward(loss_of(step))
+        twin.oracle.optimizer.step()
+        twin.compare(f"step {step}")
+    release(twin.optimizer)
+
+
+@case()
+def state_travels_to_the_plain_optimizer_and_back(me: Me) -> None:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), 0.01)
+
+    twin = Twin(me, mlp, adam)
+    for step in range(3):
+        twin.step(loss_of(step))
+    saved = copy.deepcopy(twin.optimizer.state_dict())
+    weights = copy.deepcopy(twin.model.state_dict())
+    alone = seeded(mlp)
+    alone.load_state_dict(weights)
+    plain = Oracle(alone, adam(alone), me.size)
+    plain.optimizer.load_state_dict(saved)
+    for step in range(3, 5):
+        plain.step(loss_of(step))
+        twin.step(loss_of(step))
+    assert_same_bits(alone, twin.model, "training on from the state of the distributed one")
+    other = Twin(me, mlp, adam)
+    other.model.load_state_dict(alone.state_dict())
+    other.plain.load_state_dict(alone.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    other.oracle.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    for step in range(5, 8):
+        other.step(loss_of(step))
+    other.end()
+    release(twin.optimizer)
+
+
+@case()
+def wrong_arguments_are_value_errors(me: Me) -> None:
+    model = mlp()
+    named = list(model.named_parameters())
+    wrong: list[dict[str, Any]] = [
+        {"named_parameters": named[1:]},
+        {"named_parameters": [("same", p) for _, p in named]},
+        {"named_parameters": [p for _, p in named]},
+        {"op": hvd.Min},
+        {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        {"schedule": "no such policy"},
+        {"transport": "pigeon"},
+        {"bucket_mb": -1.0},
+        {"gather": "nothing"},
+        {"early_step": True},
+        {"backward_passes_per_step": 0},
+    ]
+    for options in wrong:
+        try:
+            optimizer = hvd.DistributedOptimizer(momentum(model), **options)
+        except ValueError as error:
+            assert len(str(error)) > 20, error
+        else:
+            raise AssertionError(f"{options} was accepted: {optimizer}")
+    once = hvd.DistributedOptimizer(momentum(model))
+    try:
+        hvd.DistributedOptimizer(once)
+    except ValueError as error:
+        assert "already" in str(error)
+    else:
+        raise AssertionError("wrapped twice")
+    release(once)
+
+
+main(__name__)

@@ -1,0 +1,330 @@
+"""``master_weights=True``: half-precision parameters learn what a float32 copy of them learns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from commsched.cuda.fused import FusedShards
+from commsched.flow.masters import KEY
+from tests.support.cases import Me, case, main
+from tests.support.host_kernels import HostLauncher
+from tests.support.masters import CastEachStep
+from tests.support.oracle import assert_close, batch, release, seeded, values
+from tests.support.twin import Twin
+
+Make = Callable[[Sequence[nn.Parameter]], Any]
+
+
+class Even(nn.Module):
+    """Sizes at which no shard ends within a vector register: whole tensors and shards have the same bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(64, n, bias=False) for n in (64, 64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.relu(self.first(x)))))
+
+
+class Odd(nn.Module):
+    """Odd sizes, a float32 norm between bfloat16 layers, a transposed weight, a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 37)
+        self.norm = nn.LayerNorm(37)
+        self.turned = nn.Parameter(torch.randn(37, 37).mul(0.1).t())
+        self.never = nn.Linear(3, 3)
+        self.last = nn.Linear(37, 5)
+        for part in (self.first, self.last, self.never):
+            part.bfloat16()
+        self.turned.data = self.turned.data.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x).float()).bfloat16()
+        return self.last(torch.relu(x @ self.turned))
+
+
+def even(dtype: torch.dtype = torch.bfloat16) -> Callable[[], nn.Module]:
+    return lambda: Even().to(dtype)
+
+
+def loss(step: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[nn.Module, int], torch.Tensor]:
+    return lambda model, rank: model(batch(rank, step, (6, 64), dtype)).float().square().mean()
+
+
+def adam(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-4, eps=1e-4)
+
+
+def momentum(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=2e-3, momentum=0.9, weight_decay=0.01)
+
+
+class MasterTwin(Twin):
+    """Beside the half-precision model, the oracle trains a float32 copy."""
+
+    def __init__(self, me: Me, build: Callable[[], nn.Module], make: Make, **options: Any) -> None:
+        given = {"gather": "parameters", "master_weights": True, "lag": 0.0, **options}
+        super().__init__(me, build, lambda model: make(list(model.parameters())), **given)
+        self.cast = self.oracle.optimizer = CastEachStep(self.plain.parameters(), make)
+
+    def compare_masters(self, relative: float | None = None) -> None:
+        """Every master, from the state dict, is the float32 copy's weight."""
+        saved = self.optimizer.state_dict()["state"]
+        for i, weight in enumerate(self.cast.weights):
+            if KEY in saved.get(i, {}):
+                found, wanted = saved[i][KEY], self.cast.copies[i].detach()
+                assert found.dtype == torch.float32 and weight.dtype != torch.float32
+                if relative is None:
+                    assert torch.equal(found, wanted), f"master {i}: {(found - wanted).abs().max()}"
+                else:
+                    assert_close([found], [wanted], relative, f"master {i}")
+
+    def finish(self, relative: float | None = None) -> None:
+        self.compare("at the end", relative)
+        self.compare_masters(relative)
+        release(self.optimizer)
+
+
+def masters_of(twin: Twin) -> list[torch.Tensor]:
+    return [state[KEY] for state in twin.optimizer.state_dict()["state"].values() if KEY in state]
+
+
+@case(ranks=(2, 4))
+def a_float32_copy_learns_the_same(me: Me) -> None:
+    ways: list[dict[str, Any]] = [{}, {"early_step": True}, {"transport": "stream"}]
+    for dtype in (torch.bfloat16, torch.float16):
+        for make in (adam, momentum):
+            for way in ways:
+                twin = MasterTwin(me, even(dtype), make, bucket_mb=0.01, **way)
+                for step in range(6):
+                    twin.step(loss(step, dtype))
+                masters = masters_of(twin)
+                assert len(masters) == 3
+                rounded = [(m != m.to(dtype).float()).float().mean() for m in masters]
+                assert min(rounded) > 0.5, f"masters say no more than the parameters: {rounded}"
+                twin.finish()
+
+
+@case(ranks=(2,))
+def without_masters_small_updates_are_lost(me: Me) -> None:
+    """What the option is for: the tests here would notice if nothing were kept."""
+    twin = MasterTwin(me, even(), adam, master_weights=False)
+    for step in range(6):
+        twin.step(loss(step))
+    pairs = zip(twin.model.parameters(), twin.plain.parameters(), strict=True)
+    assert any(not torch.equal(p, q) for p, q in pairs)
+    release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+def odd_sizes_and_mixed_types(me: Me) -> None:
+    for way in ({}, {"transport": "stream"}, {"planned": False, "schedule": "auto"}):
+        twin = MasterTwin(me, Odd, adam, **way)
+        for step in range(8):
+            twin.step(loss(step))
+        state = twin.optimizer.state_dict()["state"]
+        kept = {name for i, (name, _) in enumerate(twin.model.named_parameters()) if KEY in state.get(i, {})}
+        assert kept == {"turned", "first.weight", "first.bias", "last.weight", "last.bias"}, kept
+        twin.finish(2e-3)
+
+
+@case(ranks=(2,))
+def the_kernels_keep_masters(me: Me) -> None:
+    host = FusedShards.launcher = HostLauncher()
+    try:
+        for make in (
+            lambda params: torch.optim.AdamW(params, lr=2e-4, eps=1e-3, fused=True),
+            lambda params: torch.optim.SGD(params, lr=2e-3, fused=True),
+        ):
+            host.launches.clear()
+            twin = MasterTwin(me, even(), make, transport="stream")
+            for step in range(4):
+                twin.step(loss(step))
+            assert host.launches and all(n.endswith("_bf16_bf16") for n, _ in host.launches), host.launches
+            assert len(masters_of(twin)) == 3
+            twin.finish(2e-3)
+    finally:
+        FusedShards.launcher = None
+
+
+@case(ranks=(2,))
+def clipping_is_that_of_float32_gradients(me: Me) -> None:
+    twin = MasterTwin(me, even(), adam)
+    for step in range(4):
+        twin.backward(loss(step))
+        theirs = twin.cast.clip(0.01)
+        assert_close([twin.optimizer.clip_grad_norm_(0.01)], [theirs], 1e-5, "norm")
+        twin.update()
+        twin.zero_grad()
+    twin.finish(2e-3)
+
+
+def fused_adam(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-4, eps=1e-3, fused=True)
+
+
+@case(ranks=(2,))
+def a_scaler_of_float16_gradients(me: Me) -> None:
+    """Unscaled in float32 by the fused optimizer; a step with an infinite gradient leaves masters alone."""
+    twin = MasterTwin(me, even(torch.float16), fused_adam)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(5):
+        scale = scaler.get_scale()
+        spoiled = float("inf") if step == 2 else 1.0
+
+        def scaled(model: nn.Module, rank: int, step: int = step, factor: float = spoiled) -> Any:
+            return scaler.scale(loss(step, torch.float16)(model, rank) * factor)
+
+        twin.backward(scaled)
+        twin.optimizer.synchronize()
+        scaler.step(twin.optimizer)
+        scaler.update()
+        twin.cast.factor = torch.tensor(1.0 / scale)
+        if step != 2:
+            twin.oracle.optimizer.step()
+        twin.zero_grad()
+        assert (scaler.get_scale() < scale) == (step == 2)
+    twin.finish(2e-3)
+
+
+@case(ranks=(2, 3))
+def what_is_written_counts(me: Me) -> None:
+    """A broadcast, a loaded model or an edit once would have been undone by the masters."""
+    twin = MasterTwin(me, even(), momentum)
+    for step in range(6):
+        if step == 0:
+            twin.both(lambda m: [p.data.mul_(0.5) for p in m.parameters()])  # as a broadcast does
+        if step == 2:
+            with torch.no_grad():
+                twin.both(lambda m: m.second.weight.fill_(0.01))
+        if step == 4:
+            first = seeded(even(), 3).state_dict()
+            twin.both(lambda m: m.load_state_dict(first))
+        if step in (0, 2, 4):
+            for weight, copied in zip(twin.cast.weights, twin.cast.copies, strict=True):
+                if not torch.equal(copied.to(weight.dtype), weight):
+                    copied.data.copy_(weight)
+        twin.step(loss(step))
+    twin.compare("at the end", 2e-3)
+    release(twin.optimizer)
+
+
+@case(ranks=(1, 2, 3))
+def one_rank_and_many_load_each_others_state(me: Me) -> None:
+    """Each number of ranks goes on from the same saved state, made in one process."""
+    source = seeded(even())
+    alone = CastEachStep(source.parameters(), adam)
+    for step in range(3):
+        loss(step)(source, 0).backward()
+        alone.step()
+        alone.zero_grad()
+    saved = copy.deepcopy(alone.inner.state_dict())
+    for i, weight in enumerate(alone.copies):
+        saved["state"][i][KEY] = weight.detach().clone()
+    twin = MasterTwin(me, even(), adam)
+    for own, theirs in zip(twin.cast.copies, alone.copies, strict=True):
+        own.data.copy_(theirs)
+    twin.cast.inner.load_state_dict(copy.deepcopy(alone.inner.state_dict()))
+    twin.cast.cast()
+    twin.model.load_state_dict(source.state_dict())
+    twin.optimizer.load_state_dict(saved)
+    again = twin.optimizer.state_dict()["state"]
+    for i, entries in saved["state"].items():
+        assert again[i].keys() == entries.keys()
+        for key, value in entries.items():
+            assert torch.equal(again[i][key], value) and again[i][key].dtype == value.dtype, f"{key} of {i}"
+    for step in range(3, 6):
+        twin.step(loss(step))
+    twin.finish()
+
+
+@case(ranks=(2,))
+def plain_pytorch_goes_on_from_the_state(me: Me) -> None:
+    twin = MasterTwin(me, even(), adam)
+    for step in range(3):
+        twin.step(loss(step))
+    saved, weights = twin.optimizer.state_dict(), values(twin.model)
+    plain = seeded(even())
+    plain.load_state_dict(twin.model.state_dict())
+    optimizer = adam(list(plain.parameters()))
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    loss(3)(plain, 0).backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in plain.parameters())
+    # And back: what plain PyTorch has rounded to bfloat16 serves as well as it can.
+    other = MasterTwin(me, even(), adam)
+    other.model.load_state_dict(plain.state_dict())
+    without = optimizer.state_dict()
+    for entries in without["state"].values():
+        entries.pop(KEY)
+    other.optimizer.load_state_dict(without)
+    loss(4)(other.model, me.rank).backward()
+    other.optimizer.step()
+    saved_again = other.optimizer.state_dict()["state"]
+    assert all(t.dtype == torch.float32 for s in saved_again.values() for t in s.values()), saved_again
+    assert len(weights) == len(masters_of(other))
+    release(other.optimizer)
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def new_plans_and_other_parameters_keep_masters(me: Me) -> None:
+    twin = MasterTwin(me, even(), momentum, planned=False, schedule="auto")
+    for step in range(9):
+        if step == 3:
+            twin.both(lambda m: m.second.weight.requires_grad_(False))
+        if step == 6:
+            twin.both(lambda m: m.second.weight.requires_grad_(True))
+        twin.step(loss(step))
+    twin.finish(2e-3)
+
+
+@case(ranks=(2,))
+def state_with_masters_is_broadcast(me: Me) -> None:
+    twin = MasterTwin(me, even(), adam)
+    for step in range(4):
+        if step == 2:
+            hvd.broadcast_optimizer_state(twin.optimizer, 0)
+        twin.step(loss(step))
+    twin.finish()
+
+
+@case(ranks=(2,))
+def each_rank_keeps_the_masters_of_its_shards(me: Me) -> None:
+    twin = MasterTwin(me, even(), momentum)
+    for step in range(2):
+        twin.step(loss(step))
+    shards = twin.optimizer._driver.flow.shards
+    here = sum(part.master.numel() for parts in shards.parts for part in parts)
+    assert here == sum(p.numel() for p in twin.model.parameters()) / me.size, here
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def where_masters_mean_nothing_they_are_refused(me: Me) -> None:
+    def tried(build: Callable[[], nn.Module], make: Make = adam, **options: Any) -> str:
+        model = build()
+        given = {"gather": "parameters", "master_weights": True, **options}
+        try:
+            hvd.DistributedOptimizer(make(list(model.parameters())), model.named_parameters(), **given)
+        except (ValueError, hvd.CommError) as error:
+            return str(error)
+        raise AssertionError("accepted")
+
+    assert "use gather='parameters'" in tried(even(), gather="gradients")
+    assert "these are all torch.float32" in tried(Even)
+    assert "transport='plain'" in tried(even(), transport="plain")
+    assert "element" in tried(even(), lambda params: torch.optim.Adafactor(params))
+    text = tried(even(), master_weights=me.rank == 0)
+    assert "master_weights must be the same on all ranks" in text, text
+
+
+main(__name__)

@@ -1,0 +1,128 @@
+"""``op=Sum``: what was summed and is added to counts once. Run by optimizer_horovod.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from tests.support.cases import Me, case
+from tests.support.oracle import assert_close, batch, release
+from tests.support.small_models import Words, loss_of, mlp, plain_sgd, words_loss
+from tests.support.twin import Twin
+
+
+@case()
+def sums(me: Me) -> None:
+    for read in (False, True):
+        twin = Twin(me, mlp, sums=True)
+        for step in range(6):
+            twin.backward(loss_of(step))
+            if read:
+                twin.compare_grads(f"step {step}")
+            twin.update()
+            twin.zero_grad()
+        twin.end(must_have_waited=not read)
+
+
+@case()
+def sums_that_are_added_to(me: Me) -> None:
+    """Further backwards add to the sum; it is not summed once more."""
+    for read in (False, True):
+        twin = Twin(me, lambda: mlp().double(), sums=True)
+        for step in range(6):
+            for k in range(3):
+                twin.backward(
+                    lambda m, rank, k=k, step=step: m(batch(rank, 9 * step + k).double()).square().mean()
+                )
+                if read:
+                    twin.compare_grads(relative=1e-12)
+            twin.update()
+            if step % 2:
+                twin.zero_grad()
+        twin.compare(relative=1e-12)
+        release(twin.optimizer)
+
+
+@case()
+def sums_kept_while_a_new_plan_is_installed(me: Me) -> None:
+    twin = Twin(me, lambda: mlp().double(), sums=True, planned=False)
+    for step in range(9):
+        twin.backward(lambda m, rank, step=step: m(batch(rank, step).double()).square().mean() * 0.1)
+        twin.update()
+        if step == 0:
+            twin.zero_grad()
+    twin.compare(relative=1e-11)
+    release(twin.optimizer)
+
+
+@case()
+def a_sum_changed_by_hand_is_refused(me: Me) -> None:
+    twin = Twin(me, mlp, sums=True)
+    twin.backward(loss_of(0))
+    for p in twin.model.parameters():
+        for _ in range(3):
+            p.grad.mul_(0.5)
+    try:
+        loss_of(1)(twin.model, me.rank).backward()
+    except ValueError as error:
+        assert me.rank != 0 and "zero_grad" in str(error)
+    except hvd.CommError:
+        assert me.rank == 0, "only the rank whose sum counts may go on, until it hears that others have not"
+    else:
+        assert me.rank == 0, "nobody said that a changed sum was added to"
+    release(twin.optimizer)
+
+
+@case()
+def sums_on_shards_are_not_summed_again(me: Me) -> None:
+    """What was reduced and is added to counts once: after a second backward, a step, and in new buckets."""
+
+    def double(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
+        return lambda m, rank: m(batch(rank, step).double()).square().mean() * 0.1
+
+    for gathered in (False, True):
+        twin = Twin(me, lambda: mlp().double(), sums=True, gather="parameters")
+        for step in range(6):
+            for k in range(2):
+                twin.backward(double(9 * step + k))
+                if gathered:
+                    twin.optimizer.synchronize()
+            if step == 4:
+                twin.both(lambda m: m[2].requires_grad_(False))
+                twin.plain[2].zero_grad()  # on shards, what is frozen is not updated any more
+            if step == 3:
+                nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.02)
+                twin.optimizer.clip_grad_norm_(0.02)
+            twin.update()
+            if step % 2 or not gathered or step == 4:  # new buckets leave no gradients after the step
+                twin.zero_grad()
+            twin.compare(f"step {step}, gathered={gathered}", relative=1e-11)
+        release(twin.optimizer)
+
+
+@case()
+def sums_of_several_passes(me: Me) -> None:
+    twin = Twin(me, mlp, sums=True, backward_passes_per_step=2)
+    for step in range(6):
+        twin.step(loss_of(2 * step), loss_of(2 * step + 1))
+    twin.end()
+
+
+@case(ranks=(2,))
+def sparse_sums_that_are_added_to(me: Me) -> None:
+    for read in (False, True):
+        twin = Twin(me, lambda: Words(True), plain_sgd, sums=True)
+        for step in range(6):
+            for k in range(2):
+                twin.backward(lambda m, rank, k=k, step=step: words_loss(m, rank, 9 * step + k) * 0.1)
+                if read:
+                    grads = [p.grad.to_dense() for p in twin.model.parameters()]
+                    assert_close(grads, [p.grad for p in twin.plain.parameters()], 1e-5, "gradients")
+            twin.update()
+            if step % 2:
+                twin.zero_grad()
+            twin.compare(f"step {step}, read={read}", relative=1e-5)
+        release(twin.optimizer)

@@ -1,0 +1,39 @@
+"""The collectives benchmark with real ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_transport_is_checked_timed_and_fitted(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    path = tmp_path / "out.json"
+    sizes = "1k,4k,16k,64k,256k"
+    command = [
+        sys.executable,
+        "-m",
+        "dnn_bench",
+        "collectives",
+        "--local",
+        "2",
+        "--sizes",
+        sizes,
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["problems"] == {}
+    transports = {"direct", "ring", "c10d", "gloo", "horovod"}
+    assert {row["transport"] for row in report["rows"]} == transports
+    assert len(report["rows"]) == 5 * 3 * len(transports)
+    assert {row["bytes"] for row in report["rows"]} == {1024, 4096, 16384, 65536, 262144}
+    assert len(report["fits"]) == 3 * len(transports)
+    assert "bus MB/s" in done.stdout

@@ -1,0 +1,220 @@
+"""Comparisons with real ranks: right, wrong, missing, failing and interrupted baselines."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dnn_bench import baselines
+from dnn_bench.baselines import Baseline, Job
+from dnn_bench.runner.compare import Comparison, Effort
+from dnn_bench.runner.place import ThisMachine
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+JOB = Job("mlp_tiny", batch=32)
+QUICK = Effort(repetitions=2, iterations=2)
+LOCAL = baselines.get("local")
+
+
+class Watcher:
+    """Records the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def begin(self, total: int) -> None:
+        self.total = total
+
+    def step(self, what: str) -> None:
+        self.steps.append(what)
+
+
+def compare(
+    *entries: Baseline, watcher: Watcher | None = None, effort: Effort = QUICK
+) -> dict[str, dict[str, object]]:
+    report = Comparison(JOB, ThisMachine(2), entries, effort, watcher or Watcher()).run()
+    json.dumps(report)  # everything in it can be written
+    assert workers() == []
+    return {"": report, **{entry["name"]: entry for entry in report["baselines"]}}
+
+
+def workers() -> list[int]:
+    """Ranks that are still there (started by this process or orphaned by a launcher)."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "dnn_bench.runner.worker" in (process.info["cmdline"] or []) and owned(process):
+            found.append(process.pid)
+    return found
+
+
+def owned(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("BENCH_TEST") == str(os.getpid())
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def mark_what_this_test_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
+
+
+def test_right_wrong_missing_and_failing_baselines_side_by_side() -> None:
+    ddp = baselines.get("ddp")
+    wrong = replace(LOCAL, name="forgets_to_communicate", kind="peer", exact=True)
+    missing = replace(ddp, name="absent", needs="no_such_package")
+    failing = replace(ddp, name="failing", options={"no_such_option": 1})
+    watcher = Watcher()
+    found = compare(LOCAL, ddp, wrong, missing, failing, watcher=watcher)
+    assert found["ddp"]["status"] == found["local"]["status"] == "ok"
+    assert found["ddp"]["error"] < 1e-6 and found["ddp"]["time"] > 0  # type: ignore[operator]
+    assert found["forgets_to_communicate"]["status"] == "wrong"
+    assert "off by" in str(found["forgets_to_communicate"]["reason"])
+    assert "time" not in found["forgets_to_communicate"]
+    assert found["absent"]["status"] == "missing" and "no_such_package" in str(found["absent"]["reason"])
+    assert found["failing"]["status"] == "failed" and "TypeError" in str(found["failing"]["reason"])
+    timed = [step for step in watcher.steps if step.startswith("timing")]
+    assert timed == ["timing local", "timing ddp"] * 2  # A B A B
+    assert found["ddp"]["best_peer"] == "ddp"
+    trace = found["ddp"]["trace"]
+    assert {label[:2] for label, *_ in trace["operations"]} == {"AR"}  # type: ignore[index]
+    assert len(trace["layers"]) == 9 and trace["end"] > trace["backward"][0][1] > 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, pytest.param(SystemExit, marks=pytest.mark.slow)])
+def test_an_interruption_keeps_what_was_measured(how: type[BaseException]) -> None:
+    class SecondRound(Watcher):
+        def step(self, what: str) -> None:
+            if what == "timing ddp" and what in self.steps:
+                raise how
+            super().step(what)
+
+    found = compare(LOCAL, baselines.get("ddp"), watcher=SecondRound())
+    assert found[""]["interrupted"] is True
+    assert len(found["local"]["times"]) == 2 and len(found["ddp"]["times"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_rank_that_dies_fails_only_its_baseline() -> None:
+    class Killer(Watcher):
+        def step(self, what: str) -> None:
+            if what == "timing ddp" and what not in self.steps:
+                victims = [
+                    pid for pid in workers() if '"name": "ddp"' in " ".join(psutil.Process(pid).cmdline())
+                ]
+                assert len(victims) == 2
+                os.kill(victims[1], signal.SIGKILL)
+                # Gone when it is spoken to, which once ended the whole comparison with a broken pipe.
+                psutil.wait_procs([psutil.Process(victims[1])], timeout=400)
+            super().step(what)
+
+    found = compare(LOCAL, baselines.get("ddp"), watcher=Killer())
+    assert found["ddp"]["status"] == "failed"
+    assert found["local"]["status"] == "ok"
+
+
+def test_horovod_under_its_own_launcher() -> None:
+    pytest.importorskip("horovod.torch")
+    found = compare(LOCAL, baselines.get("horovod"))
+    assert found["horovod"]["status"] == "ok", found["horovod"]["reason"]
+    assert found["horovod"]["error"] < 1e-5  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_keep", "zero1", "ddp_1mb", "dear", "auto"])
+def test_every_other_baseline_is_exact(name: str) -> None:
+    found = compare(baselines.get(name), effort=Effort(1, 1, trace="none"))
+    assert found[name]["status"] == "ok", found[name]["reason"]
+
+
+def command(*arguments: str) -> list[str]:
+    quick = ["--model", "mlp_tiny", "--batch-size", "32", "--local", "2", "--reps", "2", "--iters", "2"]
+    return [sys.executable, "-m", "dnn_bench", "compare", *quick, *arguments]
+
+
+def test_command_line_prints_a_table_and_writes_json_and_html(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html")}
+    options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
+    done = subprocess.run(
+        command("--baseline", "ddp", *options), cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    for text in ("mlp_tiny, 32 per rank", "ddp", "lower bound", "ddp: Total sample/sec on 2 CPU(s): "):
+        assert text in done.stdout
+    report = json.loads(files["json"].read_text())
+    assert [entry["name"] for entry in report["baselines"]] == ["local", "floor", "wire", "ddp"]
+    assert report["environment"]["packages"]["torch"]
+    check_limits(report)
+    assert files["html"].read_text().startswith("<!doctype html>")
+
+
+def check_limits(report: dict[str, Any]) -> None:
+    """What the limits are for: a profile, a link, and bounds for the compute alone and beside traffic."""
+    layers = report["profile"]["layers"]
+    assert sum(layer["bytes"] for layer in layers) == 4 * (8 * (256 * 256 + 256) + 2570)
+    assert all(layer["backward"] > 0 for layer in layers)
+    assert report["link"]["beta"] > 0
+    assert report["bound"] >= sum(layer["forward"] + layer["backward"] for layer in layers)
+    assert report["bound_beside"] > 0
+    assert next(entry for entry in report["baselines"] if entry["name"] == "floor")["to_floor"] == 1.0
+
+
+def heed_sigint() -> None:
+    """What runs in the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_sigint_saves_partial_results_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "partial.json"
+    process = subprocess.Popen(
+        command("--baseline", "ddp", "--reps", "500", "--json", str(path)),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_sigint,
+    )  # fmt: skip
+    assert process.stderr is not None
+    seen = 0
+    for line in process.stderr:
+        seen += "timing ddp" in line
+        if seen == 2:  # announced when it begins, so the first repetition is complete
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=400)
+    assert process.returncode == 130
+    report = json.loads(path.read_text())
+    assert report["interrupted"] is True
+    assert len(report["baselines"][-1]["times"]) >= 1
+    deadline = time.monotonic() + 100
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "resnet51"], "unknown model 'resnet51'"),
+        (["--baseline", "ddp,nccl"], "unknown baseline 'nccl'"),
+        (["--batch-size", "-1"], "--batch-size must be at least 0"),
+        (["--batch-size", "2000000000"], "would fit"),
+        (["--seq-len", "7"], "mlp_tiny has no seq_len"),
+        (["--reps", "0"], "--reps must be at least 1"),
+        (["--local", "0"], "at least one rank, not 0"),
+        (["--json", "/nowhere/report.json"], "/nowhere/report.json cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", command(*arguments)[2:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("dnn_bench", run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""A comparison over emulated hosts: the link is measured, and every launcher's ranks find each other."""
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+from dnn_bench import baselines
+from dnn_bench.baselines import Job
+from dnn_bench.cluster import Cluster
+from dnn_bench.runner.compare import Comparison, Effort
+from dnn_bench.runner.place import Hosts
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd (Debian: openssh-server)"),
+]
+RATE = 100e6 / 8
+
+
+class Silent:
+    def begin(self, total: int) -> None:
+        pass
+
+    def step(self, what: str) -> None:
+        pass
+
+
+def measured() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The report, and its rows by name."""
+    pytest.importorskip("horovod.torch")
+    names = ("local", "floor", "wire", "horovod")
+    job, effort = Job("mlp_tiny", batch=32), Effort(repetitions=1, iterations=3, trace="none")
+    with Cluster(2, "100mbit") as cluster:
+        report = Comparison(job, Hosts(cluster), [baselines.get(n) for n in names], effort, Silent()).run()
+    rows = {row["name"]: row for row in report["baselines"]}
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(names, "ok")
+    return report, rows
+
+
+GRADIENTS = 4 * (8 * (256 * 256 + 256) + 2570)
+
+
+def test_link_bytes_are_those_of_the_link() -> None:
+    _, rows = measured()
+    for name in ("floor", "wire", "horovod"):  # an all-reduce among two sends as much as there is
+        assert 0.9 * GRADIENTS < rows[name]["sent"] < 1.15 * GRADIENTS  # some is queued when it is counted
+    assert rows["local"]["sent"] < 0.05 * GRADIENTS
+    # A busy machine takes longer than the link, nothing is faster. A rested link lets 256 KiB through at once.
+    assert rows["wire"]["time"] * RATE > 0.8 * GRADIENTS
+
+
+@pytest.mark.bench
+def test_times_and_bound_are_those_of_the_link() -> None:
+    report, rows = measured()
+    assert rows["wire"]["time"] * RATE < 1.5 * GRADIENTS
+    assert rows["wire"]["utilisation"] > 0.6
+    # Of a reduce-scatter among two, half of the message crosses the link.
+    assert report["link"]["beta"] == pytest.approx(0.5 / RATE, rel=0.2)
+    assert report["bound"] == pytest.approx(GRADIENTS / RATE, rel=0.35)

@@ -1,0 +1,147 @@
+"""docker/install.sh: says what is wrong in one line, and does nothing twice."""
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import ROOT, install, make_checkout, make_environment, make_path, make_script
+
+# Each starts Python or pip a few times, which a busy machine takes its time for.
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return make_checkout(tmp_path / "checkout")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A PATH with a compiler and an MPI (by name), and no apt-get."""
+    # Debian's Python calls its compiler by a longer name.
+    own = [str(sysconfig.get_config_var(name)).split()[0] for name in ("CC", "CXX")]
+    folder = make_path(tmp_path / "bin", "g++", "gcc", "cc", "c++", "as", "ld", *map(os.path.basename, own))
+    for name in ("mpirun", "mpicxx"):
+        make_script(folder / name, "echo 'mpirun (Open MPI) 9.9.9'")
+    return folder
+
+
+def assert_one_error(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert result.returncode != 0
+    assert len(errors) == 1, result.stderr
+    assert all(part in errors[0] for part in parts), errors[0]
+
+
+def test_help() -> None:
+    result = install(ROOT, "--help")
+    assert result.returncode == 0
+    assert "COMMSCHED_WITHOUT_MPI" in result.stdout
+
+
+def test_unknown_argument(checkout: Path) -> None:
+    assert_one_error(install(checkout, "--frobnicate"), "--frobnicate", "--help")
+
+
+def test_no_compiler(checkout: Path, path: Path) -> None:
+    (path / "g++").unlink()
+    assert_one_error(install(checkout, path=path), "no C++ compiler", "apt-get install g++", "CXX")
+    assert not (checkout / ".venv").exists()
+
+
+def test_compiler_too_old(checkout: Path, path: Path) -> None:
+    make_script(path / "g++", "exit 1")
+    assert_one_error(install(checkout, path=path), "-std=c++20", "GCC 10")
+
+
+@pytest.mark.parametrize("missing", ["mpirun", "mpicxx"])
+def test_no_mpi(checkout: Path, path: Path, missing: str) -> None:
+    (path / missing).unlink()
+    result = install(checkout, path=path)
+    assert_one_error(result, "no MPI", "openmpi-bin libopenmpi-dev", "COMMSCHED_WITHOUT_MPI=1")
+    assert not (checkout / ".venv").exists()
+
+
+def test_no_python(checkout: Path, path: Path) -> None:
+    make_script(path / "python3", "exit 1")
+    result = install(checkout, path=path)
+    assert_one_error(result, "no Python that fits", "3.10", "python3-venv", "COMMSCHED_PYTHON")
+
+
+def test_without_mpi_it_is_not_asked_for(checkout: Path, path: Path) -> None:
+    (path / "mpirun").unlink()
+    make_script(path / "python3", "exit 1")
+    result = install(checkout, path=path, COMMSCHED_WITHOUT_MPI="1")
+    assert_one_error(result, "no Python that fits")
+
+
+def test_wrong_switch(checkout: Path) -> None:
+    assert_one_error(install(checkout, COMMSCHED_WITH_CUDA="yes"), "COMMSCHED_WITH_CUDA", "'yes'")
+
+
+def test_active_environment_that_does_not_exist(checkout: Path) -> None:
+    assert_one_error(install(checkout, VIRTUAL_ENV="/nowhere/env"), "/nowhere/env", "unset VIRTUAL_ENV")
+
+
+def test_a_failing_step_shows_the_end_of_its_log(checkout: Path, path: Path) -> None:
+    # Nothing can be fetched: there is no index.
+    result = install(checkout, path=path)
+    assert_one_error(result, "getting the build tools failed", "build-tools.log")
+    assert "No matching distribution found" in result.stderr
+
+
+def test_damaged_wheel_in_the_cache(checkout: Path, path: Path, tmp_path: Path) -> None:
+    environment = make_environment(tmp_path / "env", without=("horovod",))
+    where = subprocess.run(
+        ["/bin/bash", str(checkout / "docker/horovod.sh"), "--where", str(environment / "bin/python")],
+        env={"PATH": str(path), "HOME": str(tmp_path), "COMMSCHED_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert where.returncode == 0, where.stderr
+    wheel = Path(where.stdout.strip())
+    assert "mpi9.9.9" in wheel.parent.name and wheel.name.startswith("horovod-0.28.1-cp3")
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"half a wh")
+    wheel.with_name(wheel.name + ".sha256").write_text("0" * 64)
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
+    assert_one_error(result, "damaged", f'rm -r "{wheel.parent}"', "run again")
+
+
+def test_horovod_that_cannot_be_imported(checkout: Path, path: Path, tmp_path: Path) -> None:
+    environment = make_environment(tmp_path / "env", without=("horovod",))
+    package = next(environment.glob("lib/python3.*/site-packages")) / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
+    assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITHOUT_HOROVOD=1")
+
+
+def test_it_builds_once_and_again_only_when_something_changed(
+    checkout: Path, path: Path, tmp_path: Path
+) -> None:
+    environment = make_environment(tmp_path / "env")
+
+    def run() -> list[str]:
+        result = install(checkout, path=path, VIRTUAL_ENV=str(environment), COMMSCHED_WITHOUT_HOROVOD="1")
+        assert result.returncode == 0, result.stderr
+        return result.stderr.splitlines()
+
+    building = "[commsched] building commsched (a minute or two) ..."
+    assert building in run()
+
+    assert run() == []
+
+    source = checkout / "comm_core/csrc/tiny.c"
+    source.write_text(source.read_text() + "/* changed */\n")
+    assert building in run()
+    assert run() == []
+
+    next(checkout.glob("comm_core/_C.*.so")).unlink()
+    assert building in run()
+
+    # Nothing was written into the home folder.
+    assert list((tmp_path / "home").iterdir()) == []

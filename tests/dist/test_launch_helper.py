@@ -1,0 +1,78 @@
+"""The helper that other distributed tests stand on: it must report, kill and clean up."""
+
+import signal
+
+import psutil
+import pytest
+
+from tests.support.launch import carries, run_ranks, start_ranks
+
+pytestmark = pytest.mark.dist
+
+HELLO = """
+    import os, sys
+    rank = next(os.environ[n] for n in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK") if n in os.environ)
+    print("rank", rank, *sys.argv[1:])
+    print("to stderr", rank, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun-env", "torchrun", "horovodrun", "mpirun"])
+def test_output_of_each_rank_is_kept_apart(launcher: str) -> None:
+    results = run_ranks(HELLO, nprocs=2, args=["a", "b c"], launcher=launcher, check=True)
+    assert [r.stdout for r in results] == ["rank 0 a b c\n", "rank 1 a b c\n"]
+    assert ["to stderr 0" in results[0].stderr, "to stderr 1" in results[1].stderr] == [True, True]
+
+
+def program_as_function() -> None:
+    import os
+
+    print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["EXTRA"])
+
+
+def test_a_function_can_be_the_program() -> None:
+    results = run_ranks(program_as_function, nprocs=2, env={"EXTRA": "x"}, check=True)
+    assert [r.stdout for r in results] == ["0 2 x\n", "1 2 x\n"]
+
+
+def test_exit_codes_are_per_rank() -> None:
+    results = run_ranks("import os, sys; sys.exit(3 * int(os.environ['RANK']))", nprocs=2)
+    assert [r.returncode for r in results] == [0, 3]
+    with pytest.raises(AssertionError, match=r"\[1, 1\](.|\n)*division by zero"):
+        run_ranks("1 / 0", nprocs=2, check=True)
+
+
+def test_a_timeout_shows_the_output_and_kills() -> None:
+    source = "import time; print('before the hang'); time.sleep(600)"
+    with pytest.raises(AssertionError, match="still running after 2 s(.|\n)*before the hang"):
+        with start_ranks(source, nprocs=2) as ranks:
+            for rank in range(2):
+                ranks.wait_for_output(rank, "before the hang")
+            ranks.wait(timeout=2)
+    assert not [p for p in psutil.process_iter() if carries(p, ranks.mark)]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun-env", "horovodrun"])
+def test_one_rank_can_be_killed(launcher: str) -> None:
+    source = "import time; print('ready'); time.sleep(600)"
+    with start_ranks(source, nprocs=2, launcher=launcher) as ranks:
+        for rank in range(2):
+            ranks.wait_for_output(rank, "ready")
+        ranks.kill(1)
+        if launcher == "torchrun-env":
+            assert ranks.processes[1].wait(400) == -signal.SIGKILL
+            assert ranks.processes[0].poll() is None
+        else:
+            assert all(result.returncode != 0 for result in ranks.wait())
+
+
+def test_a_process_left_behind_fails_the_test() -> None:
+    source = """
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    """
+    with pytest.raises(AssertionError, match="left behind"):
+        with start_ranks(source, nprocs=1) as ranks:
+            ranks.grace = 0.5
+            ranks.wait()
+    assert not [p for p in psutil.process_iter() if carries(p, ranks.mark)]

@@ -1,0 +1,111 @@
+"""A rank that dies, skips, hangs or differs: every other rank ends in time with an error that says what and
+who.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import PATIENCE, run_ranks, start_ranks
+
+pytestmark = pytest.mark.dist
+
+PROGRAM = Path(__file__).with_name("programs") / "optimizer_failures.py"
+# A rank that is lost is noticed without any time-out: this one no test reaches.
+PATIENT = {"COMMSCHED_TIMEOUT": "900"}
+# For a rank that only waits, with time enough for others that are slow.
+WAITING = {"COMMSCHED_TIMEOUT": "20"}
+
+
+@dataclass
+class End:
+    """How a rank ended: its exit code, with what CommError ("" for none), and its stderr."""
+
+    code: int
+    message: str
+    stderr: str
+
+
+def end_of(text: str, code: int, stderr: str) -> End:
+    match = re.search(r"^CommError: (.*)", text, re.DOTALL | re.MULTILINE)
+    return End(code, match.group(1) if match else "", stderr)
+
+
+def run(what: str, ranks: int) -> list[End]:
+    return [end_of(r.stdout, r.returncode, r.stderr) for r in run_ranks(PROGRAM, ranks, [what], PATIENT)]
+
+
+def run_until_others_end(what: str, ranks: int) -> list[End]:
+    """Rank 1 does not end: only the others are waited for."""
+    with start_ranks(PROGRAM, ranks, [what], WAITING) as started:
+        codes = [process.wait(PATIENCE) for rank, process in enumerate(started.processes) if rank != 1]
+        assert set(codes) == {3}, started.report()
+        return [end_of(started.output(rank), 3, "") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    "what, ranks",
+    [
+        ("killed in the backward", 2),
+        ("killed in the backward while deferred", 3),
+        ("killed in the forward while deferred", 2),
+        ("parameters gathered", 2),
+        pytest.param("killed in the backward", 3, marks=pytest.mark.slow),
+        pytest.param("killed in the backward while deferred", 4, marks=pytest.mark.slow),
+        pytest.param("killed in the forward while deferred", 3, marks=pytest.mark.slow),
+        pytest.param("parameters gathered", 3, marks=pytest.mark.slow),
+        pytest.param("killed before the first step", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_all_others(what: str, ranks: int) -> None:
+    ends = run(what, ranks)
+    assert ends[1].code == -9
+    for rank in set(range(ranks)) - {1}:
+        assert ends[rank].code == 3 and ends[rank].message, f"rank {rank}\n{ends[rank].stderr}"
+        assert "rank 1" in ends[rank].message, ends[rank].message
+        if what != "killed before the first step":
+            assert "bucket" in ends[rank].message, ends[rank].message
+
+
+def test_a_step_left_out_on_one_rank_is_told_at_the_next_backward() -> None:
+    for end in run("skips a step", 3):
+        assert end.code == 3, end.stderr
+        assert "ranks 0, 2 called step() and rank 1 did not" in end.message, end.message
+
+
+@pytest.mark.parametrize("what", ["does not come", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_rank_that_does_not_come_is_an_error_in_time(what: str) -> None:
+    ends = run_until_others_end(what, 3)
+    for rank in (0, 2):
+        assert re.search(r"bucket \d+|flags", ends[rank].message), ends[rank].message
+        assert "rank 1" in ends[rank].message, ends[rank].message
+
+
+def test_an_exception_on_one_rank_ends_the_others() -> None:
+    ends = run("an exception", 3)
+    assert ends[1].code == 1 and "the data of rank 1" in ends[1].stderr
+    for rank in (0, 2):
+        assert ends[rank].code == 3 and "rank 1" in ends[rank].message, ends[rank]
+
+
+@pytest.mark.parametrize(
+    "what, ranks, who",
+    [
+        ("another model", 3, "the model's parameters"),
+        pytest.param("one parameter less", 2, "the model's parameters", marks=pytest.mark.slow),
+        ("another schedule", 2, "the arguments of DistributedOptimizer"),
+    ],
+)
+def test_what_differs_is_told_on_every_rank(what: str, ranks: int, who: str) -> None:
+    for end in run(what, ranks):
+        assert end.code == 3, end.stderr
+        assert f"{who} must be the same on all ranks" in end.message, end.message
+        assert "rank 1 has" in end.message, end.message
+
+
+def test_an_engine_with_another_plan_is_an_error_and_no_wrong_sum() -> None:
+    for end in run("another plan", 2):
+        assert end.code == 3, end.stderr
+        assert "bucket" in end.message and "rank" in end.message, end.message

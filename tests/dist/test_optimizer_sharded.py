@@ -1,0 +1,12 @@
+"""Runs the cases of programs/optimizer_sharded.py, which see."""
+
+import pytest
+
+from tests.support.cases import check, parameters
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("program, ranks, name", parameters("optimizer_sharded"))
+def test_sharded(program: str, ranks: int, name: str) -> None:
+    check(program, ranks, name)

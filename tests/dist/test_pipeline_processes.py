@@ -1,0 +1,75 @@
+"""Runs the cases of programs/pipeline_runs.py, which see; and processes that end or hang."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnn_bench.models import build
+from dnn_bench.runner.place import environment
+from tests.support.cases import PROGRAMS, check, parameters
+from tests.support.launch import PATIENCE, run_ranks, start_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("program, ranks, name", parameters("pipeline_runs"))
+def test_pipelines(program: str, ranks: int, name: str) -> None:
+    check(program, ranks, name)
+
+
+# A rank that died is noticed without the time-out, which no test reaches.
+@pytest.mark.parametrize(("schedule", "how", "patience"), [("1f1b", "dies", 900), ("pipedream", "hangs", 20)])
+def test_a_stage_that_ends_is_named(schedule: str, how: str, patience: int) -> None:
+    patient = {"COMMSCHED_TIMEOUT": str(patience)}
+    with start_ranks(PROGRAMS / "pipeline_death.py", 3, [schedule, how], patient) as ranks:
+        outputs = []
+        for rank in (0, 2):
+            ranks.processes[rank].wait(PATIENCE)
+            outputs.append(ranks.output(rank))
+    for output in outputs:
+        said = re.search(r"SAID: (.*)", output)
+        assert said, output
+        assert "rank 1" in said[1] and "micro-batch" in said[1]
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=400, env={**os.environ, **environment({})}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_profile_partition_train(tmp_path: Path) -> None:
+    """The planner's chain, end to end, on two ranks."""
+    profile, plan, saved = (str(tmp_path / name) for name in ("profile.json", "plan.json", "model.pt"))
+    job = "dnn_bench.pipeline.jobs:mlp_tiny"
+    script = [sys.executable, "-c", "import sys; from commsched.cli import main; sys.exit(main())"]
+    run(*script, "profile", "--job", job, "--rows", "8", "--repeat", "1", "-o", profile)
+    schedule = ["--schedule", "2bw", "--microbatches", "2", "-o", plan]
+    run(*script, "partition", "--profile", profile, "--devices", "2", "--link", "10gbit", *schedule)
+    words = ["train", "--job", job, "--plan", plan, "--rows", "16", "--steps", "6", "--warmup-steps", "2"]
+    program = tmp_path / "train.py"
+    program.write_text("import sys\nfrom commsched.cli import main\nsys.exit(main())\n")
+    ranks = run_ranks(program, 2, [*words, "--save", saved], check=True)
+    said = ranks[0].stdout
+    assert said.count("data parallel step") == 2 and said.count("2bw step") == 6
+    assert "the plan expects" in said
+    state = torch.load(saved)
+    assert {name: value.shape for name, value in state.items()} == {
+        name: value.shape for name, value in build("mlp_tiny").state_dict().items()
+    }
+
+
+def test_a_measurement_beside_torchs_pipelines() -> None:
+    common = ["--model", "mlp_tiny", "--steps", "3", "--warmup", "1", "--peer", "--json"]
+    result = json.loads(run(sys.executable, "-m", "dnn_bench", "pipeline", *common))
+    assert result["difference"] < 1e-5
+    assert len(result["losses"]) == 4 and result["peer"] > 0 and result["ratio"] > 0
+    assert 0 < result["reached"] <= 1 and 0 <= result["bubble"] < 1

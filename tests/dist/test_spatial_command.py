@@ -1,0 +1,67 @@
+"""`python -m dnn_bench spatial`: every mode trains, under mpirun as well, and to the same losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ROOT, clean_environment, launcher_command
+
+pytestmark = pytest.mark.dist
+SMALL = ["--image-size", "64", "--num-filters", "4", "--warmup", "0", "--iterations", "2"]
+
+
+def spatial(text: str, file: Path, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*(before or []), sys.executable, "-m", "dnn_bench", "spatial", *SMALL, *text.split()]
+    return subprocess.run(
+        [*command, "--json", str(file)],
+        env=clean_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def losses(text: str, tmp_path: Path, before: list[str] | None = None) -> list[float]:
+    done = spatial(text, tmp_path / "report.json", before)
+    assert done.returncode == 0, done.stderr
+    assert "images/s" in done.stdout and "step 2/2" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["peak_mib"]) == report["ranks"]
+    found: list[float] = report["losses"]
+    return found
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path) -> None:
+    alone = losses("--model amoebanet --mode lp --split-size 1", tmp_path)
+    text = "--model amoebanet --num-spatial-parts 4 --slice-method vertical --split-size 2 --spatial-size 1"
+    assert losses(text, tmp_path, launcher_command("mpirun", 5)) == pytest.approx(alone, rel=1e-4)
+
+
+def test_mirrored_replicas_and_wide_halos_are_one_process(tmp_path: Path) -> None:
+    alone = losses("--model unet --num-layers 2 --mode lp --split-size 1 --batch-size 4 --parts 4", tmp_path)
+    text = "--model unet --num-layers 2 --mode gems+sp --num-spatial-parts 2 --slice-method horizontal"
+    found = losses(f"{text} --batch-size 2 --parts 2 --halo-D2 --fused-layers 3 --balance 4,2", tmp_path)
+    assert found == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+def test_a_wrong_number_of_ranks_is_an_error(tmp_path: Path) -> None:
+    text = "--model resnet --num-spatial-parts 4 --split-size 2 --spatial-size 1"
+    done = spatial(text, tmp_path / "none", launcher_command("mpirun", 2))
+    assert done.returncode == 2 and "needs 5 ranks, and the launcher started 2; use -np 5" in done.stderr
+
+
+def test_help_and_bad_options() -> None:
+    command = [sys.executable, "-m", "dnn_bench", "spatial"]
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and "--num-spatial-parts" in done.stdout
+    done = subprocess.run([*command, "--parts", "3"], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 2 and done.stderr.startswith("error: --parts 3 must divide")

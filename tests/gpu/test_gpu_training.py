@@ -1,0 +1,192 @@
+"""Training on a GPU: one rank over NCCL, several that share the GPU, overlap seen in events, graphs
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnn_bench.baselines.job import Job
+from dnn_bench.emulate import cli
+from dnn_bench.emulate.measure import Emulation
+from scheduler.link import Link
+from tests.support.launch import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+# Every rank trains on the GPU, and the mean of all batches alone in float64 beside it.
+TRAIN = """
+import torch, torch.nn as nn, commsched as hvd
+hvd.init()
+device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+torch.cuda.set_device(device)
+def build():
+    torch.manual_seed(1)
+    layers = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
+    return nn.Sequential(*layers).to(device)
+def batch(rank, step):
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+for gather in ("gradients", "parameters"):
+    for kind, more in ((torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (torch.optim.AdamW, dict(lr=1e-2))):
+        model, plain = build(), build().double()
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), **more), model.named_parameters(), gather=gather, bucket_mb=0.1)
+        reference = kind(plain.parameters(), **more)
+        for step in range(12):
+            model(batch(hvd.rank(), step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.stack([plain(batch(r, step).double()).square().mean() for r in
+            range(hvd.size())]).mean().backward()
+            reference.step()
+            reference.zero_grad()
+        for p, q in zip(model.state_dict().values(), plain.state_dict().values()):
+            torch.testing.assert_close(p.double(), q, rtol=1e-3, atol=1e-4)
+        if hvd.size() > 1:
+            print(optimizer._driver.wire.transport_name)
+scaler = torch.amp.GradScaler()
+model = build()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(8):
+    with torch.autocast("cuda"):
+        value = model(batch(hvd.rank(), step)).square().mean()
+    scaler.scale(value).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+assert all(p.isfinite().all() for p in model.state_dict().values())
+hvd.shutdown()
+print("trained on", device)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_training_equals_the_mean_batch(size: int) -> None:
+    launcher = "alone" if size == 1 else "torchrun-env"
+    for result in run_ranks(TRAIN, size, launcher=launcher, timeout=280, check=True):
+        assert "trained on cuda" in result.stdout
+        if size > torch.cuda.device_count():
+            assert "staged, flags over" in result.stdout
+
+
+NCCL_ALONE = """
+import torch
+from torch.distributed import HashStore, ProcessGroupNCCL
+from commsched.cuda.collectives import NcclCollectives
+from commsched.cuda.device import CudaDevice
+from commsched.cuda.stream_plan import StreamBucket, StreamPlan
+device = CudaDevice(torch.device("cuda", 0))
+torch.cuda.set_device(0)
+group = ProcessGroupNCCL(HashStore(), 0, 1, ProcessGroupNCCL.Options())
+plan = StreamPlan(device, NcclCollectives(group), 0, 1)
+buckets = [StreamBucket(torch.zeros(1 << 20, device="cuda")) for _ in range(3)]
+plan.install([("RS", 0), ("RS", 1), ("AG", 0), ("RS", 2), ("AG", 2), ("AG", 1)], buckets)
+for step in range(1, 20):
+    plan.begin_step()
+    torch.cuda._sleep(1_000_000)
+    for number, bucket in enumerate(buckets):
+        bucket.data.fill_(10 * step + number)
+        plan.mark_ready(number)
+    copies = []
+    for number in (2, 0, 1):
+        plan.wait_gathered(number)
+        copies.append((10 * step + number, buckets[number].data.clone()))
+    for value, copy in copies:
+        assert copy.unique().tolist() == [value]
+print("over NCCL")
+"""
+
+
+MASTERS = """
+import torch, torch.nn as nn, commsched as hvd
+hvd.init()
+torch.cuda.set_device(0)
+torch.manual_seed(1)
+model, plain = (nn.Linear(64, 64, bias=False).cuda().bfloat16() for _ in range(2))
+plain.load_state_dict(model.state_dict())
+copy = nn.Parameter(plain.weight.detach().float())
+make = lambda params: torch.optim.AdamW(params, lr=1e-4, eps=1e-3, fused=True)
+optimizer = hvd.DistributedOptimizer(
+    make(model.parameters()), model.named_parameters(), gather="parameters", master_weights=True)
+assert optimizer._driver.wire.transport_name.startswith("nccl"), optimizer._driver.wire.transport_name
+reference = make([copy])
+for step in range(16):
+    batch = torch.randn(5, 64).cuda().bfloat16()
+    for each in (model, plain):
+        each(batch).float().square().mean().backward()
+    torch.cuda.set_sync_debug_mode("error" if step > 9 else "default")  # planned by then
+    norm = optimizer.clip_grad_norm_(0.01)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    optimizer.zero_grad()
+    copy.grad = plain.weight.grad.float()
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_([copy], 0.01), rtol=1e-3, atol=0)
+    reference.step()
+    plain.weight.data.copy_(copy.data)
+    plain.zero_grad()
+found = optimizer.state_dict()["state"][0]["master_weight"]
+torch.testing.assert_close(found, copy.data, rtol=1e-4, atol=1e-6)
+print("masters kept")
+"""
+
+
+def test_masters_and_clipping_over_nccl_wait_for_nothing() -> None:
+    (result,) = run_ranks(MASTERS, 1, launcher="alone", timeout=120, check=True)
+    assert "masters kept" in result.stdout
+
+
+def test_the_plan_over_nccl_with_one_rank() -> None:
+    (result,) = run_ranks(NCCL_ALONE, 1, launcher="alone", timeout=120, check=True)
+    assert "over NCCL" in result.stdout
+
+
+def test_communication_runs_beside_computation() -> None:
+    """On an emulated link that takes as long as the compute, the step is far shorter than both in turn."""
+    job = Job("bert_tiny", 16, device="cuda")
+    size = sum(p.numel() * 4 for p in job.build_model().parameters())
+    alone = Emulation(job, Link(1e-5, 1e-12), 2, 3, 12).plain()
+    emulation = Emulation(job, Link(1e-5, alone / (2 * size)), 2, 3, 12)
+    outcome = emulation.outcome(["auto", "sequential"])
+    auto, sequential = outcome.rows
+    assert sequential.measured > 1.8 * alone
+    assert auto.measured < 0.75 * sequential.measured
+
+
+def test_events_show_the_overlap() -> None:
+    job = Job("bert_tiny", 16, device="cuda")
+    emulation = Emulation(job, Link(1e-4, 1e-10), 2, 1, 1)
+    with emulation.wrapped("dear", emulation.profile()) as (model, optimizer):
+        emulation.time(model, optimizer, 3)
+        events = optimizer._driver.wire.engine.events()
+    assert (events["end"] > events["start"]).all()
+    first = events[events["step"] == events["step"].max() - 1]
+    assert (first["start"][1:] >= first["end"][:-1] - 1e-5).all()  # one link: one after the other
+
+
+def test_the_emulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "e.json"
+    words = "--model bert_tiny --network 10gbe --ranks 8 --iterations 6 --warmup 2 --json"
+    assert cli.main([*words.split(), str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert all(row["measured"] >= 0.97 * found["bound"] for row in found["rows"])
+    assert "EMULATED" in capsys.readouterr().out
+
+
+def test_graph_capture_is_refused() -> None:
+    emulation = Emulation(Job("mlp_tiny", 8, device="cuda"), Link(1e-5, 1e-10), 2, 1, 1)
+    with emulation.wrapped("dear", emulation.profile()) as (model, optimizer):
+        emulation.time(model, optimizer, 3)
+        inputs, targets = emulation.batch
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Exception, match="cannot be captured into a CUDA graph"):
+            with torch.cuda.graph(graph):
+                emulation.job.loss(model(inputs), targets).backward()
+        torch.cuda.synchronize()

@@ -1,0 +1,229 @@
+// Runs engines of several ranks in one process, over the hub and over TCP, for the sanitizers to watch: random plans, marks
+// from several threads, polls, delays, and every way to fail. Ends with status 1 at the first wrong number.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <stop_token>
+#include <thread>
+
+#include "engine/direct.h"
+#include "engine/engine.h"
+#include "engine/gated_channel.h"
+#include "engine/hub_channel.h"
+#include "engine/ring.h"
+#include "engine/tcp_channel.h"
+
+using namespace commsched;
+using Stage = EngineCore::Stage;
+using Channels = std::vector<std::shared_ptr<Channel>>;
+using Random = std::mt19937;
+
+namespace {
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::exit(1);
+}
+
+void on_ranks(int size, const std::function<void(int)>& call) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(call, rank);
+  for (auto& thread : threads) thread.join();
+}
+
+Channels over_hub(int size, unsigned seed) {
+  auto hub = std::make_shared<Hub>(size);
+  Channels channels;
+  for (int rank = 0; rank < size; ++rank) {
+    hub->set_faults(rank, {0.0005, seed + rank + 1, -1, -1});
+    channels.push_back(std::make_shared<HubChannel>(hub, rank));
+  }
+  return channels;
+}
+
+Channels over_tcp(int size, unsigned) {
+  std::vector<std::unique_ptr<TcpMesh>> meshes;
+  std::vector<Address> addresses;
+  for (int rank = 0; rank < size; ++rank) {
+    meshes.push_back(std::make_unique<TcpMesh>(rank, size, "127.0.0.1"));
+    addresses.push_back(meshes.back()->address());
+  }
+  Channels channels(size);
+  const std::string token(32, 'x');
+  on_ranks(size, [&](int rank) { channels[rank] = std::make_shared<TcpChannel>(rank, meshes[rank]->join(addresses, token, 10)); });
+  return channels;
+}
+
+std::shared_ptr<Transport> make_transport(const Channels& channels, int rank, bool ring, size_t segment) {
+  const int size = static_cast<int>(channels.size());
+  auto channel = std::make_shared<GatedChannel>(channels[rank], Traffic::gradient);
+  if (ring) return std::make_shared<RingTransport>(channel, rank, size, segment, 2);
+  return std::make_shared<DirectTransport>(channel, rank, size, segment, 3);
+}
+
+// Halos that come and go, which the engines let go first; every so often one that is not ended before its patience is.
+void send_halos(const std::stop_token& stop) {
+  LinkGate& gate = LinkGate::of_process();
+  for (int i = 0; !stop.stop_requested(); ++i) {
+    const int64_t number = gate.begin(Traffic::halo, 1, i % 8 == 0 ? 0.0001 : 1.0);
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    gate.end(number);
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+// The memory of a rank's buckets: gradients, and parameters for the buckets that are updated in shards.
+struct Buffers {
+  std::vector<std::vector<float>> gradients, parameters;
+};
+
+struct Job {
+  int size;
+  bool ring;
+  std::vector<size_t> counts;
+  std::vector<bool> updated;
+  std::vector<PlanOp> plan;
+};
+
+Job random_job(Random& random, bool ring) {
+  const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  Job job{pick(1, 4), ring, {}, {}, {}};
+  const int buckets = pick(1, 5);
+  for (int b = 0; b < buckets; ++b) {
+    job.counts.push_back(static_cast<size_t>(job.size) * pick(0, 700));
+    job.updated.push_back(pick(0, 2) == 0);
+    job.plan.push_back({!job.updated.back() && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
+  }
+  std::shuffle(job.plan.begin(), job.plan.end(), random);
+  for (int b = 0; b < buckets; ++b) {
+    const auto reduce = std::find_if(job.plan.begin(), job.plan.end(), [&](const PlanOp& op) { return op.bucket == b; });
+    if (reduce->op == Op::AR) continue;
+    const int at = static_cast<int>(reduce - job.plan.begin());
+    job.plan.insert(job.plan.begin() + pick(at + 1, static_cast<int>(job.plan.size())), {Op::AG, b});
+  }
+  return job;
+}
+
+void describe_buckets(Engine& engine, const Job& job, Buffers& buffers) {
+  for (size_t b = 0; b < job.counts.size(); ++b) {
+    buffers.gradients.emplace_back(job.counts[b]);
+    buffers.parameters.emplace_back(job.counts[b]);
+    BucketSpec spec;
+    spec.name = "b" + std::to_string(b);
+    spec.reduce_ptr = buffers.gradients[b].data();
+    spec.gather_ptr = job.updated[b] ? buffers.parameters[b].data() : spec.reduce_ptr;
+    spec.count = job.counts[b];
+    spec.wire_dtype = b % 2 == 1 ? DType::bf16 : DType::f32;
+    spec.needs_update = job.updated[b];
+    engine->add_bucket(spec);
+  }
+}
+
+float gradient(int rank, size_t i) { return static_cast<float>((i % 7) + rank); }  // exact in bfloat16, and so are the sums
+
+void check(const Job& job, const std::vector<float>& values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    float expected = 0;
+    for (int rank = 0; rank < job.size; ++rank) expected += gradient(rank, i);
+    require(values[i] == expected, "a sum");
+  }
+}
+
+void compute(Engine& engine, const Job& job, Buffers& buffers, int rank) {
+  try {
+    for (size_t b = job.counts.size(); b-- > 0;) {
+      for (size_t i = 0; i < job.counts[b]; ++i) buffers.gradients[b][i] = gradient(rank, i);
+      engine->mark_ready(static_cast<int>(b));
+    }
+  } catch (const EngineError&) {  // the waits of the other thread throw it too
+  }
+}
+
+// Gradients come from one thread, as the backward's do; the caller's thread updates shards and waits.
+void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps) {
+  for (int step = 1; step <= steps; ++step) {
+    engine->begin_step();
+    const std::jthread backward([&] { compute(engine, job, buffers, rank); });
+    for (const PlanOp& op : job.plan) {  // in its order: an AG may stand before a later RS
+      const size_t b = op.bucket;
+      if (op.op != Op::RS || !job.updated[b]) continue;
+      engine->wait(op.bucket, Stage::reduced, {}, {});
+      const size_t shard = job.counts[b] / job.size;
+      for (size_t i = rank * shard; i < (rank + 1) * shard; ++i) buffers.parameters[b][i] = buffers.gradients[b][i];
+      engine->mark_updated(op.bucket);
+    }
+    for (size_t b = 0; b < job.counts.size(); ++b) {
+      while (b % 2 == 0 && !engine->done(static_cast<int>(b), Stage::gathered, {})) std::this_thread::yield();
+      engine->wait(static_cast<int>(b), Stage::gathered, {}, {});
+      check(job, job.updated[b] ? buffers.parameters[b] : buffers.gradients[b]);
+    }
+  }
+  engine->wait_all({});
+}
+
+void run_random_job(Random& random, const std::function<Channels(int, unsigned)>& make_channels, bool ring) {
+  const Job job = random_job(random, ring);
+  const Channels channels = make_channels(job.size, random());
+  on_ranks(job.size, [&](int rank) {
+    Buffers buffers;
+    Engine engine(make_transport(channels, rank, job.ring, 256), 30);
+    describe_buckets(engine, job, buffers);
+    engine->install(job.plan);
+    train(engine, job, buffers, rank, 4);
+    require(engine->events(true).size() == 4 * job.plan.size(), "the number of events");
+  });
+}
+
+// One rank stops after `healthy` steps, in one of several ways; the others must end with an error, and soon.
+enum class Fault { close, abort, vanish };
+
+void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels, Fault fault, bool ring) {
+  constexpr int kSize = 3, kBad = 1;
+  const Job job{kSize, ring, {3000, 600}, {false, false}, {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
+  Channels channels = make_channels(kSize, 1);
+  on_ranks(kSize, [&](int rank) {
+    Buffers buffers;
+    Engine engine(make_transport(channels, rank, ring, 256), rank == kBad ? 20 : 4);
+    describe_buckets(engine, job, buffers);
+    engine->install(job.plan);
+    if (rank == kBad) {
+      train(engine, job, buffers, rank, 2);
+      if (fault == Fault::abort) engine.abort("on purpose");
+      if (fault == Fault::close) engine.close();
+      return;  // whatever it was, the engine ends here while the others are in their next step
+    }
+    bool failed = false;
+    try {
+      train(engine, job, buffers, rank, 3);
+    } catch (const EngineError& error) {
+      failed = !std::string(error.what()).empty();
+    }
+    require(failed && engine->error().has_value(), "a rank went on without another one");
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
+  Random random(argc > 2 ? std::atoi(argv[2]) : 1);
+  LinkGate::of_process().record(true);
+  for (int i = 0; i < rounds; ++i) {
+    const std::jthread halos = i % 4 < 2 ? std::jthread(send_halos) : std::jthread();
+    run_random_job(random, over_hub, i % 2 == 1);
+    run_random_job(random, over_tcp, i % 2 == 1);
+  }
+  for (bool ring : {false, true}) {
+    const std::jthread halos(send_halos);
+    for (Fault fault : {Fault::close, Fault::abort, Fault::vanish}) {
+      run_failing_job(over_tcp, fault, ring);
+      run_failing_job(over_hub, fault, ring);
+    }
+  }
+  require(!LinkGate::of_process().passages(true).empty(), "that anything passed the gate");
+  std::printf("ok: %d rounds\n", rounds);
+  return 0;
+}

@@ -1,0 +1,75 @@
+"""What the benchmarks beside this file share: emulated hosts on which every transport is measured in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import comm_core
+
+Measure = Callable[[comm_core.Transport, argparse.Namespace], dict[str, float]]
+
+
+def parser(description: str | None, link: str, transports: str, megabytes: float) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--hosts", type=int, default=2)
+    made.add_argument("--link", default=link)
+    made.add_argument("--transports", default=transports)
+    made.add_argument("--megabytes", type=float, default=megabytes)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--segment-kb", type=int, default=256)
+    made.add_argument("--depth", type=int, default=4)
+    return made
+
+
+def run(arguments: argparse.Namespace, measure: Measure) -> int:
+    """Starts this program again on every host; there ``measure`` gives a transport's figures."""
+    if "RANK" in os.environ:
+        _as_rank(arguments, measure)
+        return 0
+    from dnn_bench.cluster import Cluster
+
+    with Cluster(arguments.hosts, arguments.link, ssh=False) as cluster:
+        ranks = cluster.launch([sys.executable, *sys.argv], {"OMP_NUM_THREADS": "1"})
+        return max(process.wait(timeout=300) for process in ranks)
+
+
+def _as_rank(arguments: argparse.Namespace, measure: Measure) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, rank == 0, timeout=timedelta(seconds=60))
+    options = {"segment_bytes": arguments.segment_kb << 10, "depth": arguments.depth}
+    for name in arguments.transports.split(","):
+        transport = _transport(name, dist.PrefixStore(name, store), rank, size, options)
+        figures = {key: round(value, 2) for key, value in measure(transport, arguments).items()}
+        if rank == 0:
+            print(json.dumps({"transport": name, **figures}), flush=True)
+
+
+def _transport(name: str, store: Any, rank: int, size: int, options: dict[str, int]) -> comm_core.Transport:
+    kind, _, ring = name.partition("-")
+    exchange = comm_core.RingTransport if ring == "ring" else comm_core.DirectTransport
+    if kind == "tcp":
+        return exchange(comm_core.tcp_channel(store, rank, size), rank, size, **options)
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    if kind == "collectives":
+        return comm_core.C10dTransport(backend)
+    return exchange(backend, rank, size, **options)
+
+
+def cpu() -> float:
+    """Processor seconds of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

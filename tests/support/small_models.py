@@ -1,0 +1,58 @@
+"""Small models that the optimizer's programs train, and losses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.oracle import batch
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def loss_of(step: int, scale: float = 1.0) -> Callable[[nn.Module, int], torch.Tensor]:
+    return lambda model, rank: model(batch(rank, step)).square().mean() * scale
+
+
+class Branches(nn.Module):
+    """Uses the branches that it is told to, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(12, 33)
+        self.branch = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
+        self.head = nn.Linear(33, 3)
+
+    def forward(self, x: torch.Tensor, use: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+        x = self.stem(x)
+        for i in use:
+            x = x + torch.tanh(self.branch[i](x))
+        return self.head(x)
+
+
+def using(step: int, *use: int) -> Callable[[nn.Module, int], torch.Tensor]:
+    return lambda model, rank: model(batch(rank, step), use or (0, 1, 2, 3)).square().mean()
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 8, sparse=sparse)
+        self.out = nn.Linear(8, 30)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(words))
+
+
+def words_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    words = torch.randint(30, (5 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
+    return F.cross_entropy(model(words), words.roll(1))
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)

@@ -1,0 +1,147 @@
+"""Twins: one model trained over all ranks and one by the oracle, step by step, compared bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from scheduler.profile import Layer, Profile
+from tests.support.cases import Me
+from tests.support.oracle import Oracle, assert_close, assert_same_bits, release, seeded
+
+Loss = Callable[[nn.Module, int], "torch.Tensor | None"]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves a parameter whenever it is stepped, its gradient being zero or not."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def some_profile(model: nn.Module) -> Profile:
+    """Times made up: with a profile, an optimizer plans at once, and updates are deferred from the start."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = list(dict.fromkeys(p.dtype for p in params.values()))
+    layers = [Layer("(outside)", 1e-3, 0.0, 0)]
+    layers += [
+        Layer(name, 1e-3, 2e-3, p.numel() * p.element_size(), group=kinds.index(p.dtype))
+        for name, p in params.items()
+    ]
+    return Profile("made up", tuple(layers))
+
+
+class Twin:
+    """``model`` learns on all ranks through ``optimizer``; ``plain`` learns the same from the oracle.
+
+    In turn, one rank waits in its backward until another has returned from ``step()``: that one has gradients
+    on their way then, however loaded the machine is. Where ``step()`` itself waits for gradients, that cannot
+    be (always so with shards): each time it was in vain, the rank waits shorter, down to ``lag`` seconds.
+    """
+
+    def __init__(
+        self,
+        me: Me,
+        build: Callable[[], nn.Module],
+        make: MakeOptimizer = momentum,
+        *,
+        schedule: Any = "dear",
+        bucket_mb: float | None = 0.002,
+        planned: bool = True,
+        lag: float = 0.01,
+        sums: bool = False,
+        **options: Any,
+    ) -> None:
+        self.me, self.lag = me, lag
+        self.patience = lag if options.get("gather") == "parameters" else max(lag, 0.25)
+        self.plain = seeded(build)
+        self.oracle = Oracle(self.plain, make(self.plain), me.size, sums=sums)
+        self.model = seeded(build)
+        self.inner = make(self.model)
+        if planned:
+            options["profile"] = some_profile(self.model)
+        if sums:
+            options["op"] = hvd.Sum
+        self.optimizer: Any = hvd.DistributedOptimizer(
+            self.inner, self.model.named_parameters(), schedule=schedule, bucket_mb=bucket_mb, **options
+        )
+        self.number = me.twins = me.twins + 1
+        self.steps = self.seen_pending = 0
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._late)
+                break
+
+    def _late(self, _: torch.Tensor) -> None:
+        if self.steps % self.me.size != self.me.rank or not self.lag:
+            return
+        others = [self._stepped(rank) for rank in range(self.me.size) if rank != self.me.rank]
+        start = time.monotonic()
+        while not any(self.me.store.check([key]) for key in others):
+            if time.monotonic() > start + self.patience:
+                self.patience = max(self.lag, self.patience / 4)
+                break
+            time.sleep(0.0005)
+
+    def _stepped(self, rank: int) -> str:
+        return f"{self.me.name}/{self.number}: rank {rank} has taken step {self.steps}"
+
+    def backward(self, *losses: Loss) -> None:
+        for loss in losses:
+            value = loss(self.model, self.me.rank)
+            if value is not None:
+                value.backward()
+        self.oracle.backward(*losses)
+
+    def step(self, *losses: Loss, zero: bool = True, zero_before: bool = False) -> None:
+        """Backward of each loss and one step, with ``zero_grad`` behind the step or before the backward."""
+        if zero_before:
+            self.zero_grad()
+        self.backward(*losses)
+        self.update()
+        if zero and not zero_before:
+            self.zero_grad()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.me.store.set(self._stepped(self.me.rank), "")
+        self.steps += 1
+        self.seen_pending += self.optimizer._driver.flow.pending > 0
+        self.oracle.optimizer.step()
+
+    def zero_grad(self, **how: Any) -> None:
+        self.optimizer.zero_grad(**how)
+        self.oracle.optimizer.zero_grad(**how)
+
+    def both(self, act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+        return act(self.model), act(self.plain)
+
+    def compare(self, what: str = "parameters", relative: float | None = None) -> None:
+        if relative is None:
+            assert_same_bits(self.model, self.plain, what)
+        else:
+            assert_close(self.model, self.plain, relative, what)
+
+    def compare_grads(self, what: str = "gradients", relative: float | None = None) -> None:
+        if relative is not None:
+            mine = [p.grad for p in self.model.parameters()]
+            assert_close(mine, [p.grad for p in self.plain.parameters()], relative, what)
+            return
+        for (name, p), q in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            mine, theirs = p.grad, q.grad
+            assert (mine is None) == (theirs is None), f"{what}: {name} is {mine}, plain has {theirs}"
+            if mine is not None and theirs is not None:
+                assert_same_bits([mine.to_dense()], [theirs.to_dense()], f"{what} of {name}")
+
+    def end(self, must_have_waited: bool = True) -> None:
+        """Compares, and makes sure that what was to be tested has happened."""
+        self.compare("at the end")
+        release(self.optimizer)
+        waited = [int(text) for text in self.me.everybody(str(self.seen_pending))]
+        if must_have_waited:
+            assert sum(waited) > 0, "no step() returned with gradients on their way; nothing was tested"

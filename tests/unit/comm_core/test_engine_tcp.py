@@ -1,0 +1,120 @@
+"""The TCP channel between threads of one process: who gets in, and what the others hear when a rank ends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from comm_core import DirectTransport, Engine, EngineError, TcpChannel, tcp_channel
+from comm_core._C import TcpMesh
+from tests.support.engines import on_ranks, ordered_sum, run_step
+
+HOST = "127.0.0.1"
+TOKEN = "t" * 32
+LONG = 3600.0  # seconds that no test waits
+
+
+def channels(size: int) -> list[TcpChannel]:
+    store = HashStore()
+    return on_ranks(size, lambda rank: tcp_channel(store, rank, size, HOST, timeout_seconds=LONG))
+
+
+def engine_over(channel: TcpChannel, rank: int, size: int, timeout: float = LONG) -> Engine:
+    engine = Engine(DirectTransport(channel, rank, size, segment_bytes=1024), rank, size, timeout)
+    engine.add_bucket(torch.ones(size * 5000), name="weights")
+    engine.install([("RS", 0), ("AG", 0)])
+    return engine
+
+
+def failure(call: Callable[[], object]) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sums_are_in_rank_order_to_the_bit(size: int) -> None:
+    data = [torch.randn(size * 30_001, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    found = channels(size)
+
+    def one(rank: int) -> torch.Tensor:
+        mine = data[rank].clone()
+        DirectTransport(found[rank], rank, size, segment_bytes=4096).all_reduce(mine)
+        return mine
+
+    for result in on_ranks(size, one):
+        torch.testing.assert_close(result, ordered_sum(data), rtol=0, atol=0)
+
+
+def test_the_others_hear_which_rank_ended_and_why() -> None:
+    found = channels(3)
+
+    def one(rank: int) -> EngineError | None:
+        engine = engine_over(found[rank], rank, 3)
+        run_step(engine, [0])
+        if rank == 2:
+            engine.abort("the disk of rank 2 is full")
+            return None
+        error = failure(lambda: run_step(engine, [0]))
+        engine.close()
+        return error
+
+    for error in on_ranks(3, one)[:2]:
+        assert error is not None and (error.kind, error.peer) == ("peer_lost", 2)
+        assert "the disk of rank 2 is full" in str(error)
+
+
+def test_other_sizes_and_other_steps_are_a_mismatch() -> None:
+    first, second = channels(2)
+
+    def one(rank: int) -> EngineError:
+        length, channel = (2000, first) if rank == 0 else (2400, second)
+        transport = DirectTransport(channel, rank, 2)
+        transport.set_timeout(LONG)
+        return failure(lambda: transport.all_reduce(torch.ones(length)))
+
+    errors = on_ranks(2, one)
+    assert any("do all ranks run the same plan?" in str(error) for error in errors)
+    assert all(error.kind in ("mismatch", "peer_lost") for error in errors)
+
+
+def test_strangers_are_kept_out() -> None:
+    mesh = TcpMesh(0, 2, HOST)
+    other = TcpMesh(1, 2, HOST)
+    addresses = [(HOST, mesh.port), (HOST, other.port)]
+    with socket.create_connection((HOST, mesh.port)) as stranger:
+        stranger.sendall(b"x" * 40)  # as long as a greeting, with another token
+        joined = on_ranks(2, lambda rank: (mesh, other)[rank].join(addresses, TOKEN, timeout_seconds=LONG))
+        assert stranger.recv(1) == b""
+    values = on_ranks(2, lambda rank: _sum_of_ranks(joined[rank], rank))
+    assert values == [[1.0, 1.0]] * 2
+
+
+def _sum_of_ranks(channel: TcpChannel, rank: int) -> list[float]:
+    mine = torch.full((2,), float(rank))
+    DirectTransport(channel, rank, 2).all_reduce(mine)
+    return mine.tolist()
+
+
+def test_a_rank_that_never_comes_is_a_time_out() -> None:
+    store = HashStore()
+    with pytest.raises(RuntimeError):
+        tcp_channel(store, 0, 2, HOST, timeout_seconds=1)
+    mesh = TcpMesh(0, 2, HOST)
+    error = failure(lambda: mesh.join([(HOST, mesh.port), (HOST, 1)], TOKEN, timeout_seconds=0.3))
+    assert error.kind == "timeout" and "not all ranks connected" in str(error)
+
+
+def test_wrong_addresses_and_tokens_say_so() -> None:
+    assert "cannot be resolved" in str(failure(lambda: TcpMesh(0, 2, "no such host")))
+    assert "rank must be in [0, size)" in str(failure(lambda: TcpMesh(2, 2, HOST)))
+    mesh = TcpMesh(1, 2, HOST)
+    assert "token of 32 bytes" in str(failure(lambda: mesh.join([(HOST, 1), (HOST, 1)], "short", 1.0)))
+    unreachable = failure(lambda: mesh.join([(HOST, 1), (HOST, mesh.port)], TOKEN, 1.0))
+    assert unreachable.kind == "peer_lost" and "rank 0 at 127.0.0.1:1 cannot be reached" in str(unreachable)
+    with pytest.raises(ValueError, match="needs address="):
+        tcp_channel(HashStore(), 0, 2)

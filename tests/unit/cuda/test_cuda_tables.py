@@ -1,0 +1,98 @@
+"""Chunk tables and the choice of the kernel: the launch logic, without any kernel."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comm_core.cuda.kernels import (
+    COPIES,
+    SOURCE,
+    THREADS,
+    UPDATES,
+    chunk_elements,
+    copy_kernel,
+    update_kernel,
+)
+from comm_core.cuda.tables import Region, chunk_table, one_after_another
+
+
+def covered(table: np.ndarray) -> list[tuple[int, int, int]]:
+    """Every element that the table moves: tensor, element, place."""
+    return [(t, o + k, a + k) for t, o, a, n in table.tolist() for k in range(n)]
+
+
+def test_a_table_as_it_looks() -> None:
+    table = chunk_table([Region(0, 0, 0, 5), Region(2, 7, 16, 4), Region(1, 0, 32, 1)], elements=2)
+    assert table.tolist() == [
+        [0, 0, 0, 2],
+        [0, 2, 2, 2],
+        [0, 4, 4, 1],
+        [2, 7, 16, 2],
+        [2, 9, 18, 2],
+        [1, 0, 32, 1],
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numels=st.lists(st.integers(0, 50), max_size=8),
+    offsets=st.integers(0, 9),
+    elements=st.integers(1, 20),
+)
+def test_every_element_is_moved_once(numels: list[int], offsets: int, elements: int) -> None:
+    regions = [Region(i, offsets, 100 * i, n) for i, n in enumerate(numels)]
+    table = chunk_table(regions, elements)
+    expected = [(i, offsets + k, 100 * i + k) for i, n in enumerate(numels) for k in range(n)]
+    assert covered(table) == expected
+    assert (table[:, 3] <= elements).all() and (table[:, 3] > 0).all()
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    large = 5 * 2**31
+    table = chunk_table([Region(0, 3, 64, large)])
+    assert table[:, 3].sum() == large
+    assert table[-1, 1] + table[-1, 3] == 3 + large and table[-1, 2] + table[-1, 3] == 64 + large
+    assert (np.diff(table[:, 1]) == table[0, 3]).all()
+
+
+def test_more_blocks_than_a_launch_may_have() -> None:
+    with pytest.raises(ValueError, match="more than 2147483647 blocks"):
+        chunk_table([Region(0, 0, 0, 2**33)], elements=1)
+
+
+def test_no_negative_numbers() -> None:
+    with pytest.raises(ValueError, match="no negative numbers, got Region"):
+        chunk_table([Region(0, -1, 0, 4)])
+
+
+@pytest.mark.parametrize(
+    ("total", "elements"), [(1, 4096), (2**20, 4096), (25 * 2**18, 4096), (2**25, 16384), (2**31, 65536)]
+)
+def test_chunks_grow_with_the_bucket(total: int, elements: int) -> None:
+    assert chunk_elements(total) == elements
+
+
+def test_one_after_another_is_what_cat_does() -> None:
+    assert one_after_another([3, 0, 2]) == [Region(0, 0, 0, 3), Region(2, 0, 3, 2)]
+
+
+def test_kernels_by_type() -> None:
+    assert copy_kernel("pack", torch.float32, torch.bfloat16) == "pack_f32_bf16"
+    assert copy_kernel("unpack", torch.float16, torch.float64) == "unpack_f16_f64"
+    assert update_kernel("adam", torch.bfloat16, torch.bfloat16) == "adam_bf16_bf16"
+    with pytest.raises(ValueError, match=r"no kernel for pack of torch.int64 and torch.int64"):
+        copy_kernel("pack", torch.int64, torch.int64)
+    with pytest.raises(ValueError, match="no kernel for sgd of torch.float64"):
+        update_kernel("sgd", torch.float64, torch.float64)
+
+
+def test_python_and_the_sources_know_the_same_kernels() -> None:
+    text = (SOURCE.parent / "list.h").read_text()
+    updates, doubles = (set(re.findall(r"DO\((\w+),", part)) for part in text.split("COMMSCHED_COPIES"))
+    assert updates == UPDATES
+    assert updates | doubles == COPIES
+    assert f"kThreads = {THREADS};" in SOURCE.read_text()

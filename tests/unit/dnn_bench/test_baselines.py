@@ -1,0 +1,145 @@
+"""The baseline registry, the check against one process, the memory estimate."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dnn_bench import baselines
+from dnn_bench.baselines import reference
+from dnn_bench.baselines.fsdp import blocks
+from dnn_bench.baselines.registry import require
+from dnn_bench.runner import memory
+from scheduler import policies
+
+JOB = baselines.Job("mlp_tiny", batch=16)
+
+
+def test_peers_limits_and_every_policy_are_there() -> None:
+    assert {
+        "local",
+        "floor",
+        "wire",
+        "ddp",
+        "ddp_4mb",
+        "horovod",
+        "fsdp2",
+        "fsdp2_keep",
+        "zero1",
+        "auto",
+    } <= set(baselines.names())
+    assert set(policies.names()) <= set(baselines.names())
+
+
+def test_names_in_any_case_and_any_bucket_size() -> None:
+    assert baselines.get("PipeDAP").options == {"schedule": "pipedap"}
+    assert baselines.get("DDP-4MB").options == {"bucket_cap_mb": 4}
+    assert baselines.get("ddp_2.5mb").options == {"bucket_cap_mb": 2.5}
+    assert baselines.get("horovod_2mb").environment["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
+
+
+@pytest.mark.parametrize("name", ["dpp", "ddp_0mb", "ddp_xmb", ""])
+def test_unknown_names_list_the_known(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown baseline.*fsdp2_keep"):
+        baselines.get(name)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(baselines.MissingPeer, match="horovod needs the package horovod"):
+        require(baselines.get("horovod"))
+
+
+def test_the_registry_imports_no_torch() -> None:
+    code = "import sys; from dnn_bench import baselines; baselines.names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
+
+
+def test_every_process_draws_the_same_global_batch() -> None:
+    first, second = JOB.global_batch(2, 3), JOB.global_batch(2, 3)
+    assert len(first) == 3 and first[0][0].shape == (16, 256)
+    assert all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True)
+    )
+    assert not torch.equal(first[0][0], first[1][0])
+    assert not torch.equal(first[0][0], JOB.global_batch(1, 3)[0][0])
+
+
+def test_the_reference_is_large_batch_training() -> None:
+    before, after = reference.train_alone(JOB, 2)
+    model = JOB.build_model()
+    optimizer = JOB.build_optimizer(model.parameters())
+    for step in range(reference.STEPS):
+        shards = JOB.global_batch(step, 2)
+        inputs, targets = (torch.cat(parts) for parts in zip(*shards, strict=True))
+        optimizer.zero_grad()
+        JOB.loss(model(inputs), targets).backward()
+        optimizer.step()
+    whole = {name: value.detach() for name, value in model.named_parameters()}
+    assert reference.compare(before, after, whole).right
+    assert not reference.compare(before, after, before).right
+
+
+def test_the_check_finds_one_wrong_bias() -> None:
+    before, after = reference.train_alone(JOB, 2)
+    actual = {name: value.clone() for name, value in after.items()}
+    assert reference.compare(before, after, actual) == reference.Verdict(0.0, next(iter(actual)))
+    actual["6.bias"] = before["6.bias"].clone()
+    verdict = reference.compare(before, after, actual)
+    assert not verdict.right and verdict.tensor == "6.bias"
+
+
+@pytest.mark.parametrize("what", ["nan", "missing"])
+def test_the_check_finds_what_is_not_there(what: str) -> None:
+    before, after = reference.train_alone(JOB, 1)
+    actual = dict(after)
+    if what == "nan":
+        actual["0.weight"] = torch.full_like(after["0.weight"], float("nan"))
+    else:
+        del actual["0.weight"]
+    verdict = reference.compare(before, after, actual)
+    assert not verdict.right and verdict.tensor == "0.weight"
+
+
+def test_training_each_shard_alone_is_found_wrong() -> None:
+    """What a baseline that forgets to communicate would compute."""
+    before, after = reference.train_alone(JOB, 2)
+    model = JOB.build_model()
+    optimizer = JOB.build_optimizer(model.parameters())
+    for step in range(reference.STEPS):
+        inputs, targets = JOB.global_batch(step, 2)[0]
+        optimizer.zero_grad()
+        JOB.loss(model(inputs), targets).backward()
+        optimizer.step()
+    actual = {name: value.detach() for name, value in model.named_parameters()}
+    assert reference.compare(before, after, actual).error > 0.1
+
+
+def test_fsdp_shards_block_by_block() -> None:
+    def kinds(name: str) -> list[str]:
+        return [type(block).__name__ for block in blocks(baselines.Job(name).build_model())]
+
+    assert kinds("bert_tiny").count("Block") == 6
+    assert kinds("mlp_tiny") == ["Linear"] * 8
+    assert set(kinds("resnet_tiny")) == {"Block"}
+
+
+def test_memory_estimate_of_a_model_that_can_be_counted_by_hand() -> None:
+    need = memory.estimate(JOB)
+    assert need.parameters == 4 * (8 * (256 * 256 + 256) + 2570)
+    activations = (
+        9 * 256 * 4
+    )  # the input of each linear layer; ReLU keeps its output, which is the next input
+    assert activations <= need.per_sample <= activations + 10 * 8 * 2 + 64
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_an_estimate() -> None:
+    job = baselines.Job("vgg16", batch=4096)
+    with pytest.raises(
+        ValueError, match=r"batch of 4096 needs about \d+\.\d GB on 2 ranks.*of about \d+ would fit"
+    ):
+        memory.check_fit(job, 2, available=16 * 10**9)
+    with pytest.raises(ValueError, match="the model itself does not fit"):
+        memory.check_fit(job, 2, available=2 * 10**9)
+    assert memory.check_fit(JOB, 2, available=16 * 10**9).parameters > 0

@@ -1,0 +1,71 @@
+"""Bandwidth definitions, fits, and the check that comes before any timing."""
+
+import pytest
+import torch
+
+from dnn_bench.collectives import cli, measure, results
+from dnn_bench.collectives.transports import Collectives
+
+
+def sample(operation: str, size: int, seconds: float) -> dict[str, object]:
+    return {"operation": operation, "bytes": size, "seconds": seconds, "cpu": seconds / 2}
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    """1 GB in 0.5 s on 4 ranks: algorithm 2 GB/s; bus 2 * 2 * 3/4 for all-reduce, 2 * 3/4 for its halves."""
+    size = 10**9
+    ranks = [[sample("all_reduce", size, t), sample("all_gather", size, t)] for t in (0.5, 0.4, 0.3, 0.2)]
+    reduce, gather = results.combine("x", ranks)
+    assert reduce["algorithm_bandwidth"] == gather["algorithm_bandwidth"] == 2e9
+    assert (reduce["bus_bandwidth"], gather["bus_bandwidth"]) == (3e9, 1.5e9)
+    assert reduce["seconds"] == 0.5 and reduce["cpu"] == 0.25  # the slowest rank's
+
+
+def test_the_fit_finds_the_line() -> None:
+    sizes = [2**k for k in (10, 14, 18, 20, 22)]
+    rows = results.combine("x", [[sample("all_gather", n, 1e-3 + 2e-9 * n) for n in sizes]] * 2)
+    (fit,) = results.fits(rows)
+    assert fit["alpha"] == pytest.approx(1e-3, rel=1e-6) and fit["beta"] == pytest.approx(2e-9, rel=1e-6)
+    assert results.fits(rows[:4]) == []
+
+
+class Alone(Collectives):
+    """One rank of two whose peer is imagined; `broken` does nothing."""
+
+    rank, size = 0, 2
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if not self.broken:
+            tensor += measure.pattern(1, tensor.numel())
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> None:
+        if not self.broken:
+            self.shard(tensor).add_(measure.pattern(1, tensor.numel()).view(2, -1)[0])
+
+    def all_gather(self, tensor: torch.Tensor) -> None:
+        if not self.broken:
+            tensor.view(2, -1)[1].copy_(measure.pattern(1, tensor.numel()).view(2, -1)[1])
+
+
+@pytest.mark.parametrize("operation", measure.OPERATIONS)
+def test_wrong_results_are_found_before_timing(operation: str) -> None:
+    measure.check(Alone(broken=False), operation, 20)
+    with pytest.raises(measure.WrongResult, match=rf"{operation} of 20 numbers on 2 ranks: element \d+ is"):
+        measure.check(Alone(broken=True), operation, 20)
+
+
+@pytest.mark.parametrize(("text", "size"), [("64k", 65536), ("16M", 2**24), ("100", 100), ("1gb", 2**30)])
+def test_sizes(text: str, size: int) -> None:
+    assert cli.size_of(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--sizes", "big"], "bytes such as 64k"), (["--transports", "tcp"], "unknown transport 'tcp'")],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--local", "2", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""MPI4DL's options: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from dnn_bench.spatial.models import MODELS, cut_stages, even_balance
+from dnn_bench.spatial.options import read
+
+
+def test_the_command_of_the_manual() -> None:
+    text = "--model amoebanet --image-size 512 --num-spatial-parts 4 --slice-method vertical"
+    plan = read([*text.split(), "--split-size", "2", "--spatial-size", "1"])
+    assert (plan.mode, plan.grids, plan.ranks, plan.mirrored) == ("sp", ((1, 4),), 5, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "microbatches", "images"),
+    [
+        ("--mode lp --split-size 3", 3, 1, 2),
+        ("--mode sp --split-size 3 --spatial-size 2 --num-spatial-parts 4,1", 6, 1, 2),
+        ("--mode sp --local-DP 2 --replicas 2 --batch-size 4 --parts 2", 12, 2, 8),
+        ("--mode gems --split-size 2 --times 3", 2, 3, 12),
+        ("--mode gems+sp --num-spatial-parts 2 --slice-method horizontal --parts 2", 3, 2, 4),
+    ],
+)
+def test_modes(text: str, ranks: int, microbatches: int, images: int) -> None:
+    plan = read(text.split())
+    assert (plan.ranks, plan.microbatches, plan.images) == (ranks, microbatches, images)
+    assert plan.mirrored == text.startswith("--mode gems")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--spatial-size 3", "--spatial-size must be 1 to --split-size, which is 2, got 3"),
+        ("--mode lp --spatial-size 1", "--mode lp has no stages on tiles"),
+        ("--spatial-size 1 --num-spatial-parts 3", "a square number of parts"),
+        ("--spatial-size 1 --num-spatial-parts 4,4", "one for each of the 1 stages on tiles"),
+        ("--num-spatial-parts many", "is a list of numbers"),
+        ("--parts 3", "--parts 3 must divide --batch-size 2"),
+        ("--local-DP 3", "--local-DP 3 must divide the 2 samples"),
+        ("--balance 3", "--balance needs a number for each of the 2 stages"),
+        ("--times 2", "--times is for --mode gems"),
+        ("--image-size 0", "--image-size must be at least 1, got 0"),
+    ],
+)
+def test_bad_options(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read(text.split())
+    assert said in str(error.value)
+
+
+def test_stages() -> None:
+    cells: list[nn.Module] = [nn.Identity() for _ in range(7)]
+    assert [len(stage) for stage in cut_stages(cells, even_balance(7, 3))] == [2, 2, 3]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"--balance 3,3 must share out the 7 cells"):
+        cut_stages(cells, [3, 3])
+    with pytest.raises(ValueError, match="1 to 7 stages, not 8"):
+        even_balance(7, 8)
+    with pytest.raises(ValueError, match="18, 34, 50, 101, 152 layers, not 19"):
+        MODELS["resnet"](19, 4, 2)

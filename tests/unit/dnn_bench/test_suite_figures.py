@@ -1,0 +1,129 @@
+"""The summary over many comparisons, on numbers that can be checked by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dnn_bench.suite import cli
+from dnn_bench.suite.figures import accuracy, cell_of, link_for, means, order_line, slowest
+from dnn_bench.suite.run import Remaining, Wanted
+
+KINDS = {"local": "limit", "floor": "limit", "wire": "limit", "auto": "commsched", "dear": "commsched"}
+KINDS |= {"pipedap": "commsched", "wfbp": "commsched"}
+
+
+def report(model: str = "mlp", ratio: float = 1.0, hosts: int = 2, **times: list[float]) -> dict[str, Any]:
+    """As a comparison writes it, with the figures that the summary reads; predictions are 10 % short."""
+    times = {"local": [0.5], "floor": [0.8], "wire": [0.5 * ratio], **times}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "kind": KINDS.get(name, "peer"),
+            "time": sorted(values)[len(values) // 2],
+            "times": values,
+            "predicted": values[0] * 0.9 if KINDS.get(name) == "commsched" else None,
+        }
+        for name, values in times.items()
+    ]
+    rows.append({"name": "fsdp2", "kind": "peer", "status": "missing"})
+    place = {"ranks": hosts, "links": ["1gbit"] * hosts}
+    whole = {"job": {"model": model}, "place": place, "baselines": rows, "interrupted": False}
+    return {**whole, "ratio": ratio, "bound": 0.7, "bound_beside": 0.9}
+
+
+def cells(*reports: dict[str, Any]) -> list[Any]:
+    return [cell for cell in (cell_of(one, "auto") for one in reports) if cell]
+
+
+def test_the_link_that_makes_communication_as_long_as_compute() -> None:
+    """8 MB of gradients on 2 hosts: each sends 8 MB, in 0.5 s with 128 Mbit/s. On 4 hosts it sends 12 MB."""
+    assert link_for(1.0, 0.5, 8_000_000, 2) == "128mbit"
+    assert link_for(2.0, 0.5, 8_000_000, 2) == "64mbit"
+    assert link_for(1.0, 0.5, 8_000_000, 4) == "192mbit"
+
+
+def test_a_cell_compares_within_repetitions() -> None:
+    (cell,) = cells(report(ddp=[2.0, 20.0, 2.2], ddp_4mb=[1.5, 15.0], auto=[1.0, 10.0, 1.1]))
+    assert cell.over("ddp") == pytest.approx(2.0)
+    assert cell.over("ddp_4mb") == pytest.approx(1.5)  # it was given up after two
+    assert cell.over("fsdp2") is None and cell.over(None) is None
+    assert cell.best_peer == "ddp"
+    assert (cell.to_limit(cell.bound), cell.to_limit(cell.bound_beside)) == (1.1 / 0.8, 1.1 / 0.9)
+    assert cells(report(ddp=[2.0])) == []
+
+
+def test_the_means_are_geometric_and_per_hosts_and_ratio() -> None:
+    found = means(
+        cells(
+            report("mlp", ddp=[4.0], auto=[1.0]),
+            report("vgg_tiny", ddp=[1.0], auto=[1.0]),
+            report("mlp", ratio=2.0, ddp=[3.0], auto=[1.0]),
+        )
+    )
+    assert [row[:3] for row in found] == [(2, 1.0, 2), (2, 2.0, 1)]
+    assert found[0][3] == {"best peer": 2.0, "horovod": None, "ddp": 2.0, "fsdp2": None}
+
+
+def test_the_order_of_policies_counts_only_where_it_can_be_told() -> None:
+    agreed = report("mlp", pipedap=[1.0, 1.0], dear=[1.2, 1.21], auto=[1.0])
+    reversed_ = report("vgg_tiny", pipedap=[1.0, 1.3], dear=[1.2, 1.25], auto=[1.0])
+    reversed_["baselines"][3]["times"] = [1.3, 1.3]  # predicted to be the faster one
+    close = report("bert_tiny", pipedap=[1.0, 1.0], dear=[1.02, 1.1], auto=[1.0])
+    line = order_line(cells(agreed, reversed_, close), "pipedap", "dear")
+    assert "in 1 of 2 cells (1 more are too close to tell)" in line
+    assert "not in vgg_tiny, 2 hosts, ratio 1: predicted +20.0%, measured -5.8%" in line
+
+
+def test_the_worst_prediction_and_the_least_gain() -> None:
+    found = cells(
+        report("mlp", ddp=[2.0], auto=[1.0]), report("vgg_tiny", ddp=[1.1], auto=[1.0, 1.2, 1.2], hosts=4)
+    )
+    assert accuracy(found) == [
+        "auto: measured / predicted is off by 33.3% at worst (vgg_tiny, 4 hosts, ratio 1), 22.2% usually"
+    ]
+    assert slowest(found) == "least gain over the best peer: 1.10 (vgg_tiny, 4 hosts, ratio 1, ddp)"
+
+
+def test_what_is_left_is_judged_by_what_is_done() -> None:
+    """Four hosts take twice as long as two, and twice the communication half as long again."""
+    wanted = [Wanted("mlp", hosts, ratio, Path()) for hosts in (2, 4) for ratio in (1, 2)]
+    remaining = Remaining(wanted)
+    assert remaining.left is None
+    remaining.add(wanted[0], 40.0)
+    assert remaining.left == pytest.approx(60.0 + 80.0 + 120.0)
+
+
+def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = report(ddp=[2.0], ddp_4mb=[1.5], horovod=[1.8], dear=[1.2], auto=[1.0])
+    (tmp_path / "mlp_2hosts_1.json").write_text(json.dumps(measured))
+    (tmp_path / "mlp_2hosts_2.json").write_text(json.dumps({**measured, "interrupted": True}))
+    assert cli.main(["--out", str(tmp_path), "--summary"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cell = "| mlp | 2 | 1 | 1gbit "
+    assert (
+        cell + "| 500 | 800 | 700 | 900 | 1000 (900) | 1200 (1080) |  |  | 1500 `ddp_4mb` | 1800 | 2000 |  |"
+        in lines
+    )
+    assert cell + "| 1.00 | 1.25 | 1.11 | 1.50 | 1.80 | 2.00 |  |" in lines
+    assert "| 2 | 1 | 1 | 1.50 | 1.80 | 2.00 |  |" in lines
+    assert "mlp_2hosts_2.json: interrupted, left out" in lines
+    assert not Wanted("mlp", 2, 1, tmp_path).missing
+    assert Wanted("mlp", 2, 2, tmp_path).missing and Wanted("mlp", 4, 1, tmp_path).missing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--baseline", "nobody"], "unknown baseline 'nobody'"),
+        (["--models", "mlp,nothing"], "unknown model 'nothing'"),
+        (["--hosts", "1"], "--hosts takes whole numbers of at least 2"),
+        (["--ratios", "0.5;1"], "--ratios takes numbers above 0"),
+    ],
+)
+def test_bad_names_are_refused_before_anything_starts(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err

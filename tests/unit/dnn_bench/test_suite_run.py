@@ -1,0 +1,111 @@
+"""Which cells a suite measures, in which order, and what an interruption leaves. Nothing real is measured."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from dnn_bench.runner.cli import ProgressWatcher
+from dnn_bench.runner.compare import Effort
+from dnn_bench.suite import cli, run
+from dnn_bench.suite.run import Wanted
+
+
+class FakeCluster:
+    events: list[str] = []
+
+    def __init__(self, hosts: int, link: str) -> None:
+        self.events.append(f"{hosts} hosts")
+
+    def __enter__(self) -> "FakeCluster":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.events.append("end")
+
+    def set_link(self, link: str) -> None:
+        self.events.append(link)
+
+
+@pytest.fixture
+def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fakes for what takes long; the number in the list says after how many comparisons Ctrl-C comes."""
+    count, limit = [0], [1000]
+
+    class FakeComparison:
+        def __init__(self, job: Any, place: Any, *rest: Any, crew: Any) -> None:
+            self.model, self.hosts = job.model, place.hosts
+
+        def run(self) -> dict[str, Any]:
+            count[0] += 1
+            place = {"ranks": self.hosts, "links": ["1mbit"]}
+            what = {"job": {"model": self.model}, "place": place, "baselines": []}
+            return {**what, "interrupted": count[0] >= limit[0]}
+
+    FakeCluster.events = []
+    monkeypatch.setattr(run, "Cluster", FakeCluster)
+    monkeypatch.setattr(run, "Comparison", FakeComparison)
+    monkeypatch.setattr(run, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
+    monkeypatch.setattr(run, "compute_seconds", lambda job, hosts: 1.0)
+    monkeypatch.setattr(run, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
+    return limit
+
+
+def measure(cells: list[Wanted]) -> list[str]:
+    told: list[str] = []
+    run.measure(
+        cells, [], Effort(), SimpleNamespace(), lambda cell, link, left: told.append(f"{cell}: {link}")
+    )
+    return told
+
+
+def test_one_cluster_per_model_whose_links_change(interrupted_after: list[int], tmp_path: Path) -> None:
+    cells = [Wanted(model, 2, ratio, tmp_path) for model in ("mlp", "bert_tiny") for ratio in (0.5, 1.0)]
+    cells[0].path.write_text(json.dumps({"interrupted": False, "baselines": []}))
+    told = measure(cells)
+    assert told == [
+        "mlp, 2 hosts, ratio 1: 8mbit",
+        "bert_tiny, 2 hosts, ratio 0.5: 16mbit",
+        "bert_tiny, 2 hosts, ratio 1: 8mbit",
+    ]
+    assert FakeCluster.events == ["2 hosts", "8mbit", "end", "2 hosts", "16mbit", "8mbit", "end"]
+    assert [cell.missing for cell in cells] == [False] * 4
+    assert json.loads(cells[2].path.read_text())["ratio"] == 0.5
+
+
+def test_an_interrupted_cell_is_kept_and_measured_again(
+    interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted_after[0] = 2
+    arguments = ["--models", "mlp", "--ratios", "0.5,1,2", "--baseline", "ddp", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 130
+    assert "the same command goes on from here" in capsys.readouterr().out
+    cells = [Wanted("mlp", 2, ratio, tmp_path) for ratio in (0.5, 1.0, 2.0)]
+    assert [cell.path.exists() for cell in cells] == [True, True, False]
+    assert [cell.missing for cell in cells] == [False, True, True]
+    assert FakeCluster.events[-1] == "end"
+    interrupted_after[0] = 1000
+    assert cli.main(arguments) == 0
+    assert [cell.missing for cell in cells] == [False] * 3
+    assert "1 of 3 cells are there already" in capsys.readouterr().err
+
+
+def test_the_bar_begins_anew_with_every_comparison() -> None:
+    bars = Progress(disable=True)
+    watcher = ProgressWatcher(bars)
+    for total in (3, 5):
+        watcher.begin(total)
+        watcher.step("starting ddp")
+        watcher.step("timing ddp")
+        assert (bars.tasks[0].total, bars.tasks[0].completed) == (total, 1)
+        assert bars.tasks[0].description == "timing ddp"
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mlp_2hosts_1.json"
+    path.write_text("{")
+    assert cli.main(["--out", str(tmp_path), "--summary"]) == 2
+    assert f"{path} is no report of a comparison" in capsys.readouterr().err

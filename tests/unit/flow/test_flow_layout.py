@@ -1,0 +1,119 @@
+"""Layouts: whatever the buckets, every gradient has one whole place and every element one bucket."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commsched.flow.layout import ALIGN, Buffers, build_layout
+from scheduler.buckets import Bucket, Piece, fuse_by_bytes
+
+SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
+
+
+def buckets_for(numels: list[int], seed: int, itemsize: int = 4) -> tuple[Bucket, ...]:
+    dice = random.Random(seed)
+    return fuse_by_bytes(
+        [n * itemsize for n in numels],
+        dice.choice([1, 100, 1000, 5000, 10**6]),
+        first=dice.choice([None, 64, 2000]),
+        part=dice.choice([None, 64, 200, 4096]),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.integers(0, 10**6), st.integers(1, 9))
+def test_slots_are_whole_and_apart_and_slices_cover_everything(
+    numels: list[int], seed: int, ranks: int
+) -> None:
+    buckets = buckets_for(numels, seed)
+    layout = build_layout(numels, [4] * len(numels), buckets, ranks)
+    assert set(layout.slots) == {i for i, n in enumerate(numels) if n}
+    slots = sorted(layout.slots.values(), key=lambda s: s.offset)
+    for slot in slots:
+        assert slot.numel == numels[slot.param] and slot.offset % ALIGN == 0
+    for a, b in zip(slots, slots[1:], strict=False):
+        assert a.offset + a.numel <= b.offset
+    slices = sorted(layout.slices, key=lambda s: s.start)
+    assert [s.number for s in layout.slices] == list(range(len(buckets)))
+    position = 0
+    for piece in slices:
+        assert piece.start == position <= piece.stop and piece.numel % ranks == 0
+        position = piece.stop
+    assert position == layout.lengths.get(0, 0)
+    assert all(slot.offset + slot.numel <= position for slot in slots)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 10**6), st.integers(1, 5))
+def test_slots_and_slices_name_each_other(numels: list[int], seed: int, ranks: int) -> None:
+    layout = build_layout(numels, [4] * len(numels), buckets_for(numels, seed), ranks)
+    for slot in layout.slots.values():
+        overlapping = [
+            s.number for s in layout.slices if s.start < slot.offset + slot.numel and slot.offset < s.stop
+        ]
+        assert sorted(slot.buckets) == sorted(overlapping) != []
+        assert all(slot.param in layout.slices[b].params for b in slot.buckets)
+    for piece in layout.slices:
+        assert all(piece.number in layout.slots[i].buckets for i in piece.params)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SIZES, st.integers(0, 10**6), st.integers(1, 5))
+def test_shards_cut_a_slice_into_equal_parts(numels: list[int], seed: int, ranks: int) -> None:
+    for piece in build_layout(numels, [4] * len(numels), buckets_for(numels, seed), ranks).slices:
+        shards = [piece.shard(rank, ranks) for rank in range(ranks)]
+        assert shards[0][0] == piece.start and shards[-1][1] == piece.stop
+        assert len({stop - start for start, stop in shards}) == 1
+        assert all(a[1] == b[0] for a, b in zip(shards, shards[1:], strict=False))
+
+
+def test_groups_have_buffers_of_their_own() -> None:
+    buckets = (
+        Bucket((Piece(2, 0, 80),), 1),
+        Bucket((Piece(1, 0, 40), Piece(0, 0, 12)), 0),
+    )
+    layout = build_layout([3, 10, 10], [4, 4, 8], buckets, 2)
+    assert [layout.slots[i].group for i in range(3)] == [0, 0, 1]
+    buffers = Buffers(
+        layout, {0: (torch.float32, torch.device("cpu")), 1: (torch.float64, torch.device("cpu"))}
+    )
+    assert buffers.flat[0].dtype == torch.float32 and buffers.flat[1].dtype == torch.float64
+    assert layout.slots[1].offset < layout.slots[0].offset  # as the bucket names them
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.zeros(5, 7),
+        torch.zeros(7, 5).t(),
+        torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.zeros(()),
+        torch.zeros(1, 9, 1),
+        torch.zeros(10, 8)[:, ::2],
+    ],
+)
+def test_views_have_the_shape_and_dense_strides_of_the_parameter(like: torch.Tensor) -> None:
+    numel = like.numel()
+    layout = build_layout([3, numel], [4, 4], fuse_by_bytes([12, 4 * numel], 1e6), 2)
+    buffers = Buffers(layout, {0: (torch.float32, torch.device("cpu"))})
+    view = buffers.view(like, layout.slots[1])
+    assert view.shape == like.shape
+    assert view.stride() == torch.empty_like(like).stride()
+    values = torch.arange(numel, dtype=torch.float32).view(like.shape)
+    view.copy_(values)
+    slot = layout.slots[1]
+    assert sorted(buffers.flat[0][slot.offset : slot.offset + numel].tolist()) == list(range(numel))
+    assert torch.equal(view, values)
+
+
+def test_a_torn_tensor_is_refused() -> None:
+    torn = (Bucket((Piece(0, 0, 64),)), Bucket((Piece(1, 0, 40),)), Bucket((Piece(0, 64, 400),)))
+    with pytest.raises(ValueError, match="consecutive buckets"):
+        build_layout([100, 10], [4, 4], torn, 2)
+    with pytest.raises(ValueError, match="in order of its bytes"):
+        build_layout([100], [4], (Bucket((Piece(0, 64, 400),)), Bucket((Piece(0, 0, 64),))), 2)

@@ -1,0 +1,190 @@
+"""A pending parameter completes itself for whoever looks at it, and is ordinary before and after."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from commsched.flow import pending
+from commsched.flow.pending import (
+    PendingGradient,
+    PendingParameter,
+    can_pend,
+    clear_pending,
+    has_alias,
+    mark_pending,
+)
+
+
+class Arrival:
+    """Marks a parameter; when completed, it becomes all ones with a gradient of all twos."""
+
+    def __init__(self, only_grad: bool = False) -> None:
+        self.parameter = nn.Parameter(torch.zeros(3, 4))
+        self.parameter.grad = torch.zeros(3, 4)
+        self.completed = 0
+        mark_pending(self.parameter, self.complete, only_grad)
+
+    def complete(self) -> None:
+        self.completed += 1
+        clear_pending(self.parameter)
+        with torch.no_grad():
+            self.parameter.fill_(1.0)
+        self.parameter.grad = torch.full((3, 4), 2.0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    before = dict(pending._completions)
+    yield
+    assert pending._completions == before
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "operator": lambda p: (p + 1).sum() == 24,
+    "reflected operator": lambda p: (1 - p).abs().sum() == 0,
+    "function": lambda p: torch.sum(p) == 12,
+    "method": lambda p: p.mean() == 1,
+    "detach": lambda p: p.detach()[0, 0] == 1,
+    "data": lambda p: p.data[0, 0] == 1,
+    "grad": lambda p: p.grad[0, 0] == 2,
+    "index": lambda p: p[1, 2] == 1,
+    "item": lambda p: p[0, 0].item() == 1,
+    "tolist": lambda p: p.tolist()[2][3] == 1,
+    "repr": lambda p: "1." in repr(p),
+    "format": lambda p: "1." in f"{p}",
+    "numpy": lambda p: p.detach().numpy()[0, 0] == 1,
+    "linear": lambda p: F.linear(torch.ones(1, 4), p)[0, 0] == 4,
+    "in a list": lambda p: torch.cat([torch.ones(3, 4), p]).sum() == 24,
+    "in a nested tuple": lambda p: torch.stack((p, p)).sum() == 24,
+    "by keyword": lambda p: torch.add(torch.ones(3, 4), other=p).sum() == 24,
+    "foreach": lambda p: torch._foreach_norm([p])[0] ** 2 == 12,
+    "deepcopy": lambda p: copy.deepcopy(p)[0, 0] == 1,
+    "copy": lambda p: copy.copy(p)[0, 0] == 1,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p))[0, 0] == 1,
+    "iteration": lambda p: next(iter(p))[0] == 1,
+    "bool": lambda p: bool((p == 1).all()),
+    "equal": lambda p: torch.equal(p, torch.ones(3, 4)),
+    "storage": lambda p: p.untyped_storage()[3] == 0x3F,
+    "clone": lambda p: p.clone().sum() == 12,
+    "to": lambda p: p.to(torch.float64).sum() == 12,
+    "vmap": lambda p: torch.vmap(torch.sum)(p).sum() == 12,
+    "functional call": lambda p: (
+        torch.func.functional_call(nn.Linear(4, 3, bias=False), {"weight": p}, torch.ones(4))[0] == 4
+    ),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_every_read_sees_what_has_arrived(what: str) -> None:
+    arrival = Arrival()
+    assert READS[what](arrival.parameter), what
+    assert arrival.completed == 1
+    assert type(arrival.parameter) is nn.Parameter
+
+
+def test_writes_come_after_the_arrival() -> None:
+    for write in (
+        lambda p: p.data.mul_(3),
+        lambda p: p.detach().copy_(torch.full((3, 4), 3.0)),
+        lambda p: nn.init.constant_(p, 3.0),
+        lambda p: p.data.__setitem__((slice(None),), 3.0),
+    ):
+        arrival = Arrival()
+        write(arrival.parameter)
+        assert arrival.completed == 1 and arrival.parameter.sum() == 36
+    arrival = Arrival()
+    with torch.no_grad():
+        arrival.parameter.sub_(0.5)
+    assert arrival.parameter.sum() == 6
+    arrival = Arrival()
+    arrival.parameter.data = torch.full((3, 4), 9.0)
+    assert arrival.completed == 1 and arrival.parameter.sum() == 108
+    arrival = Arrival()
+    arrival.parameter.grad = None
+    assert arrival.completed == 1 and arrival.parameter.grad is None
+
+
+def test_what_does_not_depend_on_the_value_does_not_wait() -> None:
+    arrival = Arrival()
+    p = arrival.parameter
+    assert p.shape == (3, 4) and p.dtype == torch.float32 and p.requires_grad and p.is_leaf
+    assert p.numel() == 12 and p.shape[1] == 4 and p.dim() == 2 and p.device.type == "cpu"
+    assert isinstance(p, nn.Parameter) and isinstance(p, torch.Tensor) and hash(p) == id(p)
+    module = nn.Module()
+    module._parameters["weight"] = p  # without the checks of an assignment, which look at grad_fn
+    assert list(module.parameters())[0] is p and "weight" in dict(module.named_parameters())
+    assert arrival.completed == 0
+    arrival.complete()
+
+
+def test_where_only_the_gradient_is_on_its_way_the_value_is_free() -> None:
+    arrival = Arrival(only_grad=True)
+    assert type(arrival.parameter) is PendingGradient
+    assert arrival.parameter.sum() == 0 and arrival.completed == 0
+    assert F.linear(torch.ones(1, 4), arrival.parameter).sum() == 0 and arrival.completed == 0
+    assert arrival.parameter.grad[0, 0] == 2 and arrival.completed == 1
+    for touch in (lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad")):
+        arrival = Arrival(only_grad=True)
+        touch(arrival.parameter)
+        assert arrival.completed == 1 and arrival.parameter.grad is None
+
+
+def test_the_class_of_a_pending_parameter_makes_ordinary_ones() -> None:
+    arrival = Arrival()
+    made = type(arrival.parameter)(torch.ones(2), requires_grad=False)
+    assert type(made) is nn.Parameter and not made.requires_grad
+    assert arrival.completed == 0
+    arrival.complete()
+
+
+def test_copies_and_results_are_ordinary() -> None:
+    arrival = Arrival()
+    assert type(copy.deepcopy(arrival.parameter)) is nn.Parameter
+    arrival = Arrival()
+    assert type(arrival.parameter * 2) is torch.Tensor
+    arrival = Arrival()
+    assert type(pickle.loads(pickle.dumps(arrival.parameter))) is nn.Parameter
+
+
+def test_autograd_reaches_the_parameter_through_what_was_computed_from_it() -> None:
+    arrival = Arrival()
+    (arrival.parameter * 3).sum().backward()
+    assert torch.equal(arrival.parameter.grad, torch.full((3, 4), 5.0))
+
+
+def test_a_parameter_whose_owner_is_gone_becomes_ordinary() -> None:
+    arrival = Arrival()
+    pending._completions.pop(id(arrival.parameter))
+    assert type(arrival.parameter) is PendingParameter
+    assert arrival.parameter.sum() == 0 and type(arrival.parameter) is nn.Parameter
+
+
+def test_only_plain_parameters_may_pend() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    assert can_pend(nn.Parameter(torch.zeros(2)))
+    assert not can_pend(Own(torch.zeros(2)))
+    assert not can_pend(torch.zeros(2))
+
+
+def test_aliases_are_noticed() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    assert not has_alias(parameter)
+    alias: Any = parameter.detach()
+    assert has_alias(parameter)
+    del alias
+    assert not has_alias(parameter)
+    for make in (lambda p: p.data, lambda p: p.detach().numpy(), lambda p: p.view(2, 2)):
+        alias = make(parameter)
+        assert has_alias(parameter), make
+        del alias
+        assert not has_alias(parameter)

@@ -1,0 +1,71 @@
+"""From the moments of an iteration to the times of its layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commsched.flow.profiling import across_ranks, combine, iteration_times
+from commsched.flow.watch import Watch
+
+# Three modules; the second owns two parameters.
+HOOKS: Any = SimpleNamespace(
+    flow=SimpleNamespace(params=range(4)), owners=[(None, (0,)), (None, (1, 2)), (None, (3,))]
+)
+ORDER = [0, 1, 2, 3]
+MARKS = {"begin": 0.0, "backward_end": 16.0, "enter": 17.0, "step": 18.0, "end": 20.0}
+
+
+def watch(delays: tuple[tuple[float, float], ...] = ()) -> Watch:
+    """Forwards of 1, 2 and 1 seconds from second 1 on, the turn, and a gradient every two seconds; then what
+    waited: (moment, how long), all later ones shifted by it.
+    """
+    seen = Watch()
+    now = sorted(delays)
+
+    def shifted(moment: float) -> float:
+        return moment + sum(length for start, length in now if start < moment)
+
+    seen.forwards = [(number, shifted(moment)) for number, moment in ((0, 1.0), (1, 2.0), (2, 4.0))]
+    seen.grads = [(i, shifted(moment)) for i, moment in ((3, 7.0), (2, 9.0), (1, 11.0), (0, 13.0))]
+    seen.marks = {name: shifted(moment) for name, moment in MARKS.items()}
+    for start, length in now:
+        seen.wait(shifted(start), shifted(start) + length)
+    return seen
+
+
+def test_times_of_layers_by_hand() -> None:
+    sample = iteration_times(watch(), HOOKS, ORDER)
+    assert sample is not None
+    forward, backward, outside = sample
+    assert forward == pytest.approx([1.0, 0.0, 2.0, 1.0])  # a module's time is its last parameter's
+    assert backward == pytest.approx([2.0, 2.0, 2.0, 2.0])
+    assert outside == pytest.approx(1.0 + 4.0 + 2.0)  # before, behind the last gradient, within the step
+
+
+def test_waits_are_no_work() -> None:
+    """In a forward before its module computes, between gradients, and in the step."""
+    waits = ((1.0, 5.0), (2.0, 0.5), (10.0, 3.0), (18.5, 1.0))
+    waited, plain = (iteration_times(seen, HOOKS, ORDER) for seen in (watch(waits), watch()))
+    assert waited is not None and plain is not None
+    for mine, wanted in zip(waited, plain, strict=True):
+        assert mine == pytest.approx(wanted)
+
+
+def test_what_is_no_whole_iteration_is_no_sample() -> None:
+    for spoil in ("forwards", "grads"):
+        seen = watch()
+        setattr(seen, spoil, [])
+        assert iteration_times(seen, HOOKS, ORDER) is None
+    seen = watch()
+    del seen.marks["step"]
+    assert iteration_times(seen, HOOKS, ORDER) is None
+
+
+def test_medians_and_the_slowest_rank() -> None:
+    assert combine([([1.0], [4.0], 1.0), ([2.0], [9.0], 0.0), ([6.0], [5.0], 2.0)]) == ([2.0], [5.0], 1.0)
+    fast, slow = ([1.0], [2.0], 1.0), ([3.0], [2.0], 3.0)
+    forward, backward, outside = across_ranks([fast, slow])
+    assert forward + backward + [outside] == pytest.approx([2.0 * 8 / 6, 2.0 * 8 / 6, 2.0 * 8 / 6])

@@ -1,0 +1,202 @@
+"""Flows of several ranks in one process, over the hub: rounds, flags, guards, and who waits when."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import comm_core
+from commsched.errors import CommError
+from commsched.flow.arrivals import Phase
+from commsched.flow.grads import raw_grad
+from commsched.flow.pending import PendingGradient, PendingParameter
+from commsched.flow.updates import DeferredUpdate
+from tests.support.hub_wire import HubWire, flow_of, mean_of, run_threads
+
+
+def _new() -> nn.Module:
+    return nn.Sequential(nn.Linear(9, 31), nn.Tanh(), nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 2))
+
+
+STATE = _new().state_dict()
+
+
+def mlp() -> nn.Module:
+    """The same on every rank: threads share torch's generator, so it cannot be seeded in each."""
+    model = _new()
+    model.load_state_dict(STATE)
+    return model
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def local_gradients(rank: int, model: nn.Module | None = None) -> list[torch.Tensor]:
+    model = model or mlp()
+    model(batch(rank)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("policy", ["sequential", "wfbp", "dear", "pipedap"])
+def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
+    expected = [mean_of(grads) for grads in zip(*map(local_gradients, range(size)), strict=True)]
+
+    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
+        model = mlp()
+        flow, hooks = flow_of(model, HubWire(hub, rank), policy)
+        assert len(flow.buffers.layout.slices) > 1
+        model(batch(rank)).square().mean().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        hooks.remove()
+        flow.wire.close()
+        return grads
+
+    for grads in run_threads(size, rank_body):
+        assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+
+
+def test_phases_and_classes_along_a_step() -> None:
+    def rank_body(rank: int, hub: comm_core.Hub) -> None:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank))
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, 0.1)
+        assert flow.phase is Phase.IDLE and flow.pending == 0
+        model(batch(rank)).square().mean().backward()
+        assert flow.phase is Phase.SENT and flow.pending == 6
+        assert all(type(p) is PendingGradient for p in params)
+        flow.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        assert flow.phase is Phase.IDLE
+        assert {type(p) for p in params} <= {PendingParameter, nn.Parameter}
+        model(batch(rank))
+        assert flow.pending == 0 and all(type(p) is nn.Parameter for p in params)
+        flow.wire.close()
+
+    run_threads(2, rank_body)
+
+
+def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
+    stepped, order = threading.Event(), list[str]()
+
+    def rank_body(rank: int, hub: comm_core.Hub) -> None:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank))
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, 0.1)
+        loss = model(batch(rank)).square().mean()
+        if rank == 1:
+            assert stepped.wait(100), "step() waited for this rank's backward"
+            time.sleep(0.1)  # in which a forward that does not wait would end
+            order.append("the backward of rank 1")
+        loss.backward()
+        flow.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        if rank == 0:
+            stepped.set()
+        model(batch(rank))
+        if rank == 0:
+            order.append("the next forward of rank 0")
+        flow.wire.close()
+
+    run_threads(2, rank_body)
+    assert order == ["the backward of rank 1", "the next forward of rank 0"]
+
+
+def test_forward_waits_only_for_what_it_needs() -> None:
+    """With the last layer's bucket held back, the first layers' parameters can be used."""
+
+    def rank_body(rank: int, hub: comm_core.Hub) -> list[bool]:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank), "dear", bucket_bytes=1)
+        params = list(model.parameters())
+        model(batch(rank)).square().mean().backward()
+        flow.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        flow.needed((0, 1))
+        exposed = list(flow.round.exposed)
+        flow.settle()
+        flow.wire.close()
+        return exposed
+
+    for exposed in run_threads(2, rank_body):
+        assert exposed[0] and exposed[1]
+
+
+def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
+    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor | None]:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank))
+        first, middle = model[0], model[2]
+        loss = first(batch(rank)).square().mean()
+        if rank == 1:
+            loss = loss + middle(torch.ones(1, 31)).sum()
+        loss.backward()
+        grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+        flow.wire.close()
+        return grads
+
+    for grads in run_threads(3, rank_body):
+        assert grads[4] is None and grads[5] is None
+        assert grads[3] is not None and torch.allclose(grads[3], torch.full((31,), 1 / 3))
+
+
+def test_a_rank_without_a_backward_joins_at_its_step() -> None:
+    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank))
+        if rank == 0:
+            model(batch(0)).square().mean().backward()
+        flow.require_sent()
+        flow.complete_all()
+        grads = [raw_grad(p).clone() for p in model.parameters()]
+        flow.wire.close()
+        return grads
+
+    expected = [grad / 2 for grad in local_gradients(0)]
+    for grads in run_threads(2, rank_body):
+        assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+
+
+def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
+    def rank_body(rank: int, hub: comm_core.Hub) -> str:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank))
+        params = list(model.parameters())
+        model(batch(rank)).square().mean().backward()
+        if rank != 2:
+            flow.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        flow.clear_grads(set_to_none=True)
+        model(batch(rank, 1)).square().mean().backward()
+        with pytest.raises(CommError) as caught:
+            flow.complete_all()
+        flow.wire.close()
+        return str(caught.value)
+
+    for rank, message in enumerate(run_threads(3, rank_body)):
+        assert (
+            message.startswith(f"rank {rank}:") and "ranks 0, 1 called step() and rank 2 did not" in message
+        )
+
+
+def test_a_rank_that_never_comes_is_a_timeout_that_names_it() -> None:
+    told = threading.Event()
+
+    def rank_body(rank: int, hub: comm_core.Hub) -> str:
+        model = mlp()
+        flow, _ = flow_of(model, HubWire(hub, rank, timeout=0.5))
+        if rank == 1:
+            told.wait()
+            return ""
+        model(batch(rank)).square().mean().backward()
+        with pytest.raises(CommError) as caught:
+            flow.complete_all()
+        told.set()
+        flow.wire.close()
+        return str(caught.value)
+
+    message = run_threads(2, rank_body)[0]
+    assert "rank 1" in message and "bucket" in message

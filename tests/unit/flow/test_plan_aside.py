@@ -1,0 +1,49 @@
+"""Who plans where: shipped policies in a child, the user's own here, everything here without children."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from commsched.flow import aside as flow_aside
+from commsched.flow.aside import plan_aside
+from scheduler import policies, profiles
+from scheduler.link import Link
+
+LINK = Link(1e-4, 8e-9)
+PROFILE = profiles.shipped("resnet50")
+
+
+def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
+    monkeypatch.setattr(policies, "_ADDED", {})
+    monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
+    assert plan_aside(PROFILE, LINK, "mine", {}).policy == "wfbp"
+
+
+def test_where_the_compiler_is_there_already_no_child_is_started(monkeypatch):
+    monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setitem(sys.modules, "numba", sys)
+    assert plan_aside(PROFILE, LINK, "dear", {}).policy == "dear"
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_which_policies_need_the_compiler(name):
+    code = f"""
+import sys
+from scheduler import policies, profiles
+from scheduler.link import Link
+policies.plan(profiles.shipped("resnet50"), Link(1e-4, 8e-9), {name!r})
+assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setattr(flow_aside.aside, "command", lambda: ["/no/such/interpreter"])
+    with caplog.at_level(logging.WARNING, logger="commsched"):
+        program = plan_aside(PROFILE, LINK, "dear", {"ranks": 4})
+    assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash
+    assert "no/such/interpreter" in caplog.text

@@ -1,0 +1,151 @@
+"""Profiles of torch models, and the command lines around them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commsched.cli import main
+from commsched.pipeline import Job, ThreadWorld, profile
+from commsched.pipeline.job import load_job
+from commsched.pipeline.profiling import message_link
+from dnn_bench.pipeline import cli
+from dnn_bench.pipeline.jobs import job_of, paced
+from scheduler.graph_txt import read_graph
+from scheduler.pipeline.plan import Plan
+from scheduler.profile import Profile
+from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
+
+
+def little() -> Job:
+    data = batches(3)
+    return Job(chain_model(4), loss_of, lambda rows: iter([(x[:rows], y[:rows]) for x, y in data]))
+
+
+@pytest.fixture
+def sleeps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only sleeping moves: what else a machine does in the meantime takes no time."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+
+@pytest.mark.usefixtures("sleeps_count")
+def test_a_profile_tells_times_and_sizes() -> None:
+    model = paced(3, width=8, seconds=0.004).double()
+    batch = torch.zeros(5, 8).double(), torch.zeros(5, 8).double()
+    made = profile(model, loss_of, batch, repeat=2)
+    assert [layer.bytes for layer in made.layers] == [64, 64, 64]
+    assert [layer.activation_bytes for layer in made.layers] == [5 * 8 * 8, 5 * 8 * 8, 8]
+    for number, layer in enumerate(made.layers):
+        assert layer.forward == pytest.approx(0.004)
+        # The first layer has no input gradient to compute.
+        assert layer.backward == pytest.approx(0.008 if number else 0.004)
+        assert layer.weight_backward == pytest.approx(0.004)
+
+
+def test_a_profile_tells_what_an_update_takes() -> None:
+    assert profile(chain_model(2), loss_of, batches(1)[0], optimizer=sgd, repeat=1).update_per_byte > 0
+
+
+class PerRow(nn.Module):
+    """Takes its time for every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.004 * len(x))
+        return x + self.bias
+
+
+@pytest.mark.usefixtures("sleeps_count")
+def test_a_profile_tells_what_fewer_rows_save() -> None:
+    model = nn.Sequential(paced(1, width=8, seconds=0.004).double(), PerRow())
+    batch = torch.zeros(6, 8).double(), torch.zeros(6, 8).double()
+    constant, rising = profile(model, loss_of, batch, repeat=2).layers
+    assert constant.fixed == pytest.approx(1.0)
+    assert rising.fixed == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_message_between_two_ranks_is_timed_and_known_to_all() -> None:
+    found = on_threads(3, message_link)
+    assert found[0] == found[1] == found[2]
+    assert found[0].alpha + found[0].beta > 0
+    with pytest.raises(ValueError, match="a link joins two ranks"):
+        message_link(ThreadWorld(1).fabric(0))
+
+
+def test_a_profile_leaves_the_weights_alone() -> None:
+    model = chain_model(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    profile(model, loss_of, batches(1)[0], optimizer=sgd, repeat=1)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
+    where = f"{__name__}:little"
+    import sys
+
+    sys.modules.setdefault(__name__, sys.modules[little.__module__])
+    files = tmp_path / "p.json", tmp_path / "graph.txt", tmp_path / "plan.json"
+    words = ["profile", "--job", where, "--rows", "6", "--repeat", "1"]
+    assert main([*words, "-o", str(files[0]), "--graph", str(files[1])]) == 0
+    made, graph = Profile.load(files[0]), read_graph(files[1])
+    assert made.sizes == graph.sizes == (8 * (WIDTH * WIDTH + WIDTH),) * 4
+    words = ["partition", "--profile", str(files[0]), "--devices", "2", "--link", "10gbit"]
+    assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0
+    assert Plan.load(files[2]).sizes == made.sizes
+    assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [("nothing", "must look like"), ("no_such_module:f", "no_such_module"), ("os:getpid", "must return")],
+)
+def test_jobs_that_are_none(job: str, said: str, capsys: Any) -> None:
+    assert main(["profile", "--job", job, "--rows", "2"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_models_of_the_registry_are_jobs() -> None:
+    job = load_job("dnn_bench.pipeline.jobs:mlp_tiny")
+    x, y = next(job.batches(3))
+    assert len(x) == 3 and isinstance(job.model, nn.Module)
+    assert float(job.loss(job.model(x), y).detach()) > 0
+    assert len(job_of("paced", 5).model) == 5
+
+
+def options(*words: str) -> Any:
+    return cli.options_of(cli.parse(list(words)))
+
+
+def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
+    made = options("--schedule", "wpipe", "--depth", "4", "--num-data-parallel", "2", "--model", "bert_base")
+    assert (made.schedule, made.depth, made.replicas, cli.size_of(made)) == ("wpipe", 4, [2] * 4, 8)
+    made = options("bundle", "--num-hp", "2", "--world-size", "2", "--rank", "1", "--IP", "10.0.0.1")
+    assert made.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]] and made.hosts == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    made = options("bundle", "--num-hp", "2", "--DP-ONLY")
+    assert made.ranks == [[0, 1, 2, 3]] and made.depth == 1 and made.microbatches == 1
+    made = options("bundle", "--shape", "4,2")
+    assert made.ranks == [[0, 1, 2, 3], [4, 5]]
+    conf = tmp_path / "hybrid_conf.json"
+    conf.write_text(
+        '{"module_to_stage_map": [0, 0, 1, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
+    )
+    made = options("--config", str(conf), "--model", "vgg_tiny")
+    assert (made.schedule, made.cuts, made.ranks) == ("ashpipe", [0, 2, 3], [[0, 1], [2], [3]])
+    assert cli.size_of(made) == 4

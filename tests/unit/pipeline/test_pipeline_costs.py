@@ -1,0 +1,127 @@
+"""What a pipeline costs beside its computation: memory given back to the system, traffic on the processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from commsched.pipeline import Pipeline
+from commsched.pipeline.crossing import Crossings
+from commsched.pipeline.traffic_cost import traffic_cost
+from commsched.pipeline.update import Sharded
+from scheduler.actions import Action
+from scheduler.link import Link
+from scheduler.pipeline import generate
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.lowering import lower_pipeline
+from scheduler.profile import Layer, Profile
+from scheduler.simulator import run
+from tests.support.pipeline_runs import batches, chain_model, loss_of, on_threads, sgd, train
+
+FREED = """
+import ctypes, sys
+from commsched.pipeline.memory import keep_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+asked = keep_freed_memory() if sys.argv[1] == "keep" else False
+libc, count, size = ctypes.CDLL(None), int(sys.argv[2]), int(sys.argv[3])
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = (ctypes.c_void_p * count)()
+before = resident()
+for number in range(count):
+    blocks[number] = libc.malloc(size)
+    ctypes.memset(blocks[number], 1, size)
+for number in range(count):
+    libc.free(blocks[number])
+print(int(asked), resident() - before)
+"""
+ALL = 192 << 20  # bytes, more than glibc ever keeps by itself
+
+
+def asked_and_kept(what: str, blocks: int = 3072, **variables: str) -> tuple[int, int]:
+    """Whether the process was told to keep its memory, and how much of what it freed it still has."""
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC"))}
+    command = [sys.executable, "-c", FREED, what, str(blocks), str(ALL // blocks)]
+    said = subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=True)
+    asked, kept = map(int, said.stdout.split())
+    return asked, kept
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+@pytest.mark.parametrize("blocks", [3072, 2])
+def test_freed_memory_stays(blocks: int) -> None:
+    # resnet_tiny had 11,000 page faults in every step (all of a micro-batch's activations), alexnet 147,000
+    # (each gradient of its largest layer).
+    asked, kept = asked_and_kept("keep", blocks)
+    assert asked and kept > 0.9 * ALL
+    assert asked_and_kept("leave", blocks)[1] < 0.5 * ALL
+
+
+def test_the_users_own_setting_of_malloc_stays() -> None:
+    assert asked_and_kept("keep", MALLOC_TRIM_THRESHOLD_="1000000")[0] == 0
+
+
+def test_traffic_that_costs_the_processor_lengthens_a_replicas_step() -> None:
+    profile = Profile("one", (Layer("a", 1.0, 2.0, 12),), traffic_per_byte=0.5)
+
+    def period(profile: Profile, replicas: int) -> float:
+        program = generate("1f1b", 1, 2, replicas=(replicas,), profile=profile)
+        return run(lower_pipeline(program, profile, Cluster.flat(replicas, Link(0.0, 0.0)))).period
+
+    assert period(profile, 1) == pytest.approx(6.0)
+    # Each of three replicas sends two thirds of the bytes twice.
+    assert period(profile, 3) == pytest.approx(2.0 + 0.5 * 2 * 8)
+    assert period(replace(profile, traffic_per_byte=0.0), 3) == pytest.approx(2.0)
+
+
+def test_every_rank_measures_what_traffic_costs() -> None:
+    found = on_threads(2, lambda fabric: traffic_cost(fabric, Link(1e-5, 1e-9)))
+    assert all(0.0 <= cost < 1e-5 for cost in found)
+
+
+@pytest.mark.parametrize(("placement", "sums_first"), [("eager", True), ("bubble", False)])
+def test_the_link_keeps_the_programs_order_of_sums_and_messages(
+    placement: str, sums_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[tuple[int, str]] = []
+    wait, send = Sharded.wait_reduced, Crossings.send_backward
+
+    def waited(update: Sharded) -> None:
+        wait(update)
+        happened.append((update.scattered.place, "sums"))
+
+    def sent(crossings: Crossings, action: Action) -> bool:
+        replica = crossings.layout.ranks[1].index(crossings.rank)
+        happened.append((replica, f"message {action.index}"))
+        return send(crossings, action)
+
+    monkeypatch.setattr(Sharded, "wait_reduced", waited)
+    monkeypatch.setattr(Crossings, "send_backward", sent)
+    train(
+        chain_model(2), batches(1), 4, schedule="1f1b", num_microbatches=2, mesh=(2, 2), placement=placement
+    )
+    for replica in range(2):
+        # Of the last stage alone: the first one sends no gradients, and waits for its sums later.
+        mine = [what for place, what in happened if place == replica]
+        assert (mine.index("sums") < mine.index("message 1")) == sums_first
+        assert mine.index("message 0") < mine.index("sums")
+
+
+def test_what_was_sent_is_let_go_when_it_is_answered() -> None:
+    def work(fabric: Any) -> list[int]:
+        pipeline = Pipeline(chain_model(3), "1f1b", 4, (3, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
+        held = []
+        for batch in batches(2):
+            pipeline.step(batch)
+            held.append(pipeline._interpreter.crossings.outbox.held)
+        return held
+
+    # The first stage's activations have all been answered; the others' gradients are answered by nothing.
+    assert on_threads(3, work) == [[0, 0], [4, 4], [4, 4]]

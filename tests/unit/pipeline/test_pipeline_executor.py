@@ -1,0 +1,57 @@
+"""The executor against one process that replays the program's versions, and against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pipeline_runs import (
+    assert_close,
+    batches,
+    by_delays,
+    chain_model,
+    differ,
+    replayed,
+    stage_of_parameters,
+    train,
+)
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream", "2bw", "wpipe", "ashpipe")
+
+
+def layers_for(schedule: str, stages: int) -> int:
+    return stages * (2 if schedule in ("interleaved", "wpipe") else 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equals_the_replayed_versions(schedule: str, stages: int, count: int, replicas: int) -> None:
+    if schedule == "ashpipe" and count > 1:
+        count = 1
+    model, data = chain_model(layers_for(schedule, stages)), batches(6)
+    options = {"schedule": schedule, "num_microbatches": count, "mesh": (stages, replicas)}
+    weights, losses, pipeline = train(model, data, stages * replicas, **options)
+    wanted, expected = replayed(model, data, pipeline.program)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "ashpipe"])
+def test_pipedream_is_its_formula(schedule: str) -> None:
+    model, data = chain_model(4), batches(8)
+    weights, _, pipeline = train(model, data, 4, schedule=schedule)
+    stage = stage_of_parameters((0, 1, 2, 3), model)
+    assert_close(weights, by_delays(model, data, 1, lambda name: 3 - stage[name])[0])
+    assert pipeline.delays == (3, 2, 1, 0)
+
+
+def test_2bw_and_wpipe_are_their_formulas_and_differ() -> None:
+    model, data = chain_model(4), batches(8)
+    two, _, _ = train(model, data, 2, schedule="2bw", num_microbatches=4, mesh=(2, 1))
+    assert_close(two, by_delays(model, data, 4, lambda name: 1)[0])
+    groups, _, pipeline = train(model, data, 2, schedule="wpipe", num_microbatches=4, mesh=(2, 1))
+    stage = stage_of_parameters((0, 1, 2, 3), model)
+    assert_close(groups, by_delays(model, data, 4, lambda name: 1 if stage[name] < 2 else 0)[0])
+    assert pipeline.delays == (1, 1, 0, 0)
+    assert differ(two, groups)

@@ -1,0 +1,187 @@
+"""What goes wrong is said: by whom, where, what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comm_core import EngineError
+from commsched.errors import CommError
+from commsched.pipeline import Chain, Pipeline, ThreadWorld
+from scheduler.link import Link
+from scheduler.pipeline import generate
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.partition import partition
+from scheduler.profile import Layer, Profile
+from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
+
+
+def make(fabric: Any, model: Any = None, **options: Any) -> Pipeline:
+    """Each rank has a model of its own, as in a process: it writes into the weights of its stages."""
+    model = chain_model(2) if model is None else copy.deepcopy(model)
+    return Pipeline(model, fabric=fabric, **{"loss": loss_of, "optimizer": sgd, **options})
+
+
+def one_step(fabric: Any, model: Any = None, batch: Any = None, **options: Any) -> Any:
+    return make(fabric, model, **options).step(batches(1)[0] if batch is None else batch)
+
+
+def profile_of(model: nn.Module) -> Profile:
+    chain = Chain(model)
+    layers = tuple(Layer(n, 1e-3, 2e-3, s, 96) for n, s in zip(chain.names, chain.sizes))
+    return Profile("little", layers)
+
+
+def test_a_stage_that_cannot_take_its_input() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH + 1, WIDTH)).double()
+    with pytest.raises(
+        ValueError, match=r"stage 1 on rank 1 failed in the forward of micro-batch 0 of step 0"
+    ):
+        on_threads(2, lambda fabric: one_step(fabric, model))
+
+
+class Moody(nn.Module):
+    """Puts out another width every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x)[:, : WIDTH - self.calls]
+
+
+def test_a_stage_whose_output_changes_its_shape() -> None:
+    def work(fabric: Any) -> None:
+        model = nn.Sequential(Moody(), nn.LazyLinear(WIDTH)).double()
+        model[1](torch.zeros(1, WIDTH - 1).double())
+        one_step(fabric, model, num_microbatches=2)
+
+    with pytest.raises(ValueError, match=r"stage 0 put out .*\(6, 4\), .* and .*\(6, 5\), .* for an earlier"):
+        on_threads(2, work)
+
+
+def test_a_stage_that_dies() -> None:
+    """The other rank ends at once, long before the time-out, and says for what it waited."""
+
+    def work(fabric: Any) -> str:
+        pipeline = make(fabric)
+        if fabric.rank == 1:
+            fabric.abort()
+            return ""
+        with pytest.raises(CommError) as caught:
+            pipeline.step(batches(1)[0])
+        with pytest.raises(CommError, match="has failed before"):
+            pipeline.step(batches(1)[0])
+        return str(caught.value)
+
+    said = on_threads(2, work, timeout=900.0)[0]
+    assert "rank 0 waits for 0RECVB0<1" in said and "micro-batch 0" in said and "look for" in said
+
+
+def test_what_is_made_after_the_end_waits_for_nobody() -> None:
+    """A rank that came late to a world that had ended waited for the time-out."""
+    world = ThreadWorld(2, timeout=900.0)
+    world.abort()
+    fabric, buffer = world.fabric(0), torch.ones(4)
+    with pytest.raises(CommError, match="heard nothing of rank 1"):
+        fabric.lane("late").receive(1, [buffer]).wait()
+    with pytest.raises(EngineError, match="disconnected"):
+        fabric.transport("late", (0, 1)).all_reduce(buffer)
+
+
+def test_a_failing_loss_and_a_batch_too_small() -> None:
+    with pytest.raises(ValueError, match="must return one number"):
+        on_threads(2, lambda fabric: one_step(fabric, loss=lambda out, y: (out - y).square()))
+    with pytest.raises(ValueError, match="every replica needs at least 1 row"):
+        on_threads(
+            2, lambda fabric: one_step(fabric, batch=batches(1, rows=3)[0], num_microbatches=4, mesh=(2, 1))
+        )
+    with pytest.raises(ValueError, match="same number of rows"):
+        x, y = batches(1)[0]
+        on_threads(1, lambda fabric: one_step(fabric, batch=(x, y[:3])))
+
+
+def test_local_shares_need_equal_replicas() -> None:
+    def work(fabric: Any) -> None:
+        make(fabric, mesh=(2, [2, 1])).step(batches(1)[0], local=True)
+
+    with pytest.raises(ValueError, match="local=True needs as many replicas of every stage"):
+        on_threads(3, work)
+
+
+def test_ranks_that_make_different_pipelines() -> None:
+    def work(fabric: Any) -> None:
+        make(fabric, num_microbatches=2 + fabric.rank)
+
+    with pytest.raises(CommError, match="all ranks must make the same pipeline, but rank 0 has"):
+        on_threads(2, work)
+
+
+def test_a_mesh_for_another_number_of_ranks() -> None:
+    with pytest.raises(ValueError, match=r"the program is for 4 ranks .* this job has 2"):
+        on_threads(2, lambda fabric: make(fabric, mesh=(2, 2)))
+    with pytest.raises(ValueError, match="can be cut into 1 to 2 stages, not 3"):
+        on_threads(3, lambda fabric: make(fabric))
+
+
+def test_a_program_and_a_plan_for_another_model(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="for a model of 3 layers, this model has 2"):
+        on_threads(3, lambda fabric: make(fabric, schedule=generate("1f1b", 3)))
+    other = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)).double()
+    plan = partition(profile_of(other), Cluster.flat(2, Link(1e-6, 1e-12)), "gpipe", microbatches=2)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="the plan is for 'little', whose layer 0 has"):
+        on_threads(2, lambda fabric: make(fabric, plan=tmp_path / "plan.json"))
+
+
+def test_a_plan_runs_and_impossible_memory_is_refused(tmp_path: Any) -> None:
+    model = chain_model(4)
+    cluster = Cluster.flat(2, Link(1e-6, 1e-12))
+    partition(profile_of(model), cluster, "2bw", microbatches=2).save(tmp_path / "plan.json")
+    losses = on_threads(2, lambda fabric: [one_step(fabric, model, plan=tmp_path / "plan.json")])
+    assert losses[0] == losses[1]
+    small = Cluster.flat(2, Link(1e-6, 1e-12), memory=100)
+    with pytest.raises(ValueError, match="memory"):
+        partition(profile_of(model), small, "2bw", microbatches=2)
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_forward_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="cannot be traced, so it cannot be cut.*pass a list of modules"):
+        Chain(Branches())
+    assert len(Chain([nn.Linear(2, 2), Branches(), nn.Linear(2, 2)])) == 2
+
+
+class Sizes(nn.Module):
+    """Hands on something that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x), {len(x)}
+
+
+def test_only_tensors_and_constants_cross_a_border() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, both: Any) -> Tensor:
+            return self.inner(both[0])
+
+    model = nn.Sequential(Sizes(), Takes()).double()
+    with pytest.raises(ValueError, match="only tensors, numbers, strings and None can cross"):
+        on_threads(2, lambda fabric: one_step(fabric, model))

@@ -1,0 +1,308 @@
+"""Synchronous training is plain training; placements, replicas and recomputation change no result."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commsched.pipeline import Chain, Pipeline, split
+from tests.support.pipeline_runs import (
+    WIDTH,
+    adam,
+    assert_close,
+    batches,
+    by_delays,
+    chain_model,
+    loss_of,
+    momentum,
+    on_threads,
+    replayed,
+    sgd,
+    train,
+)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_synchronous_schedules_accumulate_like_one_process(schedule: str, optimizer: Any) -> None:
+    model, data = chain_model(4), batches(4, rows=13)
+    weights, losses, _ = train(model, data, 4, optimizer, schedule=schedule, num_microbatches=3, mesh=(2, 2))
+    wanted, expected = by_delays(model, data, 3, lambda name: 0, optimizer)
+    assert_close(weights, wanted, 1e-11)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("2bw", 1)])
+def test_running_two_ahead_changes_no_result(schedule: str, delay: int) -> None:
+    model, data = chain_model(3), batches(5)
+    weights, _, _ = train(model, data, 3, momentum, schedule=schedule, num_microbatches=6, hop=2)
+    assert_close(weights, by_delays(model, data, 6, lambda name: delay, momentum)[0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zero_bubble", "wpipe"])
+def test_placements_and_buckets_give_the_same_bits(schedule: str) -> None:
+    model, data = chain_model(4), batches(5)
+    found = [
+        train(
+            model,
+            data,
+            6,
+            adam,
+            schedule=schedule,
+            num_microbatches=4,
+            mesh=(2, 3),
+            placement=placement,
+            bucket_bytes=size,
+        )[0]
+        for placement, size in (
+            ("eager", 1e9),
+            ("eager", 128),
+            ("bubble", 128),
+            ("bubble", 1e9),
+            ("aligned", 128),
+        )
+    ]
+    for weights in found[1:]:
+        assert all(torch.equal(weights[name], value) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "ashpipe", "pipedream", "gpipe"])
+@pytest.mark.parametrize("counts", [[4, 3, 1], [1, 2, 3], [2, 2, 1]])
+def test_unequal_replicas_equal_none(schedule: str, counts: list[int]) -> None:
+    model, data = chain_model(3), batches(6, rows=11)
+    parts = 1 if schedule in ("ashpipe", "pipedream") else 2
+    options: dict[str, Any] = {"schedule": schedule, "num_microbatches": parts}
+    one, first, _ = train(model, data, 3, momentum, mesh=(3, 1), **options)
+    many, second, _ = train(model, data, sum(counts), momentum, mesh=(3, counts), **options)
+    assert_close(many, one)
+    assert second == pytest.approx(first, rel=1e-12)
+
+
+def test_shares_of_a_batch() -> None:
+    """``local``: each replica is given its own rows."""
+    model, data = chain_model(2), batches(4, rows=12)
+
+    def work(fabric: Any) -> Any:
+        pipeline = Pipeline(
+            copy.deepcopy(model), "1f1b", 2, (2, 2), loss=loss_of, optimizer=sgd, fabric=fabric
+        )
+        half = slice(0, 6) if fabric.rank % 2 == 0 else slice(6, 12)
+        losses = [pipeline.step((x[half], y[half]), local=True) for x, y in data]
+        return pipeline.state_dict(), losses
+
+    wanted, expected = by_delays(model, data, 1, lambda name: 0)
+    for weights, losses in on_threads(4, work):
+        assert_close(weights, wanted)
+        assert losses == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2), (1,)])
+def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
+    from scheduler.pipeline.bundle import bundle_ranks
+
+    model, data, hosts = chain_model(2), batches(4), 2
+    ranks = bundle_ranks(hosts, shape)
+    each = sum(shape)
+    grouped = [list(range(host * each, (host + 1) * each)) for host in range(hosts)]
+    weights, _, pipeline = train(
+        model, data, hosts * each, momentum, schedule="bundle", ranks=ranks, hosts=grouped
+    )
+    assert pipeline.layout.reduction == "masters"
+    assert_close(weights, by_delays(model, data, 1, lambda name: 0, momentum)[0])
+
+
+class NotElementwise(torch.optim.SGD):
+    """Not known to step every element by itself, so shards of it must not be stepped."""
+
+
+def test_other_optimizers_step_whole_parameters() -> None:
+    model, data = chain_model(2), batches(4)
+
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return NotElementwise(params, lr=0.05, momentum=0.9)
+
+    weights, _, _ = train(model, data, 4, optimizer, schedule="2bw", num_microbatches=2, mesh=(2, 2))
+    _, _, pipeline = train(model, data, 2, optimizer, schedule="2bw", num_microbatches=2, mesh=(2, 1))
+    assert_close(weights, replayed(model, data, pipeline.program, optimizer)[0])
+
+
+def test_learning_rates_follow_the_number_of_the_step() -> None:
+    model, data = chain_model(3), batches(6)
+
+    def rate(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+
+    class Decaying(torch.optim.SGD):
+        taken = 0
+
+        def step(self, closure: Any = None) -> Any:
+            rate(self, self.taken)
+            self.taken += 1
+            return super().step(closure)
+
+    weights, _, pipeline = train(model, data, 3, schedule="pipedream", on_step=rate)
+    wanted, _ = replayed(model, data, pipeline.program, lambda params: Decaying(params, lr=0.1))
+    assert_close(weights, wanted)
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """Several inputs, skip connections over several layers, a tuple between layers, dropout, batch norm."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        a = torch.tanh(self.first(x))
+        b = self.norm(self.second(a) * mask)
+        c = self.drop(self.third(b)) * self.scale
+        return self.last(torch.cat([c + a, x * mask], 1))
+
+
+def masked(data: list[Any], how: type) -> list[Any]:
+    dice = torch.Generator().manual_seed(1)
+    found = []
+    for x, y in data:
+        mask = (torch.rand(x.shape, generator=dice) < 0.8).double()
+        found.append(({"x": x, "mask": mask} if how is dict else (x, mask), y))
+    return found
+
+
+class Spread(nn.Module):
+    """Calls a model with a batch's inputs as arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+
+
+@pytest.mark.parametrize("how", [tuple, dict])
+@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", (4, 1)), ("zero_bubble", (2, 2)), ("2bw", (4, 1))])
+def test_skips_and_several_inputs(schedule: str, mesh: Any, how: type) -> None:
+    """Without the norm, whose statistics are those of a micro-batch's rows on one replica."""
+    torch.manual_seed(0)
+    model = Skips().double()
+    model.norm = nn.LayerNorm(WIDTH).double()
+    data = masked(batches(4), how)
+    weights, losses, pipeline = train(
+        model, data, mesh[0] * mesh[1], schedule=schedule, num_microbatches=2, mesh=mesh
+    )
+    spread = Spread(model)
+    late = max(pipeline.delays)
+    wanted, expected = by_delays(spread, data, 2, lambda name: late)
+    assert_close(weights, {name.removeprefix("model."): value for name, value in wanted.items()})
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_split_carries_along_what_is_alive() -> None:
+    torch.manual_seed(0)
+    model = Skips().double().eval()
+    x, mask = torch.randn(5, WIDTH).double(), torch.ones(5, WIDTH).double()
+    parts = split(model, 4)
+    state: Any = (x, mask)
+    for part in parts:
+        state = part(*state)
+    assert torch.equal(state, model(x, mask))
+    assert [len(Chain(model).live(cut)) for cut in (0, 1, 2, 3, 4)] == [2, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_changes_neither_dropout_nor_statistics(recompute: bool) -> None:
+    """One rank with two stages: threads would share the random numbers."""
+
+    def run(again: bool) -> Any:
+        torch.manual_seed(3)
+        model = Skips(dropout=0.4).double()
+        torch.manual_seed(4)
+        weights, losses, _ = train(
+            model,
+            masked(batches(4), tuple),
+            1,
+            schedule="interleaved",
+            num_microbatches=3,
+            mesh=(1, 1),
+            recompute=again,
+        )
+        return weights, losses
+
+    (plain, first), (found, second) = run(False), run(recompute)
+    assert first == second
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    assert int(found["norm.num_batches_tracked"]) == 12
+
+
+def test_frozen_and_unused_parameters() -> None:
+    model = chain_model(4)
+    model[2].weight.requires_grad_(False)
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    data = batches(3)
+    weights, _, _ = train(model, data, 4, momentum, schedule="1f1b", num_microbatches=2, mesh=(2, 2))
+    trained = copy.deepcopy(model)
+    stepper = momentum([p for n, p in trained.named_parameters() if p.requires_grad and n != "spare"])
+    for x, y in data:
+        stepper.zero_grad()
+        loss_of(trained(x), y).backward()
+        stepper.step()
+    assert_close(weights, trained.state_dict())
+
+
+class TiedEnds(nn.Module):
+    """The first layer's matrix is also the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(self.embed(x)), self.embed.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh"),
+    [("1f1b", (2, 1)), ("1f1b", (2, 2)), ("gpipe", (3, [2, 1, 1])), ("zero_bubble", (2, 1))]
+    + [("interleaved", (2, 2)), ("interleaved", (1, 1)), ("bundle", (2, 2))],
+)
+def test_tied_embeddings_in_synchronous_schedules(schedule: str, mesh: Any) -> None:
+    torch.manual_seed(0)
+    model, data = TiedEnds().double(), batches(4)
+    size = mesh[0] * mesh[1] if isinstance(mesh[1], int) else sum(mesh[1])
+    parts = 1 if schedule == "bundle" else 2
+    weights, _, pipeline = train(
+        model, data, size, adam, schedule=schedule, num_microbatches=parts, mesh=mesh
+    )
+    assert Chain(model).tied(pipeline.layout.cuts)
+    assert_close(weights, by_delays(model, data, 1, lambda name: 0, adam)[0], 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw", "wpipe"])
+def test_tied_embeddings_are_refused_by_asynchronous_schedules(schedule: str) -> None:
+    def work(fabric: Any) -> None:
+        Pipeline(TiedEnds(), schedule, mesh=(2, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
+
+    with pytest.raises(ValueError, match=r"embed.weight is used by stages \[0, \d\].*asynchronous"):
+        on_threads(2, work)
+
+
+def test_a_tie_inside_one_stage_is_nothing_special() -> None:
+    torch.manual_seed(0)
+    model, data = TiedEnds().double(), batches(5)
+    first, second = copy.deepcopy(model), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    whole = nn.Sequential(first, second)
+    weights, _, _ = train(whole, data, 2, schedule="pipedream", mesh=(2, 1))
+    assert_close(weights, by_delays(whole, data, 1, lambda name: 1 if name.startswith("0") else 0)[0])

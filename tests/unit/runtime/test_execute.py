@@ -1,0 +1,136 @@
+"""One rank alone: the engine without other processes, staging through the CPU, the recorded timeline."""
+
+import json
+
+import pytest
+import torch
+
+import commsched as hvd
+from commsched.errors import CommError
+from commsched.runtime import process_sets, state
+from commsched.runtime.base import ReduceOp, Reduction
+from commsched.runtime.execute import Executor
+from commsched.runtime.launch import ALONE
+from commsched.runtime.operation import Operation, device_name
+from commsched.runtime.rendezvous import meet
+from commsched.runtime.timeline import Timeline
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The torch engine on one rank."""
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    hvd.init()
+    yield hvd
+    hvd.shutdown()
+
+
+def staged(kind, tensors, outputs=(), **more):
+    """What `_through_cpu` makes of an operation, as it would on a GPU that several ranks share."""
+    operation = Operation(kind, f"{kind}.x", 0, tuple(tensors), tuple(outputs), **more)
+    executor = Executor(meet(ALONE))
+    message = {"request": operation.request("here"), "joined": [], "splits": [operation.splits]}
+    message["rows"] = [[t.shape[0] for t in tensors]]
+    return executor._through_cpu(operation, message, executor._run_kind[kind])
+
+
+def test_staging_fills_the_callers_outputs():
+    source, target = torch.arange(3.0), torch.zeros(3)
+    assert staged("allreduce", [source], [target], reduction=Reduction(ReduceOp.SUM, 2.0)) is target
+    assert target.tolist() == [0.0, 2.0, 4.0] and source.tolist() == [0.0, 1.0, 2.0]
+    results = staged(
+        "allreduce", [source, source], [source, target], grouped=True, reduction=Reduction(ReduceOp.SUM)
+    )
+    assert results[0] is source and results[1] is target
+    assert staged("broadcast", [source], [target], root=0) is target and torch.equal(target, source)
+
+
+def test_staging_makes_new_results():
+    rows = torch.arange(4.0).view(2, 2)
+    assert torch.equal(staged("allgather", [rows]), rows)
+    assert all(torch.equal(part, rows) for part in staged("allgather", [rows, rows], grouped=True))
+    assert torch.equal(staged("reducescatter", [rows], reduction=Reduction(ReduceOp.AVERAGE)), rows)
+    found, received = staged("alltoall", [rows], splits=[2], template=torch.empty(0, dtype=torch.int64))
+    assert torch.equal(found, rows) and received.tolist() == [2] and received.dtype is torch.int64
+
+
+def test_where_tensors_live_is_told():
+    assert device_name([], "host") == "cpu" and device_name([torch.ones(1)], "host") == "cpu"
+
+
+def test_alone_needs_no_other_process(alone):
+    assert (alone.rank(), alone.size(), alone.local_rank(), alone.cross_size()) == (0, 1, 0, 1)
+    handle = alone.allreduce_async(torch.ones(2), op=alone.Sum)
+    assert alone.poll(handle) and alone.synchronize(handle).tolist() == [1.0, 1.0]
+    assert alone.join() == 0 and alone.allgather_object("x") == ["x"]
+    with pytest.raises(CommError, match="dimension"):
+        alone.allgather(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="op must be"):
+        alone.allreduce(torch.ones(1), op=9)
+    with pytest.raises(ValueError, match="MPI"):
+        alone.mpi_threads_supported()
+    assert alone.engine_name() == "torch" and not alone.mpi_enabled() and alone.gloo_enabled()
+
+
+def test_process_sets_alone(alone):
+    with pytest.raises(ValueError, match="exists already"):
+        alone.add_process_set([0])
+    with pytest.raises(ValueError, match="from 0 to 0"):
+        alone.add_process_set([1])
+    assert alone.global_process_set.size() == 1 and process_sets.registered_id(alone.global_process_set) == 0
+
+
+def test_init_arguments(monkeypatch):
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    for wrong, text in (({"comm": [1]}, "must name all 1 ranks"), ({"process_sets": "static"}, "'dynamic'")):
+        with pytest.raises(ValueError, match=text):
+            hvd.init(**wrong)
+        assert not hvd.is_initialized()
+    hvd.init(comm=[0], process_sets="dynamic")
+    assert hvd.is_initialized()
+    hvd.shutdown()
+
+
+def test_names_count_per_kind_and_process_set(alone):
+    engine = state.engine()
+    names = [
+        engine.operation_name(kind, number, given)
+        for kind, number, given in (
+            ("allreduce", 0, None),
+            ("allreduce", 0, None),
+            ("allgather", 0, None),
+            ("allreduce", 1, None),
+            ("allreduce", 0, "mine"),
+        )
+    ]
+    assert names == ["noname.0.0", "noname.0.1", "noname.0.0", "noname.0.0", "mine"]
+    engine.restart_numbering()
+    assert engine.operation_name("allreduce", 0, None) == "noname.1.0"
+
+
+def test_timeline_of_operations(tmp_path):
+    path = tmp_path / "t.json"
+    timeline = Timeline(str(path), 0, mark_cycles=True)
+    start = timeline._start
+    timeline.operation("allreduce.a", "allreduce", start + 1.0, start + 1.5, start + 1.75)
+    timeline.operation("allreduce.a", "allreduce", start - 5.0, start + 2.0, start + 2.25)  # began before
+    timeline.close()
+    events = json.loads(path.read_text())
+    spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("NEGOTIATE_ALLREDUCE", pytest.approx(1.0e6), pytest.approx(0.5e6)),
+        ("ALLREDUCE", pytest.approx(1.5e6), pytest.approx(0.25e6)),
+        ("NEGOTIATE_ALLREDUCE", 0.0, pytest.approx(2.0e6)),
+        ("ALLREDUCE", pytest.approx(2.0e6), pytest.approx(0.25e6)),
+    ]
+    assert sum(e["name"] == "CYCLE_START" for e in events) == 2
+    assert any("start_time_since_epoch_in_micros" in e.get("args", {}) for e in events)
+
+
+def test_timeline_asked_for_as_in_horovod(monkeypatch, tmp_path):
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "t.json"))
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="seen")
+    hvd.shutdown()
+    assert "allreduce.seen" in (tmp_path / "t.json").read_text()

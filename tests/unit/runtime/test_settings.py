@@ -1,0 +1,46 @@
+"""The environment variables of commsched."""
+
+from dataclasses import fields
+
+import pytest
+
+from commsched.env import Settings, describe, read_settings
+
+
+def test_defaults():
+    assert read_settings({}) == Settings()
+    assert Settings().timeout == 300.0 and Settings().runtime == ""
+
+
+def test_values_are_read():
+    read = read_settings(
+        {"COMMSCHED_TIMEOUT": "12.5", "COMMSCHED_RUNTIME": "torch", "COMMSCHED_MASTER_PORT": "29511"}
+    )
+    assert (read.timeout, read.runtime, read.master_port) == (12.5, "torch", 29511)
+    assert read_settings({"COMMSCHED_TIMEOUT": " "}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("COMMSCHED_TIMEOUT", "soon", "must be a number"),
+        ("COMMSCHED_TIMEOUT", "0", "must be positive"),
+        ("COMMSCHED_TIMEOUT", "-3", "must be positive"),
+        ("COMMSCHED_MASTER_PORT", "-1", "must be positive"),
+        ("COMMSCHED_MASTER_PORT", "1.5", "must be a number"),
+        ("COMMSCHED_RUNTIME", "mpi", "must be one of horovod, torch"),
+        ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, none"),
+    ],
+)
+def test_a_wrong_value_is_named(variable, value, text):
+    with pytest.raises(ValueError) as caught:
+        read_settings({variable: value})
+    assert variable in str(caught.value) and text in str(caught.value) and value in str(caught.value)
+
+
+def test_every_variable_is_documented():
+    lines = describe().splitlines()
+    assert len(lines) == len(fields(Settings))
+    for item, line in zip(fields(Settings), lines, strict=True):
+        assert line.startswith(item.metadata["variable"]) and item.metadata["doc"] in line
+        assert item.metadata["variable"].startswith("COMMSCHED_")

@@ -1,0 +1,168 @@
+"""Links: costs, parsing, networks by hand, fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.actions import Kind
+from scheduler.link import ALGORITHMS, STARTUP, Level, Link, Network, fit
+
+
+def test_all_reduce_is_one_of_each() -> None:
+    link = Link(2.0, 0.5)
+    assert link.cost(Kind.RS, 10) == link.cost(Kind.AG, 10) == 7.0
+    assert link.cost(Kind.AR, 10) == 14.0
+
+
+@pytest.mark.parametrize(
+    ("text", "alpha", "beta"),
+    [
+        ("alpha=2e-4,beta=8e-10", 2e-4, 8e-10),
+        (" beta=1e-9 , alpha=0 ", 0.0, 1e-9),
+        ("1gbit", STARTUP, 8e-9),
+        ("10GbE", STARTUP, 8e-10),
+        ("250mbit,alpha=1e-3", 1e-3, 3.2e-8),
+        ("alpha=1e-3,250mbit", 1e-3, 3.2e-8),
+    ],
+)
+def test_parse(text: str, alpha: float, beta: float) -> None:
+    link = Link.parse(text)
+    assert (link.alpha, link.beta) == pytest.approx((alpha, beta))
+    assert Link.parse(str(link)).to_dict() == {**link.to_dict(), "name": str(link)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs both alpha"),
+        ("alpha=1", "needs both alpha"),
+        ("alpha=x,beta=1", "alpha must be a number, got 'x'"),
+        ("alpha=nan,beta=1", "alpha must be a finite number of at least 0, got nan"),
+        ("alpha=1,beta=-1", "beta must be a finite number of at least 0, got -1.0"),
+        ("10gbits", "cannot read '10gbits'"),
+        ("0gbit", "moves nothing"),
+    ],
+)
+def test_parse_errors(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link.parse(text)
+
+
+def test_ring_and_direct_by_hand() -> None:
+    """4 ranks: a ring makes 3 rounds of a quarter each; direct sends all 3 quarters after one start-up."""
+    wire = Link(1.0, 8.0)
+    assert Network.flat(wire, 4, "ring").link().cost(Kind.RS, 10) == 3 * 1.0 + 8.0 * 7.5
+    assert Network.flat(wire, 4, "direct").link().cost(Kind.RS, 10) == 1.0 + 8.0 * 7.5
+    assert Network((Level(4, 1.0, 8.0, overhead=0.5),), "direct").link().alpha == 1.0 + 2 * 0.5
+
+
+def test_two_levels_by_hand() -> None:
+    """2 hosts of 4 ranks, 16 bytes; inside 1 s/byte, the hosts' cards 10 s/byte."""
+    levels = (Level(4, 0.1, 1.0), Level(2, 3.0, 10.0))
+    # Inside: 3/4 of 16 bytes over each rank's wire; then each of 4 ranks swaps half of its 4 bytes over the
+    # card: 8 bytes.
+    assert Network(levels, "hierarchical").link().cost(Kind.RS, 16) == pytest.approx(3 * 0.1 + 12 + 3.0 + 80)
+    # One ring of 8: 7 rounds, and 7/8 of 16 bytes cross each card.
+    assert Network(levels, "ring").link().cost(Kind.RS, 16) == pytest.approx(7 * 3.0 + 140)
+    # Direct: 4 ranks of a host send 2 bytes to each of the 4 others.
+    assert Network(levels, "direct").link().cost(Kind.RS, 16) == pytest.approx(3.0 + 320)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_needs_no_link(algorithm: str) -> None:
+    assert Network.flat(Link(1.0, 1.0), 1, algorithm).link().cost(Kind.AR, 100) == 0.0
+
+
+@given(st.integers(2, 64), st.integers(2, 64))
+def test_hierarchy_of_equal_wires_moves_no_more_start_ups(inner: int, outer: int) -> None:
+    levels = (Level(inner, 1.0, 1.0), Level(outer, 1.0, 1.0))
+    ring, tree = Network(levels, "ring").link(), Network(levels, "hierarchical").link()
+    assert tree.alpha <= ring.alpha
+    assert tree.beta >= ring.beta
+
+
+def test_network_errors() -> None:
+    with pytest.raises(
+        ValueError, match="no algorithm 'tree'; the algorithms are ring, direct, hierarchical"
+    ):
+        Network((Level(2, 0.0, 1.0),), "tree")
+    with pytest.raises(ValueError, match="at least one level"):
+        Network(())
+    with pytest.raises(ValueError, match="at least 1 member, got 0"):
+        Level(0, 0.0, 1.0)
+
+
+SIZES = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-12, 1e-6))
+def test_fit_finds_an_exact_link(alpha: float, beta: float) -> None:
+    link = fit(SIZES, [alpha + beta * size for size in SIZES], "net")
+    assert link.alpha == pytest.approx(alpha, rel=1e-6, abs=1e-9 + 1e-6 * beta * SIZES[0])
+    assert link.beta == pytest.approx(beta, rel=1e-6)
+    assert link.error < 1e-6
+    assert link.name == "net"
+
+
+def test_fit_of_noisy_times_states_its_error() -> None:
+    noise = np.random.default_rng(0).normal(1.0, 0.05, (20, len(SIZES)))
+    times = noise * (2e-4 + 8e-10 * np.array(SIZES))
+    link = fit(SIZES * 20, list(times.ravel()))
+    assert link.alpha == pytest.approx(2e-4, rel=0.03)
+    assert link.beta == pytest.approx(8e-10, rel=0.03)
+    assert link.error == pytest.approx(0.05, rel=0.2)
+
+
+def test_fit_stays_at_or_above_zero() -> None:
+    assert fit(SIZES, [1e-9 * size**1.1 for size in SIZES]).alpha == 0.0
+    assert fit(SIZES, [1.0 / (k + 1) for k in range(len(SIZES))]).beta == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "message"),
+    [
+        ([1, 2, 3, 4], [1.0] * 4, "at least 5 sizes, got 4"),
+        ([1] * 10, [1.0] * 10, "at least 5 sizes, got 1"),
+        ([1, 2, 3, 4, 5], [1.0] * 4, "as many times as sizes"),
+        (
+            [1, 2, 3, 4, 5],
+            [1, 1, 1, 1, float("nan")],
+            "seconds must be finite numbers of at least 0, got nan",
+        ),
+        ([1, 2, 3, 4, -5], [1.0] * 5, "sizes must be finite numbers of at least 0, got -5"),
+        ([1, 2, 3, 4, 5], [1, 1, 1, 1, 0], "0 seconds was not measured"),
+    ],
+)
+def test_fit_errors(sizes: list[float], seconds: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(sizes, seconds)
+
+
+def test_files_round_trip(tmp_path: Path) -> None:
+    link = Link(2e-4, 8e-10, "measured", 0.03)
+    link.save(tmp_path / "link.json")
+    assert Link.load(tmp_path / "link.json") == link
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alpha": -1}, "alpha must be a finite number of at least 0, got -1"),
+        ({"beta": "x"}, "beta must be a finite number of at least 0, got 'x'"),
+        ({"format": 2}, "field 'format' is 2"),
+        ({"gamma": 0}, r"unknown fields \['gamma'\]"),
+    ],
+)
+def test_damaged_file_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps({**Link(1.0, 1.0).to_dict(), **change}))
+    with pytest.raises(ValueError, match=message) as error:
+        Link.load(path)
+    assert str(path) in str(error.value)

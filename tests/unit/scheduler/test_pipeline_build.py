@@ -1,0 +1,260 @@
+"""The registry, layouts, runs of any length, and what users get told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler import pipeline
+from scheduler.actions import Kind
+from scheduler.link import Level, Link
+from scheduler.pipeline import Layout, build, delays, generate
+from scheduler.pipeline.bundle import bundle_ranks
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
+from scheduler.pipeline.lowering import lower_pipeline
+from scheduler.pipeline.orders import flushed, one_stage
+from scheduler.pipeline.unroll import depth, unroll
+from scheduler.profile import Layer, Profile
+from scheduler.program import Program
+from scheduler.simulator import run
+from scheduler.validator import validate
+
+FOUR = Profile("four", tuple(Layer(f"l{n}", 1.0, 2.0, 8 << 20, 64) for n in range(4)))
+
+
+def layout(**fields: Any) -> Layout:
+    base = {
+        "cuts": (0, 1),
+        "ranks": ((0,), (1,)),
+        "microbatches": 1,
+        "versions": (1, 1),
+        "activations": (1, 1),
+    }
+    return Layout(**{**base, **fields})
+
+
+# Registry
+
+
+def test_names_and_spellings() -> None:
+    assert set(pipeline.names()) >= {
+        "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream", "2bw", "wpipe", "ashpipe", "bundle",
+    }  # fmt: skip
+    assert pipeline.get("Zero-Bubble") is pipeline.get("zero_bubble")
+    with pytest.raises(ValueError, match="no pipeline schedule 'pipe'; the schedules are gpipe, 1f1b"):
+        generate("pipe", 2)
+
+
+def test_a_generator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages, but the first one looks one micro-batch further ahead than it must."""
+    monkeypatch.setattr(build, "_ADDED", {})
+
+    def eager(positions: int, microbatches: int) -> list[Any]:
+        items = [one_stage(stage, microbatches) for stage in range(positions)]
+        return [flushed(mine, mine, min(positions - stage, microbatches)) for stage, mine in enumerate(items)]
+
+    pipeline.register("eager", eager)
+    program = generate("eager", 2, 4)
+    validate(program)
+    assert program.pipeline is not None and program.pipeline.activations == (3, 2)
+    for taken in ("eager", "gpipe"):
+        with pytest.raises(ValueError, match="exists already"):
+            pipeline.register(taken, eager)
+
+
+def test_an_order_that_cannot_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two periods ahead with the version of one period ago."""
+    from scheduler.pipeline.orders import endless
+
+    monkeypatch.setattr(build, "_ADDED", {})
+    items = one_stage(0, 2)
+    pipeline.register("hasty", lambda positions, count: [endless(items, items, 4, {0: -1})])
+    with pytest.raises(ValueError, match="0F0@-1.2 needs a version of stage 0 whose gradient 0B1@-1"):
+        generate("hasty", 1, 2)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"microbatches": 0}, "at least 1 micro-batch"),
+        ({"placement": "late"}, "no placement 'late'; the placements are eager, bubble, aligned"),
+        ({"reduction": "tree"}, "no reduction 'tree'"),
+        ({"versions": (1,)}, "versions must have one entry for each of the 2 stages, got 1"),
+        ({"cuts": (1, 0)}, "cuts must start with layer 0 and rise"),
+        ({"ranks": ((0,), (2,))}, "numbered from 0 without gaps"),
+        ({"ranks": ((0, 1), (1, 2))}, "share all of their ranks or none"),
+        ({"memory": (1,)}, "memory must have an entry for each of 2 ranks"),
+    ],
+)
+def test_wrong_layouts(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stages": 0}, "at least 1 stage"),
+        ({"stages": 2, "replicas": [1]}, "replicas must be a count of at least 1 for each of 2"),
+        ({"stages": 2, "ranks": [[0]]}, "ranks must list the ranks of each of 2 positions"),
+        ({"stages": 2, "cuts": (0,), "profile": FOUR}, "has 2 stages and needs as many cuts"),
+        ({"stages": 2, "cuts": (0, 4), "profile": FOUR}, "starts at layer 4, profile 'four' has 4 layers"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate("1f1b", **arguments)
+
+
+def test_wrong_arguments_of_generators() -> None:
+    with pytest.raises(ValueError, match="steps after every minibatch and does not divide it, got 4"):
+        generate("ashpipe", 2, 4)
+    with pytest.raises(ValueError, match="one batch in flight"):
+        generate("bundle", 3)
+    with pytest.raises(ValueError, match="virtual=0"):
+        generate("interleaved", 2, 2, virtual=0)
+    with pytest.raises(ValueError, match="got 0 hosts"):
+        bundle_ranks(0)
+
+
+@pytest.mark.parametrize(("one", "other"), [(4, 3), (3, 1), (2, 6), (5, 5)])
+def test_every_row_is_sent_once(one: int, other: int) -> None:
+    """Whatever the counts: what the ranks of one stage share with those of the next is the whole."""
+    program = generate("ashpipe", 2, replicas=[one, other])
+    found = program.pipeline
+    assert found is not None
+    received = Counter[int]()
+    for rank in found.ranks[0]:
+        shares = found.overlaps(0, rank, 1)
+        assert sum(shares.values()) == pytest.approx(1 / one)
+        received.update(shares)  # type: ignore[arg-type]
+    assert all(received[rank] == pytest.approx(1 / other) for rank in found.ranks[1])
+
+
+def test_hash_covers_the_layout() -> None:
+    program = generate("1f1b", 2, 2, replicas=2)
+    assert program.pipeline is not None
+    other = replace(program, pipeline=replace(program.pipeline, recompute=(True, False)))
+    assert other.hash != program.hash
+    damaged = {**program.to_dict(), "pipeline": {"cuts": [0], "colour": 1}}
+    with pytest.raises(ValueError, match="field 'pipeline' is damaged .*unknown fields .'colour'."):
+        Program.from_dict(damaged)
+
+
+# Bundles
+
+
+@pytest.mark.parametrize(("hosts", "shape"), [(1, (1, 1)), (2, (1, 1)), (3, (4, 2)), (2, (3,))])
+def test_bundles(hosts: int, shape: tuple[int, ...]) -> None:
+    """A front and a rear on every host, or data parallelism alone; only gradients leave a host."""
+    program = generate("bundle", len(shape), ranks=bundle_ranks(hosts, shape))
+    validate(program)
+    each = sum(shape)
+    for rank, lanes in enumerate(program.kernel):
+        peers = {
+            action.peer // each for action in (*lanes["link"], *lanes["recv"]) if action.peer is not None
+        }
+        assert peers <= {rank // each}
+        reduced = [action.kind for action in lanes["link"] if action.kind in (Kind.AR, Kind.RS, Kind.AG)]
+        assert reduced == ([Kind.AR] if hosts > 1 else [])
+    assert program.gather == "gradients"
+
+
+# Runs
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("pipedream", 1), ("2bw", 3), ("wpipe", 2), ("1f1b", 2)])
+def test_a_run_is_prologue_kernels_and_epilogue(schedule: str, count: int) -> None:
+    """Cut out of an endless run or put together from the three, it is the same."""
+    program = generate(schedule, 3, count, replicas=2)
+    bare = replace(program, prologue=(), epilogue=())
+    for periods in range(1, depth(program) + 4):
+        whole = unroll(program, periods)
+        assert whole == unroll(bare, periods)
+        actions = Counter(
+            (rank, str(replace(action, shift=0)))
+            for rank, lanes in enumerate(whole)
+            for order in lanes.values()
+            for action in order
+        )
+        assert set(actions.values()) == {periods}
+
+
+def test_synchronous_programs_need_no_prologue() -> None:
+    program = generate("1f1b", 4, 8)
+    assert program.prologue == program.epilogue == ()
+    assert delays(program) == (0, 0, 0, 0)
+
+
+# Clusters
+
+
+def test_messages_cost_what_their_level_costs() -> None:
+    """Two hosts of two devices: 1 s per byte inside, 10 s between."""
+    cluster = Cluster((Level(2, 0.0, 1.0), Level(2, 0.0, 10.0)))
+    assert cluster.message(0, 1, 3.0) == 3.0
+    assert cluster.message(2, 1, 3.0) == 30.0
+    assert cluster.collective(Kind.RS, (0, 1), 8.0) == 4.0
+    assert cluster.collective(Kind.AR, (0, 1, 2, 3), 8.0) == 2 * 60.0
+    assert cluster.at((2, 3, 0, 1)).message(0, 2, 1.0) == 10.0
+    with pytest.raises(ValueError, match="one entry for each of 4 devices, got 1"):
+        Cluster((Level(2, 0.0, 1.0), Level(2, 0.0, 1.0)), (5,))
+    with pytest.raises(ValueError, match="at least one level"):
+        Cluster(())
+
+
+def test_a_flat_cluster_is_a_link_for_messages() -> None:
+    program = generate("1f1b", 4, 3, profile=FOUR)
+    link = Link(0.25, 1 / 256)
+    one = run(lower_pipeline(program, FOUR, link)).period
+    assert run(lower_pipeline(program, FOUR, Cluster.flat(4, link))).period == pytest.approx(one)
+
+
+def test_importing_programs_loads_no_generator() -> None:
+    code = (
+        "import sys, scheduler.program; print(sorted(m for m in sys.modules if m.startswith('scheduler.p')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "scheduler.pipeline.layout" in loaded
+    assert "scheduler.pipeline.build" not in loaded
+
+
+# hybrid_conf.json
+
+
+def test_hybrid_conf(tmp_path: Path) -> None:
+    path = tmp_path / "hybrid_conf.json"
+    path.write_text(
+        '{"module_to_stage_map": [0, 0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
+    )
+    cuts, ranks = read_hybrid_conf(path)
+    assert (cuts, ranks) == ((0, 2, 3), ((0, 1), (2,), (3,)))
+    validate(generate("ashpipe", 3, cuts=cuts, ranks=ranks, profile=FOUR), FOUR)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "expected a JSON object, got list"),
+        ({}, "'module_to_stage_map' must be a list of whole numbers, got None"),
+        ({"module_to_stage_map": [0, 2]}, "must start with stage 0 and rise by at most 1"),
+        ({"module_to_stage_map": [0, 1]}, "must list the ranks of stages 0 to 1, got None"),
+        (
+            {"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": ["a"]}},
+            "field '1' must be a list of whole numbers",
+        ),
+    ],
+)
+def test_damaged_hybrid_conf(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_hybrid_conf(data)

@@ -1,0 +1,61 @@
+"""`commsched partition`: from a profile to a plan file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commsched.cli import main
+from scheduler.pipeline.plan import Plan
+from scheduler.profile import Layer, Profile
+from scheduler.validator import validate
+
+
+@pytest.fixture
+def alex(tmp_path: Path) -> str:
+    """Light weights in front, heavy ones behind."""
+    front = tuple(Layer(f"conv{n}", 10e-3, 20e-3, 10_000, 50_000) for n in range(4))
+    rear = tuple(Layer(f"fc{n}", 2e-3, 4e-3, 5_000_000, 5_000) for n in range(2))
+    path = tmp_path / "alex.json"
+    Profile("alex", front + rear).save(path)
+    return str(path)
+
+
+def test_plan_file(alex: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    words = ["partition", "--profile", alex, "--devices", "4", "--link", "alpha=0,beta=2e-8", "-o", str(path)]
+    assert main([*words, "--schedule", "ashpipe", "--memory", "1g"]) == 0
+    out = capsys.readouterr().out
+    assert "stage 0: layers 0..3, 3 devices" in out and "stage 1: layers 4..5, 1 device\n" in out
+    assert "delays      1 0" in out and "versions    2 1" in out
+    plan = Plan.load(path)
+    assert plan.replicas == (3, 1)
+    profile = Profile.load(alex)
+    validate(plan.program(profile), profile)
+
+
+def test_hosts_and_json(alex: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["partition", "--profile", alex, "--devices", "4", "--link", "1gbit", "--json"]
+    memory = ["--memory", "64m,64m,128m,128mib", "--recompute", "auto", "--microbatches", "4"]
+    assert main([*words, "--per-host", "2", "--inside", "10gbit", "--schedule", "1f1b", *memory]) == 0
+    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
+    assert plan.microbatches == 4 and max(plan.memory) <= 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "0"], "--devices must be at least 1, got 0"),
+        (["--devices", "4", "--per-host", "2"], "need both --per-host and --inside"),
+        (["--devices", "4", "--per-host", "3", "--inside", "10gbit"], "4 devices do not fill hosts of 3"),
+        (["--devices", "4", "--memory", "lots"], "cannot read 'lots'"),
+        (["--devices", "4", "--memory", "1g,2g"], "one entry for each of 4 devices, got 2"),
+        (["--devices", "4", "--memory", "1k"], "fits into the memory of 4 devices"),
+        (["--devices", "4", "--schedule", "wpipe"], "cannot be planned"),
+    ],
+)
+def test_errors(alex: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", "--profile", alex, "--link", "1gbit", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""The planner against brute force over every cut, replica count and recomputation; plans and their files."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.link import Level, Link
+from scheduler.pipeline import generate
+from scheduler.pipeline.cluster import Cluster
+from scheduler.pipeline.partition import Problem, kept, partition
+from scheduler.pipeline.plan import Plan
+from scheduler.profile import Layer, Profile
+from scheduler.simulator import simulate
+from scheduler.validator import validate
+
+SCHEDULES = [("pipedream", 1), ("pipedream", 2), ("2bw", 3), ("1f1b", 4), ("gpipe", 2)]
+
+
+def model(layers: int, seed: int = 0) -> Profile:
+    random = np.random.default_rng(seed)
+    return Profile(
+        f"random{seed}",
+        tuple(
+            Layer(
+                f"layer{number}",
+                forward=float(random.uniform(1, 5)),
+                backward=float(random.uniform(2, 9)),
+                bytes=int(random.integers(0, 40)),
+                activation_bytes=int(random.integers(1, 30)),
+                fixed=float(random.uniform(0, 0.6)),
+            )
+            for number in range(layers)
+        ),
+        update_per_byte=0.01,
+        traffic_per_byte=0.02,
+    )
+
+
+def two_levels(memory: tuple[int, ...] | None = None) -> Cluster:
+    return Cluster((Level(2, 0.1, 0.02), Level(2, 0.5, 0.15)), memory)
+
+
+def least_bottleneck(
+    profile: Profile, cluster: Cluster, schedule: str, count: int, modes: tuple[bool, ...], state: float
+) -> float:
+    """By trying everything; written from the planner's description, not from its arrays."""
+    layers, best = profile.layers, math.inf
+    for stages in range(1, min(len(layers), cluster.size) + 1):
+        for inner in combinations(range(1, len(layers)), stages - 1):
+            cuts = [0, *inner, len(layers)]
+            for replicas in product(range(1, cluster.size + 1), repeat=stages):
+                if sum(replicas) > cluster.size:
+                    continue
+                device = cluster.size - sum(replicas)
+                slowest = 0.0
+                for stage in range(stages):
+                    slowest = max(
+                        slowest,
+                        min(
+                            stage_time(
+                                profile, cluster, schedule, count, state, cuts, stage, stages - stage, device,
+                                replicas[stage], again,
+                            )
+                            for again in modes
+                        ),
+                    )  # fmt: skip
+                    device += replicas[stage]
+                best = min(best, slowest)
+    return best
+
+
+def stage_time(
+    profile: Profile,
+    cluster: Cluster,
+    schedule: str,
+    count: int,
+    state: float,
+    cuts: list[int],
+    stage: int,
+    from_end: int,
+    device: int,
+    replicas: int,
+    again: bool,
+) -> float:
+    layers = profile.layers[cuts[stage] : cuts[stage + 1]]
+    size = sum(layer.bytes for layer in layers)
+    activations = sum(layer.activation_bytes for layer in layers)
+    inputs = profile.layers[cuts[stage] - 1].activation_bytes if stage else 0
+    outputs = layers[-1].activation_bytes
+    versions, in_flight = kept(schedule, from_end, count)
+    held = inputs * in_flight + activations if again else activations * in_flight
+    limit = min(cluster.memory[device : device + replicas]) if cluster.memory else math.inf
+    if size * (versions + 1 + state) + held / replicas > limit:
+        return math.inf
+    forward, backward = sum(la.forward for la in layers), sum(la.backward for la in layers)
+    stays = sum(la.fixed * (la.forward + la.backward) for la in layers) / (forward + backward)
+    part = stays + (1 - stays) / replicas
+    seconds = count * (forward * (2 if again else 1) + backward) * part
+    seconds += profile.update_per_byte * size / replicas
+    seconds += profile.traffic_per_byte * size * 2 * (replicas - 1) / replicas
+    level = cluster.level(device, device + replicas - 1)
+    sync = 2 * (replicas - 1) * (level.alpha + level.beta * size / replicas)
+    seconds += max(0.0, sync - backward * part)
+    crossings = [(inputs, device)] if stage else []
+    crossings += [(outputs, device + replicas)] if from_end > 1 else []
+    for crossing, border in crossings:
+        wire = cluster.level(border - 1, border)
+        seconds = max(seconds, count * (wire.alpha + wire.beta * crossing / replicas))
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
+def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
+    profile = model(4 + seed % 4, seed)
+    clusters = [Cluster.flat(3, Link(0.1, 0.05)), two_levels()]
+    for cluster in clusters:
+        found = Problem(profile, cluster, schedule, count).best()
+        assert found is not None
+        wanted = least_bottleneck(profile, cluster, schedule, count, (False,), 0.0)
+        assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
+def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int, seed: int) -> None:
+    """Devices of different sizes, optimizer state, and recomputation where it helps."""
+    profile = model(4 + seed % 3, seed)
+    whole = sum(3 * layer.bytes + layer.activation_bytes for layer in profile.layers)
+    for part in (0.3, 0.6, 1.0):
+        cluster = two_levels(tuple(int(whole * part * share) for share in (1.0, 0.7, 1.3, 0.9)))
+        for recompute, modes in (("never", (False,)), ("auto", (False, True)), ("always", (True,))):
+            found = Problem(profile, cluster, schedule, count, recompute, state=1.0).best()
+            wanted = least_bottleneck(profile, cluster, schedule, count, modes, 1.0)
+            if found is None:
+                assert wanted == math.inf
+            else:
+                assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
+
+
+def test_seven_layers_four_devices() -> None:
+    profile = model(7, 11)
+    found = Problem(profile, two_levels(), "pipedream").best()
+    assert found is not None
+    wanted = least_bottleneck(profile, two_levels(), "pipedream", 1, (False,), 0.0)
+    assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("ashpipe", 1), ("1f1b", 1), ("2bw", 1)])
+def test_counts_are_those_of_the_generated_programs(schedule: str, count: int) -> None:
+    for stages in (1, 3, 5):
+        layout = generate(schedule, stages, count).pipeline
+        assert layout is not None
+        wanted = [kept(schedule, stages - stage, count) for stage in range(stages)]
+        assert list(zip(layout.versions, layout.activations, strict=True)) == wanted
+
+
+def test_plan_becomes_a_valid_program_within_its_memory() -> None:
+    profile = model(6, 3)
+    plan = partition(profile, two_levels((400,) * 4), "pipedream", recompute="auto")
+    program = plan.program(profile)
+    validate(program, profile)
+    assert max(plan.memory) <= 400
+    assert plan.ranks == program.ranks
+
+
+def test_heavy_weights_behind_light_layers_are_not_replicated() -> None:
+    """The shape of AlexNet: convolutions with few weights in front, then layers of many weights. Data
+    parallelism would move the weights; the planner replicates the front alone.
+    """
+    front = tuple(Layer(f"conv{n}", 10.0, 20.0, 10, 50) for n in range(4))
+    rear = tuple(Layer(f"fc{n}", 2.0, 4.0, 5000, 5) for n in range(2))
+    plan = partition(Profile("alex", front + rear), Cluster.flat(4, Link(0.0, 0.02)), "ashpipe")
+    assert plan.replicas == (3, 1)
+    assert plan.cuts == (0, 4)
+
+
+def test_simulator_decides_between_depths() -> None:
+    """By its bottleneck alone a deep 1F1B pipeline with one micro-batch looks as good as a shallow one; it is
+    idle most of the time.
+    """
+    profile = Profile("equal", tuple(Layer(str(n), 1.0, 2.0, 1, 1) for n in range(4)))
+    cluster = Cluster.flat(4, Link(0.0, 1.5))
+    best = Problem(profile, cluster, "1f1b").best()
+    assert best is not None and len(best.cuts) > 1
+    plan = partition(profile, cluster, "1f1b")
+    assert len(plan.cuts) < len(best.cuts)
+    deep = generate("1f1b", len(best.cuts), 1, profile=profile, cuts=best.cuts)
+    assert plan.period < simulate(deep, profile, Link(0.0, 1.5)).period
+
+
+def test_plan_file(tmp_path: Path) -> None:
+    profile = model(5)
+    plan = partition(profile, Cluster.flat(3, Link(0.1, 0.01)), "2bw", microbatches=3)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert Plan.load(path).program(profile) == plan.program(profile)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "expected a JSON object, got list"),
+        ({"format": 7}, "field 'format' is 7"),
+        ({"format": 1}, "missing fields"),
+    ],
+)
+def test_damaged_plans(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_dict(data)
+
+
+def test_changed_plans(tmp_path: Path) -> None:
+    plan = partition(model(4), Cluster.flat(2, Link(0.1, 0.01)))
+    with pytest.raises(ValueError, match="the file was changed"):
+        Plan.from_dict({**plan.to_dict(), "schedule": "gpipe"})
+    with pytest.raises(ValueError, match="unknown fields .'extra'."):
+        Plan.from_dict({**plan.to_dict(), "extra": 1})
+    with pytest.raises(ValueError, match=r"field 'replicas' must have \d entries, got 9"):
+        replace(plan, replicas=(1,) * 9)
+    path = tmp_path / "plan.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        Plan.load(path)
+
+
+def test_plan_for_another_model() -> None:
+    plan = partition(model(4), Cluster.flat(2, Link(0.1, 0.01)))
+    with pytest.raises(ValueError, match="of 4 layers, this model has 5"):
+        plan.program(model(5))
+    with pytest.raises(ValueError, match="whose layer 0 has .* bytes; this model's has"):
+        plan.program(model(4, seed=9))
+
+
+def test_impossible_memory_says_so() -> None:
+    with pytest.raises(ValueError, match="fits into the memory of 4 devices.*layer 'layer.' alone"):
+        partition(model(5), two_levels((3, 3, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "wpipe"}, "cannot be planned"),
+        ({"recompute": "maybe"}, "recompute must be one of never, auto, always"),
+        ({"microbatches": 0}, "at least 1 micro-batch"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(model(3), two_levels(), **options)
+
+
+@pytest.mark.bench
+def test_thousand_layers_on_64_devices() -> None:
+    """Under 2 s of processor time (other jobs must not decide), kernels compiled, simulations included."""
+    cluster = Cluster((Level(8, 1e-5, 1e-2), Level(8, 5e-5, 8e-2)), tuple([20_000] * 64))
+    profile = model(1000)
+    partition(profile, cluster, "pipedream", recompute="auto")
+    begin = time.process_time()
+    plan = partition(profile, cluster, "pipedream", recompute="auto")
+    seconds = time.process_time() - begin
+    assert len(plan.cuts) > 1
+    assert seconds < 2, f"{seconds:.2f} s"

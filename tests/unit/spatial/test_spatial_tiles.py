@@ -1,0 +1,227 @@
+"""What a tile refuses, and how it behaves in ordinary code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from commsched import spatial
+from commsched.spatial.channel import Channel
+from commsched.spatial.intervals import Split
+from commsched.spatial.layout import recut
+from tests.support.spatial_cases import integers, on_threads
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "unfold": lambda x: F.unfold(x, 3),
+    "fft": lambda x: torch.fft.fft2(x),
+    "softmax": lambda x: x.softmax(-1),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "sort": lambda x: x.sort(-1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "rand_like": lambda x: torch.rand_like(x),
+    "item": lambda x: x.item(),
+    "__bool__": lambda x: bool(x),
+    "__float__": lambda x: float(x),
+    "numpy": lambda x: x.numpy(),
+    "__getitem__": lambda x: x[..., 3],
+    "__setitem__": lambda x: x.__setitem__((..., 0), 1.0),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
+    "Function": lambda x: Square.apply(x) * 2,
+    "einsum": lambda x: torch.einsum("nchw,ncwk->nchk", x, torch.ones(1, 1, 8, 2)),
+    "cumsum": lambda x: x.cumsum(-1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_pixels_is_refused_by_name(name: str) -> None:
+    mesh = spatial.Mesh(spatial.SilentChannel(0, 2), (1, 2), (-2, -1))
+    mesh.names.append("block.3 (Attention)")
+    tile = spatial.from_local(torch.zeros(1, 1, 8, 4, requires_grad=name == "Function"), (1, 1, 8, 8), mesh)
+    with pytest.raises(ValueError, match=rf"block\.3 \(Attention\): .*{name}.*"):
+        REFUSED[name](tile)
+
+
+def test_gathered_when_asked() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(2).transpose(1, 2)
+            mixed, _ = self.mix(tokens, tokens, tokens)
+            return mixed.transpose(1, 2).reshape(x.shape)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Softmax(-1), Attention()).double()
+    image = torch.randn(2, 3, 6, 7).double()
+    expected = model(image)
+    expected.square().sum().backward()
+    references = [p.grad for p in model.parameters()]
+
+    def run(channel: Channel) -> None:
+        mine = copy.deepcopy(model)
+        mine.zero_grad()
+        spatial.shard(mine, (2, 2), channel=channel, unsupported="gather", fuse_halo="off")
+        out = mine(spatial.scatter(image))
+        torch.testing.assert_close(spatial.gather(out).local, expected, rtol=0, atol=1e-12)
+        out.square().sum().backward()
+        spatial.sum_gradients(mine.parameters())
+        for parameter, reference in zip(mine.parameters(), references):
+            torch.testing.assert_close(parameter.grad, reference, rtol=0, atol=1e-11)
+
+    on_threads(4, run)
+
+
+def ints(*shape: int, seed: int = 0) -> Tensor:
+    return integers(torch.Generator().manual_seed(seed), shape)
+
+
+def same_gradient(function: Callable[[Tensor, Tensor], Tensor], channel: Channel) -> None:
+    """``function(image, weight)`` on tiles of uneven bounds against the whole."""
+    image, weight = ints(2, 2, 6, 9).requires_grad_(), ints(2, 2, 3, 3, seed=1).requires_grad_()
+    expected = function(image, weight)
+    expected.square().sum().backward()
+    mesh = spatial.Mesh(channel, (1, 3), (-2, -1))
+    leaf, parameter = image.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    tile = recut(spatial.scatter(leaf, mesh), {1: Split((0, 2, 7, 9))})
+    out = function(tile, parameter)
+    assert torch.equal(spatial.gather(out).local, expected)
+    out.square().sum().backward()
+    spatial.sum_gradients([parameter], mesh)
+    own = spatial.tile_bounds(image.shape, mesh)
+    assert torch.equal(leaf.grad[own], image.grad[own])
+    assert torch.equal(parameter.grad, weight.grad)
+
+
+def _views(x: Tensor, w: Tensor) -> Tensor:
+    y = F.conv2d(x, w, padding=1)
+    y[:, :1].mul_(3)
+    y += 1
+    return y
+
+
+def _two_cuts(x: Tensor, w: Tensor) -> Tensor:
+    """Operands whose tiles end at different pixels."""
+    a, b = F.conv2d(x, w, padding=1), F.conv2d(F.pad(x, (2, 0, 0, 0))[..., :9], w, padding=1)
+    return a * b + torch.maximum(b, a)
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "views and in-place": _views,
+    "different cuts": _two_cuts,
+    "checkpoint": lambda x, w: checkpoint(lambda y: F.conv2d(y.relu(), w, padding=1), x, use_reentrant=False),
+    "plain operand": lambda x, w: F.conv2d(x * torch.arange(9.0).double(), w) - torch.ones(1, 2, 4, 7),
+    "scalar loss inside": lambda x, w: F.conv2d(x, w, padding=1) * x.sum(),
+    "row sums": lambda x, w: F.conv2d(x, w, padding=1) * x.sum(3, keepdim=True) + x.sum(2, keepdim=True),
+    "weights from the image": lambda x, w: F.conv2d(x, w + x.sum((0, 2, 3)).view(2, 1, 1, 1), padding=1),
+    "one column left": lambda x, w: F.conv2d(x, w[:, :, :1, :1], stride=(1, 9)) * x,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_ordinary_code(name: str) -> None:
+    on_threads(3, lambda channel: same_gradient(USES[name], channel))
+
+
+def test_shape_is_that_of_the_whole_and_repr_shows_the_part() -> None:
+    mesh = spatial.Mesh(spatial.SilentChannel(1, 2), (1, 2), (-2, -1))
+    tile = spatial.scatter(torch.zeros(2, 3, 4, 7), mesh)
+    assert (tile.shape, tile.size(-1), tile.numel(), tile.dim()) == ((2, 3, 4, 7), 7, 168, 4)
+    assert tile.local.shape == (2, 3, 4, 4) and tile.bounds == ((0, 2), (0, 3), (0, 4), (3, 7))
+    assert "Tile(shape=(2, 3, 4, 7), bounds=((0, 2), (0, 3), (0, 4), (3, 7))" in repr(tile)
+    assert not tile.requires_grad and tile.half().dtype == torch.float16 and tile.device.type == "cpu"
+    assert copy.deepcopy(tile).shape == tile.shape
+
+
+def test_a_backward_can_be_repeated_and_needs_no_graph_without_grad() -> None:
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (1, 2), (-2, -1), overlap="on")
+        leaf = ints(1, 1, 6, 16).requires_grad_()
+        weight = ints(1, 1, 3, 3, seed=1).requires_grad_()
+        out = F.conv2d(spatial.scatter(leaf, mesh), weight, padding=1).local
+        out.sum().backward(retain_graph=True)
+        once = leaf.grad.clone()
+        out.sum().backward()
+        assert torch.equal(leaf.grad, 2 * once)
+        with torch.no_grad():
+            assert not F.conv2d(spatial.scatter(leaf, mesh), weight).local.requires_grad
+
+    on_threads(2, run)
+
+
+def test_mixed_precision() -> None:
+    conv = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2))
+    image = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = copy.deepcopy(conv)
+        expected = reference(image)
+
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (2, 2), (-2, -1))
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = copy.deepcopy(conv)
+            out = mine(spatial.scatter(image, mesh))
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(mine[1].running_var, reference[1].running_var, rtol=1e-3, atol=1e-3)
+        out.local.float().square().sum().backward()
+        assert mine[1].weight.grad.dtype == torch.float32
+        torch.testing.assert_close(spatial.gather(out).local, expected, rtol=0.02, atol=0.02)
+
+    on_threads(4, run)
+
+
+@pytest.mark.parametrize(
+    ("grid", "dims", "expected"),
+    [
+        ((2, 2), (-2, -1), r"2x2 needs 4 ranks, and there are 2"),
+        ((2,), (-2, -1), r"grid \(2,\) and dims \(-2, -1\)"),
+        ((2, 1), (2, 3), r"counted from the end"),
+        ((2, 1), (-1, -1), r"different"),
+    ],
+)
+def test_meshes_that_cannot_be(grid: tuple[int, ...], dims: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        spatial.Mesh(spatial.SilentChannel(0, 2), grid, dims)
+
+
+def test_a_part_of_the_wrong_shape_names_both() -> None:
+    mesh = spatial.Mesh(spatial.SilentChannel(1, 2), (1, 2), (-2, -1))
+    with pytest.raises(
+        ValueError, match=r"rank 1 .* \(1, 1, 4, 4\) .* \(1, 1, 4, 7\), and got .* \(1, 1, 4, 3\)"
+    ):
+        spatial.from_local(torch.zeros(1, 1, 4, 3), (1, 1, 4, 7), mesh)
+
+
+def test_every_way_to_differentiate_reaches_the_local_part() -> None:
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (1, 2), (-2, -1))
+        leaf = ints(1, 1, 4, 6).requires_grad_()
+        loss = spatial.scatter(leaf, mesh).square().sum()
+        with torch._C.DisableTorchFunctionSubclass(), pytest.raises(ValueError, match="a gradient reached"):
+            torch.autograd.backward([loss], [torch.ones(())])
+        torch.autograd.backward(loss, retain_graph=True)
+        first, leaf.grad = leaf.grad, None
+        (grad,) = torch.autograd.grad(loss, [leaf], retain_graph=True)
+        loss.backward()
+        assert torch.equal(grad, leaf.grad) and torch.equal(first, grad) and grad.abs().sum() > 0
+
+    on_threads(2, run)
