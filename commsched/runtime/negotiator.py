@@ -39,6 +39,7 @@ class Negotiator:
         self._joined: list[int] = []
         self._gone: dict[int, str] = {}
         self._failure: tuple[float, str] | None = None  # since when, and what was told
+        self._in_vain: dict[int, str] = {}  # by rank: what it waited for until the time-out, its last news
         self._over = ""
         self._last_news = clock()
 
@@ -51,6 +52,7 @@ class Negotiator:
             return [([rank], _error(key, f"{request['name']} can not run: {gone}"))]
         entry = self._pending.setdefault(key, _Pending(self._last_news))
         entry.requests[rank] = request
+        self._in_vain.pop(rank, None)
         return self._complete(key)
 
     def join(self, rank: int) -> list[Reply]:
@@ -110,10 +112,13 @@ class Negotiator:
         replies: list[Reply] = []
         if self._failure and now - self._failure[0] >= _CAUSE_SECONDS:
             replies += self._stop(self._failure[1])
-        for key, entry in list(self._pending.items()):
-            if now - entry.since >= self._timeout:
-                del self._pending[key]
-                replies.append((sorted(entry.requests), _error(key, self._why_late(key, entry))))
+        late = {key: entry for key, entry in self._pending.items() if now - entry.since >= self._timeout}
+        # All are told before any is forgotten: operations that wait for each other expire together.
+        for key, entry in late.items():
+            replies.append((sorted(entry.requests), _error(key, self._why_late(key, entry))))
+        for key, entry in late.items():
+            self._in_vain.update(dict.fromkeys(entry.requests, key[1]))
+            del self._pending[key]
         if self._joined and now - self._last_news >= self._timeout:
             missing = sorted(set(range(self._size)) - set(self._joined))
             replies.append(
@@ -148,7 +153,10 @@ class Negotiator:
         doing = []
         for rank in absent:
             names = [name for (_, name), other in self._pending.items() if rank in other.requests]
-            doing.append(f"rank {rank} " + (f"waits in {', '.join(names)}" if names else "waits in nothing"))
+            if not names and rank in self._in_vain:
+                doing.append(f"rank {rank} waited in vain in {self._in_vain[rank]}")
+            else:
+                doing.append(f"rank {rank} waits in {', '.join(names) or 'nothing'}")
         return (
             f"{key[1]} waited {self._timeout:g} s (COMMSCHED_TIMEOUT) for ranks {absent}: "
             f"{'; '.join(doing)}. Every rank of the process set must call the same operations under the same "

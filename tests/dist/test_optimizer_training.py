@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.cases import check, parameters
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.exact]
 
 
 @pytest.mark.parametrize("program, ranks, name", parameters("optimizer_training"))

@@ -12,7 +12,7 @@ import pytest
 from tests.support.launch import run_ranks
 from tests.support.spatial_stages import CELLS, TAILS, Case
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.exact, pytest.mark.slow]
 MIRRORED = (False, True)
 on_every_grid = pytest.mark.parametrize(
     "grid", [(1, 4), (4, 1), (2, 2), (3, 2)], ids=lambda grid: f"{grid[0]}x{grid[1]}"

@@ -153,6 +153,31 @@ def test_time_out_names_the_missing_and_what_they_do(three, clock):
     assert three.next_deadline() == 16.0
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-6, 3.0])
+def test_operations_that_wait_for_each_other_are_both_named_whichever_expires_first(three, clock, apart):
+    """Whose request was read first expired first, was forgotten, and then its rank waited "in nothing"."""
+    three.submit(1, request("b", "broadcast"))
+    clock.now = apart
+    three.submit(0, request("a"))
+    told = {}
+    for now in (10.0, 10.0 + apart):
+        clock.now = now
+        told |= {ranks[0]: message["message"] for ranks, message in three.expire()}
+    assert "for ranks [0, 2]: rank 0 waits in a" in told[1]
+    assert ("rank 1 waits in b" if apart == 0 else "rank 1 waited in vain in b") in told[0]
+
+
+def test_what_a_rank_does_now_is_told_rather_than_what_it_waited_for_before(three, clock):
+    three.submit(1, request("b", "broadcast"))
+    clock.now = 10.0
+    three.submit(0, request("a"))
+    only(three.expire())
+    three.submit(1, request("c"))
+    clock.now = 20.0
+    told = {ranks[0]: message["message"] for ranks, message in three.expire()}
+    assert "rank 1 waits in c; rank 2 waits in nothing" in told[0]
+
+
 def test_join_waits_as_long_as_there_is_news(three, clock):
     three.join(0)
     clock.now = 9.0
