@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from commsched import plain
 from commsched.compression import Compression
 from commsched.flow.masters import check_master_weights
-from commsched.flow.options import Options, in_bytes, is_sum, needs_plain
+from commsched.flow.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
 from commsched.flow.wrapped import keep_together
 from commsched.methods import DistributedMethods, make_driver
 from commsched.naming import checked_names, group_indices
@@ -73,6 +73,7 @@ def DistributedOptimizer(
         params = [p for group in optimizer.param_groups for p in group["params"]]
         check_master_weights(gather, params, not one_by_one, bool(process_set.included()))
     if one_by_one:
+        tell_ignored(gather, early_step)
         passes, predivide = backward_passes_per_step, gradient_predivide_factor
         more = (passes, op, predivide, num_groups, groups, sparse_as_dense, process_set)
         return plain.DistributedOptimizer(optimizer, named, compression, *more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,18 @@ def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str 
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     elsewhere = len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices)
     return bool(op == Adasum or one_by_one or elsewhere or wanted_transport(transport) == PLAIN)
+
+
+def tell_ignored(gather: str, early_step: bool) -> None:
+    """Warns of what has no meaning where gradients are reduced one by one."""
+    ignored = [f"gather={gather!r}"] * (gather != "gradients") + ["early_step=True"] * early_step
+    if ignored:
+        warnings.warn(
+            f"{' and '.join(ignored)} without effect: Adasum, compressors of your own, transport='plain' and"
+            " parameters on several devices are reduced one by one, and every rank keeps all of the"
+            " optimizer's state",
+            stacklevel=3,
+        )
 
 
 def is_sum(op: Any, predivide: float) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import secrets
 import socket
 import threading
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from typing import TYPE_CHECKING, Any
 
 from commsched.env import settings
@@ -30,10 +31,11 @@ def connect(meeting: Meeting) -> tuple[Connection, Coordinator | None]:
     coordinator = None
     if meeting.launch.rank == 0:
         token = secrets.token_bytes(16)
-        listener = Listener((meeting.address, 0), "AF_INET", backlog=meeting.launch.size, authkey=token)
-        coordinator = Coordinator(listener, meeting.launch.size, settings().timeout)
+        listener = socket.create_server((meeting.address, 0), backlog=meeting.launch.size)
+        address = listener.getsockname()
+        coordinator = Coordinator(listener, token, meeting.launch.size, settings().timeout)
         coordinator.start()
-        meeting.store.set("coordinator", json.dumps([*listener.address, token.hex()]))
+        meeting.store.set("coordinator", json.dumps([*address, token.hex()]))
     host, port = "an address still unknown", 0
     try:
         host, port, key = json.loads(meeting.store.get("coordinator"))
@@ -82,9 +84,9 @@ class Coordinator(threading.Thread):
     """Reads every rank's messages, lets the negotiator decide, sends its replies. Ends when all ranks have
     left."""
 
-    def __init__(self, listener: Listener, size: int, timeout: float) -> None:
+    def __init__(self, listener: socket.socket, token: bytes, size: int, timeout: float) -> None:
         super().__init__(name="commsched-coordinator", daemon=True)
-        self._listener, self._size = listener, size
+        self._listener, self._token, self._size = listener, token, size
         self._negotiator = Negotiator(size, timeout, time.monotonic)
         self._ranks: dict[Connection, int] = {}
         self._connections: dict[int, Connection] = {}
@@ -101,15 +103,31 @@ class Coordinator(threading.Thread):
             self._listener.close()
 
     def _accept_all(self) -> None:
+        """Everybody is greeted on a thread of his own: a stranger that says nothing keeps no rank waiting."""
+        known: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+        bell, ring = Pipe(duplex=False)
         while len(self._connections) < self._size:
-            try:
-                connection = self._listener.accept()
-                rank = receive(connection)["rank"]
-            except (OSError, EOFError, AuthenticationError):
-                continue  # not one of ours (a port scan), or one that died: the others' time-out will tell
-            _tune(connection)
-            self._ranks[connection], self._connections[rank] = rank, connection
+            for ready in wait([self._listener, bell]):
+                if ready is bell:
+                    bell.recv_bytes()
+                    rank, connection = known.get()
+                    self._ranks[connection], self._connections[rank] = rank, connection
+                else:
+                    guest = Connection(self._listener.accept()[0].detach())
+                    greeting = threading.Thread(target=self._greet, args=(guest, known, ring), daemon=True)
+                    greeting.start()
         self._send([(list(range(self._size)), {"type": "welcome"})])  # some may have died meanwhile
+
+    def _greet(self, guest: Connection, known: queue.SimpleQueue, ring: Connection) -> None:
+        try:
+            deliver_challenge(guest, self._token)
+            answer_challenge(guest, self._token)
+            rank = receive(guest)["rank"]
+            _tune(guest)
+            known.put((rank, guest))
+            ring.send_bytes(b"!")
+        except (OSError, EOFError, AuthenticationError, ValueError, TypeError, KeyError):
+            guest.close()  # not one of ours, or one that died: the others' time-out will tell
 
     def _serve_once(self) -> None:
         deadline = self._negotiator.next_deadline()

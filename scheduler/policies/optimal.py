@@ -10,11 +10,15 @@ and bound
    (``scheduler._ordering``); all-gathers land in the gaps of the backward wherever that helps.
 4. **Improve.** From the best starts, cuts between buckets are dropped, added and moved
 (``scheduler._cutting``).
+5. **Keep reserves.** A link with time to spare is hidden by many plans; they differ once it is slower than it
+was measured. Then the search is repeated for slower links, and of the plans with the shortest period the one
+is taken that loses least on those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from scheduler.buckets import Bucket
@@ -31,7 +35,10 @@ BUDGET = 4_000_000
 """Jobs placed by the search of one plan; about half a second."""
 
 SAME = 1 + 1e-9
-"""Periods closer than this are equal up to rounding; then the searched plan is taken."""
+"""Periods closer than this are equal up to rounding."""
+
+SLOWER = (1.25, 1.5)
+"""Links so much slower than the given one tell which of several equally fast plans is taken."""
 
 
 def optimal(
@@ -54,17 +61,30 @@ def optimal(
         _by_other(name, problem, buckets, bucket_bytes)
         for name in (DECOUPLED if problem.gather == "parameters" else OTHERS)
     ]
-    best = problem.fastest(others)
-    if buckets is not None or bucket_bytes is not None:
-        (chosen,) = problem.candidates(buckets, bucket_bytes)
-    elif profile.total_bytes:
-        known = [other.buckets for other in others]
-        chosen = BucketSearch(problem, max_buckets).run(known, seed, budget)
-    else:
-        chosen = ()
-    order = problem.model(chosen).decode(ordered(problem, chosen) if chosen else ())
-    searched = problem.program("optimal", chosen, order, found_by="search")
-    return searched if problem.period(searched) <= problem.period(best) * SAME else best
+
+    def searched(task: Problem, budget: int) -> Program:
+        if buckets is not None or bucket_bytes is not None:
+            (chosen,) = problem.candidates(buckets, bucket_bytes)
+        elif profile.total_bytes:
+            chosen = BucketSearch(task, max_buckets).run([other.buckets for other in others], seed, budget)
+        else:
+            chosen = ()
+        order = task.model(chosen).decode(ordered(task, chosen) if chosen else ())
+        return problem.program("optimal", chosen, order, found_by="search")
+
+    slower = [_on_slower_link(problem, factor) for factor in SLOWER]
+    plans = [searched(problem, budget)]
+    if 2 * float(problem.model(plans[0].buckets).cost.sum()) < profile.compute:
+        plans += [searched(task, budget // len(slower)) for task in slower]
+    plans += others
+    shortest = min(map(problem.period, plans))
+    equal = [plan for plan in plans if problem.period(plan) <= shortest * SAME]
+    return min(equal, key=lambda plan: sum(task.period(plan) for task in slower))
+
+
+def _on_slower_link(problem: Problem, factor: float) -> Problem:
+    link = problem.link
+    return replace(problem, link=replace(link, alpha=link.alpha * factor, beta=link.beta * factor))
 
 
 def _by_other(

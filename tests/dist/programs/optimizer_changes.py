@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -231,9 +232,16 @@ def a_plain_optimizer_follows_changes_and_closures(me: Me) -> None:
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
     model, plain = seeded(Branches), seeded(Branches)
-    optimizer: Any = hvd.DistributedOptimizer(
-        some(model), model.named_parameters(), transport="plain", groups=2
-    )
+    # Every rank keeps the whole state, which used to be so without a word.
+    with pytest.warns(UserWarning, match="gather='parameters' and early_step=True without effect"):
+        optimizer: Any = hvd.DistributedOptimizer(
+            some(model),
+            model.named_parameters(),
+            transport="plain",
+            groups=2,
+            gather="parameters",
+            early_step=True,
+        )
     oracle = Oracle(plain, some(plain), me.size)
     for step in range(6):
         for one, net in ((optimizer, model), (oracle.optimizer, plain)):

@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from multiprocessing.connection import Client, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import pytest
 
@@ -12,8 +13,8 @@ from commsched.runtime.coordinator import Coordinator, receive, send
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_in_the_coordinator_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    listener = Listener(("127.0.0.1", 0), "AF_INET", authkey=b"key")
-    address, coordinator = listener.address, Coordinator(listener, 2, 30.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, coordinator = listener.getsockname(), Coordinator(listener, b"key", 2, 30.0)
     coordinator.start()
     ranks = []
     for rank in range(2):
@@ -31,3 +32,21 @@ def test_a_fault_in_the_coordinator_lets_nobody_wait(monkeypatch: pytest.MonkeyP
     assert not coordinator.is_alive()
     with pytest.raises(OSError), socket.create_connection(address, 1):
         pass
+
+
+def test_a_stranger_keeps_nobody_waiting() -> None:
+    """It used to: ranks were greeted one after the other, and one that says nothing is waited for."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, coordinator = listener.getsockname(), Coordinator(listener, b"key", 1, 30.0)
+    coordinator.start()
+    with socket.create_connection(address), socket.create_connection(address) as another:
+        another.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            Client(address, "AF_INET", authkey=b"another job's")
+        rank = Client(address, "AF_INET", authkey=b"key")
+        send(rank, {"rank": 0})
+        assert rank.poll(100), "it still waits"
+        assert receive(rank)["type"] == "welcome"
+        send(rank, {"type": "bye"})
+        coordinator.join(100)
+        assert not coordinator.is_alive()
