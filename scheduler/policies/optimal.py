@@ -12,7 +12,7 @@ and bound
 (``scheduler._cutting``).
 5. **Keep reserves.** A link with time to spare is hidden by many plans; they differ once it is slower than it
 was measured. Then the search is repeated for slower links, and of the plans with the shortest period the one
-is taken that loses least on those.
+is taken that loses least on those, or of those that lose hardly more the one with the fewest buckets.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ SAME = 1 + 1e-9
 
 SLOWER = (1.25, 1.5)
 """Links so much slower than the given one tell which of several equally fast plans is taken."""
+
+NEARLY = 1.002
+"""Plans that lose hardly more there keep reserves too; each bucket costs a little that is not modelled."""
 
 
 def optimal(
@@ -79,7 +82,9 @@ def optimal(
     plans += others
     shortest = min(map(problem.period, plans))
     equal = [plan for plan in plans if problem.period(plan) <= shortest * SAME]
-    return min(equal, key=lambda plan: sum(task.period(plan) for task in slower))
+    losses = [sum(task.period(plan) for task in slower) for plan in equal]
+    safe = [plan for plan, loss in zip(equal, losses, strict=True) if loss <= min(losses) * NEARLY]
+    return min(safe, key=lambda plan: len(plan.buckets))
 
 
 def _on_slower_link(problem: Problem, factor: float) -> Problem:
