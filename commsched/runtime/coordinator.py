@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from typing import TYPE_CHECKING, Any
@@ -112,10 +113,10 @@ class Coordinator(threading.Thread):
                     bell.recv_bytes()
                     rank, connection = known.get()
                     self._ranks[connection], self._connections[rank] = rank, connection
-                else:
+                    continue
+                with suppress(OSError):  # who has gone already
                     guest = Connection(self._listener.accept()[0].detach())
-                    greeting = threading.Thread(target=self._greet, args=(guest, known, ring), daemon=True)
-                    greeting.start()
+                    threading.Thread(target=self._greet, args=(guest, known, ring), daemon=True).start()
         self._send([(list(range(self._size)), {"type": "welcome"})])  # some may have died meanwhile
 
     def _greet(self, guest: Connection, known: queue.SimpleQueue, ring: Connection) -> None:

@@ -1,7 +1,7 @@
 """Runs a command on a machine made unsteady: python -m tests.support.unsteady [--seed N] COMMAND...
 
 Processes that the command starts are stopped for a moment, single threads of theirs get next to no processor
-time for a while, and `--burn` other processes are busy all the time. What depends on who comes first, or on
+time for a while; with `--burn 1` another process is busy all the time. What depends on who comes first, or on
 nothing taking long, shows within a few runs:
 
     python -m tests.support.unsteady python -m pytest -n 2 --dist loadfile tests/dist
@@ -57,8 +57,8 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seed", type=int, help="of the disturbances (default: chosen, and printed)")
-    parser.add_argument("--every", type=float, default=0.03, help="seconds between two disturbances")
-    parser.add_argument("--burn", type=int, default=2, help="processes that are busy all the time")
+    parser.add_argument("--every", type=float, default=0.25, help="seconds between two (default: 0.25)")
+    parser.add_argument("--burn", type=int, default=0, help="processes always busy (default: 0)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
