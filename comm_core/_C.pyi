@@ -45,6 +45,11 @@ class TcpMesh:
     ) -> TcpChannel:
         """Connect to every rank, given all ranks' addresses and 32 secret characters that they share."""
 
+    def connect(
+        self, addresses: Sequence[tuple[str, int]], token: str, timeout_seconds: float = 300.0
+    ) -> list[int]:
+        """The same, as file descriptors that belong to the caller: one for each rank, -1 for this one."""
+
 class HubChannel(Channel):
     """One rank's end of a Hub."""
 

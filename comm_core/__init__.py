@@ -29,7 +29,7 @@ from comm_core._C import (
 )
 from comm_core.engine import OPS, Engine, HubTransport
 from comm_core.errors import EngineError
-from comm_core.tcp import tcp_channel
+from comm_core.tcp import tcp_channel, tcp_sockets
 
 __all__ = [
     "CUDA_BUILT",
@@ -55,5 +55,6 @@ __all__ = [
     "scale_",
     "sum_in_order",
     "tcp_channel",
+    "tcp_sockets",
     "unpack",
 ]

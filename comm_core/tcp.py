@@ -21,6 +21,23 @@ def tcp_channel(
     `address` is where the other ranks reach this one; by default the address from which this rank reaches the
     host of the store. The store must be this channel's own: wrap a shared one in a PrefixStore.
     """
+    mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
+    return mesh.join(addresses, token, timeout_seconds)
+
+
+def tcp_sockets(
+    store: Store, rank: int, size: int, address: str | None = None, timeout_seconds: float = 300.0
+) -> list[socket.socket | None]:
+    """The same connections as sockets: one for each rank, None for this one."""
+    mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
+    connected = mesh.connect(addresses, token, timeout_seconds)
+    return [socket.socket(fileno=number) if number >= 0 else None for number in connected]
+
+
+def _met(
+    store: Store, rank: int, size: int, address: str | None, timeout_seconds: float
+) -> tuple[_C.TcpMesh, list[tuple[str, int]], str]:
+    """This rank's end of a mesh, every rank's address, and the token that keeps strangers out."""
     mesh = _C.TcpMesh(rank, size, address or ("127.0.0.1" if size == 1 else _own_address(store)))
     store.set(f"address/{rank}", f"{mesh.host} {mesh.port}")
     if rank == 0:
@@ -38,7 +55,7 @@ def tcp_channel(
             ) from error
         host, port = store.get(f"address/{peer}").decode().split()
         addresses.append((host, int(port)))
-    return mesh.join(addresses, store.get("token").decode(), timeout_seconds)
+    return mesh, addresses, store.get("token").decode()
 
 
 def _own_address(store: Any) -> str:

@@ -1,12 +1,13 @@
 """What carries a pipeline's traffic: ordered messages between two ranks, and transports for engines.
 
-Messages go over the channels that spatial parallelism uses too: gloo between processes, queues between
-threads.
+Between processes, short messages go over sockets and long ones over gloo, as in spatial parallelism; between
+threads, all go through queues.
 """
 
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore
 
 import comm_core
 from commsched.env import settings
+from commsched.pipeline.short import MOST_BYTES, ShortMessages
 from commsched.runtime import state
 from commsched.runtime.data import data_group
 from commsched.spatial.channel import DistChannel, Pending, ThreadHub
@@ -60,12 +62,20 @@ def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
 
 
 class DistLane:
-    """Over the gloo group of all ranks, a channel for each pair and direction."""
+    """Over sockets, and for long messages over the gloo group of all ranks, a channel for each pair and
+    direction. Both ends know a message's size, and so which way it comes.
+    """
 
     def __init__(
-        self, group: Any, name: str, timeout: float, number: int, traffic: comm_core.Traffic | None
+        self,
+        group: Any,
+        short: ShortMessages,
+        name: str,
+        timeout: float,
+        number: int,
+        traffic: comm_core.Traffic | None,
     ) -> None:
-        self.group, self.name, self.timeout, self.number = group, name, timeout, number
+        self.group, self.short, self.name, self.timeout, self.number = group, short, name, timeout, number
         self.rank, self.traffic = group.rank(), traffic
         self._pairs: dict[tuple[int, int], DistChannel] = {}
 
@@ -78,6 +88,9 @@ class DistLane:
         return self._pairs[pair]
 
     def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        if _is_short(buffers):
+            # It needs no turn on the link: it is in the socket before anybody could go first.
+            return self.short.send(peer, self.number, flat(buffers), self.name)
         parcels = [(1, buffer) for buffer in flat(buffers)]
         pending = self._pair(self.rank, peer).exchange(parcels, [], self.name)
         if self.traffic is not None:
@@ -86,8 +99,14 @@ class DistLane:
         return pending
 
     def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        if _is_short(buffers):
+            return self.short.receive(peer, self.number, flat(buffers), self.name)
         parcels = [(0, buffer) for buffer in flat(buffers)]
         return self._pair(peer, self.rank).exchange([], parcels, self.name)
+
+
+def _is_short(buffers: Sequence[Tensor]) -> bool:
+    return sum(buffer.nbytes for buffer in buffers) <= MOST_BYTES
 
 
 class DistFabric:
@@ -101,13 +120,20 @@ class DistFabric:
         self._number = next(_numbers[state.epoch()])
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()
-        self._group = data_group(channel=_CHANNEL) if self.size > 1 else None
+        self._group, self._short = None, None
+        if self.size > 1:
+            self._group = data_group(channel=_CHANNEL)
+            self._short = ShortMessages(self.rank, self._sockets(), self.timeout)
+
+    def _sockets(self) -> list[socket.socket | None]:
+        store = PrefixStore(f"{self._name}/short", self._meeting.store)
+        return comm_core.tcp_sockets(store, self.rank, self.size, self._meeting.address, self.timeout)
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
-        if self._group is None:
+        if self._group is None or self._short is None:
             return NoLane()
         number = (_LANES * self._number + next(self._lanes)) % _MOST_LANES
-        return DistLane(self._group, f"{self._name}: {name}", self.timeout, number, traffic)
+        return DistLane(self._group, self._short, f"{self._name}: {name}", self.timeout, number, traffic)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
@@ -117,7 +143,8 @@ class DistFabric:
         return transport
 
     def abort(self) -> None:
-        """The end of the process closes its connections, which the others notice."""
+        if self._short is not None:
+            self._short.abort()
 
 
 class NoLane:

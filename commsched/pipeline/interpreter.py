@@ -1,7 +1,8 @@
 """Runs a rank's part of a program: its three lanes, one iteration after the other.
 
 One thread computes, in the order of the compute lane. After each action everything in the link lane that has
-become possible is handed over: sends to gloo, reductions to the stage's engine. Receives are posted ahead.
+become possible is handed over: messages to the fabric, reductions to the stage's engine. Receives are posted
+ahead.
 """
 
 from __future__ import annotations

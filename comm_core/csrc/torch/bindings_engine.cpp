@@ -103,6 +103,13 @@ void def_alone(py::class_<Transport, std::shared_ptr<Transport>>& type, const ch
       py::arg("step") = 0);
 }
 
+std::vector<Socket> join(TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
+                         double timeout_seconds) {
+  std::vector<Address> others;
+  for (const auto& [host, port] : addresses) others.push_back({host, port});
+  return mesh.join(others, token, timeout_seconds);
+}
+
 void bind_channels(py::module_& m) {
   py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel");
   py::class_<C10dChannel, Channel, std::shared_ptr<C10dChannel>>(m, "C10dChannel")
@@ -117,9 +124,16 @@ void bind_channels(py::module_& m) {
           "join",
           [](TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
              double timeout_seconds) {
-            std::vector<Address> others;
-            for (const auto& [host, port] : addresses) others.push_back({host, port});
-            return std::make_shared<TcpChannel>(mesh.rank(), mesh.join(others, token, timeout_seconds));
+            return std::make_shared<TcpChannel>(mesh.rank(), join(mesh, addresses, token, timeout_seconds));
+          },
+          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0, NoGil())
+      .def(
+          "connect",
+          [](TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
+             double timeout_seconds) {
+            std::vector<int> descriptors;
+            for (Socket& socket : join(mesh, addresses, token, timeout_seconds)) descriptors.push_back(socket.release());
+            return descriptors;
           },
           py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0, NoGil());
   py::class_<HubChannel, Channel, std::shared_ptr<HubChannel>>(m, "HubChannel");
