@@ -40,7 +40,7 @@ project_key() {
     echo "$ROOT" "$ENVIRONMENT" "$(site_packages)"/torch-*.dist-info "${COMMSCHED_WITH_CUDA:-}" "${COMMSCHED_CUDA_ARCHS:-}"
     command -v nvcc || true
     echo */__init__.py
-    find setup.py pyproject.toml VERSION comm_core -type f \
+    find setup.py pyproject.toml VERSION comm_core -type f ! -name '*.py[co]' \
         \( -path 'comm_core/c*' -o -path 'comm_core/*.h' -o ! -path 'comm_core/*' \) -print0 | sort -z | xargs -0 sha256sum
 }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -152,13 +153,9 @@ class Outbox:
 
     def send(self, action: Action, leaves: Sequence[Any]) -> None:
         buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        try:
-            peer = _peer(action)
+        peer = _peer(action)
+        with _naming(action):
             self._sent[peer].append((action, self.lane.send(peer, buffers)))
-        except CommError as error:
-            raise CommError(
-                f"{action} (step {action.shift}, stage {action.stage}, micro-batch {action.index}): {error}"
-            ) from None
 
     def back(self, peer: int, key: Hashable) -> Description | None:
         """The gradients that answer a message, where one like it has been sent."""
@@ -171,8 +168,9 @@ class Outbox:
         place = answer.stage, answer.index, answer.shift
         for number, (action, _) in reversed(list(enumerate(sent))):
             if action.kind is Kind.SENDF and (action.stage, action.index, action.shift) == place:
-                for _, pending in sent[: number + 1]:
-                    pending.wait()
+                with _naming(answer):
+                    for _, pending in sent[: number + 1]:
+                        pending.wait()
                 del sent[: number + 1]
                 return
 
@@ -181,7 +179,8 @@ class Outbox:
         for peer, sent in self._sent.items():
             for action, pending in sent:
                 if period is None or action.shift <= period:
-                    pending.wait()
+                    with _naming(action):
+                        pending.wait()
             self._sent[peer] = [] if period is None else [one for one in sent if one[0].shift > period]
 
     @property
@@ -288,6 +287,16 @@ def _outline(leaves: Sequence[Any], grads: Sequence[bool]) -> list[Any]:
         (tuple(leaf.shape), leaf.dtype, grad) if isinstance(leaf, Tensor) else leaf
         for leaf, grad in zip(leaves, grads, strict=True)
     ]
+
+
+@contextmanager
+def _naming(action: Action) -> Iterator[None]:
+    """Errors say which message they concern."""
+    try:
+        yield
+    except CommError as error:
+        place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
+        raise CommError(f"{action} ({place}): {error}") from None
 
 
 def _peer(action: Action) -> int:

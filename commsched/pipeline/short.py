@@ -27,6 +27,7 @@ from commsched.spatial.channel import Pending
 MOST_BYTES = 64 << 10
 """Longer messages need somebody who moves them while this rank computes."""
 _HEADER = struct.Struct("<IQ")  # before every message: lane, bytes
+_MOST_PIECES = 1000  # that a system call takes (IOV_MAX is 1024)
 
 
 class ShortMessages:
@@ -93,7 +94,7 @@ class _Outgoing:
 
     def _write(self, pieces: Sequence[bytes | bytearray | memoryview]) -> int:
         try:
-            return self.socket.sendmsg(pieces)
+            return self.socket.sendmsg(pieces if len(pieces) < _MOST_PIECES else [b"".join(pieces)])
         except BlockingIOError:
             return 0
         except OSError as error:

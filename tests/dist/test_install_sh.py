@@ -135,6 +135,12 @@ def test_it_builds_once_and_again_only_when_something_changed(
 
     assert run() == []
 
+    # What Python itself leaves beside sources, as soon as they are imported, is no reason to build.
+    compiled = checkout / "comm_core/cuda/__pycache__/update.cpython-311.pyc"
+    compiled.parent.mkdir(parents=True)
+    compiled.write_text("bytecode")
+    assert run() == []
+
     source = checkout / "comm_core/csrc/tiny.c"
     source.write_text(source.read_text() + "/* changed */\n")
     assert building in run()

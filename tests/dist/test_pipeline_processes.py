@@ -23,8 +23,11 @@ def test_pipelines(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 
 
-# A rank that died is noticed without the time-out, which no test reaches.
-@pytest.mark.parametrize(("schedule", "how", "patience"), [("1f1b", "dies", 900), ("pipedream", "hangs", 20)])
+# A rank that died or gave up is noticed without the time-out, which no test reaches.
+@pytest.mark.parametrize(
+    ("schedule", "how", "patience"),
+    [("1f1b", "dies", 900), ("2bw", "fails", 900), ("pipedream", "hangs", 20)],
+)
 def test_a_stage_that_ends_is_named(schedule: str, how: str, patience: int) -> None:
     patient = {"COMMSCHED_TIMEOUT": str(patience)}
     with start_ranks(PROGRAMS / "pipeline_death.py", 3, [schedule, how], patient) as ranks:

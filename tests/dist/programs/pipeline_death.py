@@ -1,8 +1,9 @@
-"""A rank that ends in the middle of a pipeline: the others stop within the time-out and name it."""
+"""A rank that ends, hangs or fails in the middle of a pipeline: the others stop within the time-out and name it."""
 
 import os
 import signal
 import sys
+import time
 
 import commsched as hvd
 from commsched.pipeline import Pipeline
@@ -15,6 +16,13 @@ pipeline.step(data[0])
 if hvd.rank() == 1:
     if sys.argv[2] == "dies":
         os._exit(17)
+    if sys.argv[2] == "fails":
+        pipeline._interpreter.stages[1].forward = None  # cannot be called
+        try:
+            pipeline.step(data[1])
+        except ValueError as error:
+            print(f"FAILED: {error}", flush=True)
+        time.sleep(600)  # its process lives on, as a notebook's would
     os.kill(os.getpid(), signal.SIGSTOP)
 try:
     for batch in data[1:]:

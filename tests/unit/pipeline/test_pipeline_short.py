@@ -35,6 +35,14 @@ def test_a_message_of_several_buffers_of_any_type() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_message_of_more_buffers_than_a_system_call_takes() -> None:
+    left, right = pair()
+    received = [numbers(0) for _ in range(1500)]
+    left.send(1, 0, [numbers(i) for i in range(1500)], "test").wait()
+    right.receive(0, 0, received, "test").wait()
+    assert [float(value) for value in received] == list(range(1500))
+
+
 def test_what_is_sent_may_be_written_over_at_once() -> None:
     left, right = pair()
     buffer, received = torch.ones(MOST_BYTES // 4), torch.empty(MOST_BYTES // 4)
