@@ -44,9 +44,9 @@ class Fabric(Protocol):
     size: int
     timeout: float
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
-        ``traffic``: what is less urgent lets them go first.
+        ``traffic``: what is less urgent lets them go first. ``short=False``: short ones go as long ones do.
         """
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
@@ -69,7 +69,7 @@ class DistLane:
     def __init__(
         self,
         group: Any,
-        short: ShortMessages,
+        short: ShortMessages | None,
         name: str,
         timeout: float,
         number: int,
@@ -88,7 +88,7 @@ class DistLane:
         return self._pairs[pair]
 
     def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
-        if _is_short(buffers):
+        if self.short is not None and _is_short(buffers):
             # It needs no turn on the link: it is in the socket before anybody could go first.
             return self.short.send(peer, self.number, flat(buffers), self.name)
         parcels = [(1, buffer) for buffer in flat(buffers)]
@@ -99,7 +99,7 @@ class DistLane:
         return pending
 
     def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
-        if _is_short(buffers):
+        if self.short is not None and _is_short(buffers):
             return self.short.receive(peer, self.number, flat(buffers), self.name)
         parcels = [(0, buffer) for buffer in flat(buffers)]
         return self._pair(peer, self.rank).exchange([], parcels, self.name)
@@ -129,11 +129,12 @@ class DistFabric:
         store = PrefixStore(f"{self._name}/short", self._meeting.store)
         return comm_core.tcp_sockets(store, self.rank, self.size, self._meeting.address, self.timeout)
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         if self._group is None or self._short is None:
             return NoLane()
         number = (_LANES * self._number + next(self._lanes)) % _MOST_LANES
-        return DistLane(self._group, self._short, f"{self._name}: {name}", self.timeout, number, traffic)
+        way = self._short if short else None
+        return DistLane(self._group, way, f"{self._name}: {name}", self.timeout, number, traffic)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
@@ -213,7 +214,7 @@ class ThreadFabric:
         self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
         self._made = 0
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         self._made += 1
         return ThreadLane(self.world.hub(f"{self._made} {name}"), name, self.rank)
 

@@ -38,8 +38,8 @@ class ShortMessages:
         self._sockets = [one for one in sockets if one is not None]
         for one in self._sockets:
             one.setblocking(False)
-        self._out = [one and _Outgoing(one, timeout) for one in sockets]
-        self._in = [one and _Incoming(one, timeout) for one in sockets]
+        self._out = [None if one is None else _Outgoing(one, timeout) for one in sockets]
+        self._in = [None if one is None else _Incoming(one, timeout) for one in sockets]
 
     def send(self, peer: int, lane: int, buffers: Sequence[Tensor], what: str) -> Pending:
         outgoing = self._out[peer]
@@ -66,7 +66,7 @@ class ShortMessages:
 
 
 def _view(buffer: Tensor) -> memoryview:
-    return memoryview(buffer.view(torch.uint8).numpy())
+    return buffer.view(torch.uint8).numpy().data
 
 
 class _Outgoing:

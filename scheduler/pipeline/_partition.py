@@ -59,32 +59,49 @@ def reachable(
     """Number of stages and of devices of a pipeline whose every stage takes at most ``limit`` seconds, or
     (-1, -1).
 
-    ``choice[k, d, i]`` becomes (replicas, first layer of the next stage, recompute) of the first of k stages
-    on the last d devices that hold layers i and above, 0 replicas where there is no such pipeline. ``ring[d,
-    r]`` and ``memory[d, r]`` are those of r devices from d before the end on, ``border[d]`` the wire between
-    device d before the end and the one before it. ``copies[k]`` and ``in_flight[k]`` belong to the k-th stage
-    from the end. ``modes``: without recomputation, with it.
+    ``choice[:, k, d, i]`` becomes (replicas, first layer of the next stage, recompute) of the first of k
+    stages on the last d devices that hold layers i and above, 0 replicas where there is no such pipeline.
+    ``ring[d, r]`` and ``memory[d, r]`` are those of r devices from d before the end on, ``border[d]`` the
+    wire between device d before the end and the one before it. ``copies[k]`` and ``in_flight[k]`` belong to
+    the k-th stage from the end. ``modes``: without recomputation, with it.
     """
-    stages, devices, layers = choice.shape[0] - 1, choice.shape[1] - 1, choice.shape[2] - 1
-    choice[:] = 0
-    choice[0, 0, layers, 0] = 1
+    stages, devices, layers = choice.shape[1] - 1, choice.shape[2] - 1, choice.shape[3] - 1
+    replicas, after_it, again = choice[0], choice[1], choice[2]
+    replicas[:] = 0
+    replicas[0, 0, layers] = 1
+    first = np.full((stages + 1, devices + 1), layers + 1)  # the lowest layer from which it can be done
+    first[0, 0] = layers
     work = batches * (table[0] + table[1])
+    fixed = batches * table[6]
     for k in range(1, stages + 1):
         for d in range(k, devices + 1):
             # Devices must suffice for what lies behind a cut, and for what lies before it.
             lowest = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
             highest = np.searchsorted(work, limit * (devices - d) * (1 + 1e-9), side="right")
             for r in range(1, d - k + 2):
-                behind = choice[k - 1, d - r]
+                behind, end = replicas[k - 1, d - r], first[k - 1, d - r]
+                if end > layers:
+                    continue
                 after = -1
                 start = layers - 1
                 if k > 1:
                     reach = limit * (devices - d + r) * (1 + 1e-9)
                     start = min(start, np.searchsorted(work, reach, side="right"))
-                for i in range(start, lowest - 1, -1):
-                    if behind[i + 1, 0] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
+                for i in range(max(highest, end - 1), start + 1):
+                    if behind[i + 1] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
                         after = i + 1
-                    if after < 0 or i >= highest or choice[k, d, i, 0] > 0:
+                        break
+                for i in range(min(start, highest - 1), lowest - 1, -1):
+                    if behind[i + 1] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
+                        after = i + 1
+                    if after < 0:
+                        if i < end:
+                            break
+                        continue
+                    stays = fixed[after] - fixed[i]
+                    if i < end and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
+                        break  # more layers take longer still, and no nearer cut comes
+                    if replicas[k, d, i] > 0:
                         continue
                     if not _crosses(table, i, r, batches, border[d], limit):
                         continue
@@ -95,11 +112,12 @@ def reachable(
                             and stage_memory(table, i, after, r, mode == 1, copies[k], in_flight[k])
                             <= memory[d, r]
                         ):
-                            choice[k, d, i, 0] = r
-                            choice[k, d, i, 1] = after
-                            choice[k, d, i, 2] = mode
+                            replicas[k, d, i] = r
+                            after_it[k, d, i] = after
+                            again[k, d, i] = mode
+                            first[k, d] = min(first[k, d], i)
                             break
-            if choice[k, d, 0, 0] > 0:
+            if replicas[k, d, 0] > 0:
                 return k, d
     return -1, -1
 

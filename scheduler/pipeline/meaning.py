@@ -68,15 +68,22 @@ def moments(order: tuple[Action, ...], stage: int) -> Iterator[Moment]:
             last_read[action.index, action.shift] = place
     newest, made, kept = 0, {0}, set[tuple[int, int]]()
     for place, action in enumerate(mine):
+        key = action.index, action.shift
         if action.kind is Kind.F:
-            kept.add((action.index, action.shift))
+            kept.add(key)
         elif action.kind is Kind.STEP:
-            newest = max(newest, action.shift + 1)
+            before, newest = newest, max(newest, action.shift + 1)
             made.add(action.shift + 1)
-        made = {number for number in made if number == newest or last_use.get(number, -1) >= place}
+            for number in (before, action.shift + 1):
+                if number != newest and last_use.get(number, -1) < place:
+                    made.discard(number)
         during = len(made), len(kept)
-        made = {number for number in made if number == newest or last_use.get(number, -1) > place}
-        kept = {key for key in kept if last_read[key] > place}
+        if action.kind in COMPUTE:
+            if last_read[key] == place:
+                kept.discard(key)
+            used = version(action)
+            if used != newest and last_use[used] == place:
+                made.discard(used)
         yield Moment(action, stage, *during, len(made), len(kept))
 
 

@@ -105,10 +105,10 @@ class Problem:
                 if cluster.memory is not None:
                     self.memory[d, r] = min(cluster.memory[first : first + r])
 
-    def best(self, max_stages: int | None = None) -> Cut | None:
+    def best(self, max_stages: int | None = None, tolerance: float = TOLERANCE) -> Cut | None:
         """The pipeline with the least bottleneck; None where none fits into memory."""
         depth = min(self.depth, max_stages or self.depth)
-        choice = np.zeros((depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1, 3), np.int16)
+        choice = np.zeros((3, depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1), np.int16)
         low = self.microbatches * self.profile.compute / self.cluster.size
         most = self.microbatches * (self.profile.compute + sum(la.forward for la in self.profile.layers))
         found, limit = None, max(low, 1e-300) * 1.25
@@ -117,7 +117,7 @@ class Problem:
             if found is None and limit == np.inf:
                 return None
             low, limit = (low, limit) if found else (limit, limit * 2 if limit < 4 * most else np.inf)
-        while found.bottleneck - low > TOLERANCE * found.bottleneck:
+        while found.bottleneck - low > tolerance * found.bottleneck:
             middle = (found.bottleneck + low) / 2
             better = self._within(middle, choice)
             if better is None:
@@ -147,7 +147,7 @@ class Problem:
         cuts, replicas, recompute, seconds = [], [], [], []
         layer = 0
         for depth in range(stages, 0, -1):
-            count, after, again = (int(value) for value in choice[depth, devices, layer])
+            count, after, again = (int(value) for value in choice[:, depth, devices, layer])
             cuts.append(layer)
             replicas.append(count)
             recompute.append(bool(again))
@@ -199,8 +199,9 @@ def partition(
 def _different_depths(problem: Problem, candidates: int) -> Iterator[Cut]:
     """The best pipeline, then the best of at most half as many stages, and so on."""
     depth: int | None = None
-    for _ in range(max(1, candidates)):
-        cut = problem.best(depth)
+    for number in range(max(1, candidates)):
+        # What may turn out best in the simulator need not be the very best of its depth.
+        cut = problem.best(depth, 1e-3 if number else TOLERANCE)
         if cut is None:
             return
         yield cut

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from scheduler.actions import Action
 from scheduler.program import Lanes, Program
@@ -48,7 +47,7 @@ def _ended(
         for action in order:
             period = iteration + action.shift
             if (first is None or period >= first) and (last is None or period <= last):
-                yield replace(action, shift=period)
+                yield action.at(period)
 
 
 def unroll(program: Program, periods: int, only: Sequence[str] | None = None) -> Sections:
@@ -75,8 +74,8 @@ def unroll(program: Program, periods: int, only: Sequence[str] | None = None) ->
         {
             lane: (
                 *program.prologue[rank].get(lane, ()),
-                *(replace(a, shift=a.shift + back + run) for run in range(runs) for a in order),
-                *(replace(a, shift=a.shift + runs) for a in program.epilogue[rank].get(lane, ())),
+                *(a.at(a.shift + back + run) for run in range(runs) for a in order),
+                *(a.at(a.shift + runs) for a in program.epilogue[rank].get(lane, ())),
             )
             for lane, order in lanes.items()
             if only is None or lane in only
