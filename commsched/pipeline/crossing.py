@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from comm_core import Traffic
+from commsched.pipeline.boxes import Inbox, Outbox
 from commsched.pipeline.fabric import Fabric
-from commsched.pipeline.messages import Description, Inbox, Leaf, Outbox
+from commsched.pipeline.messages import Description, Leaf
 from commsched.pipeline.rows import Range, Share, common
 from commsched.pipeline.stage import Job, Stage
 from scheduler.actions import Action, Kind

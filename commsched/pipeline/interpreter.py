@@ -15,8 +15,9 @@ from typing import Any
 from commsched.errors import CommError
 from commsched.pipeline.crossing import Crossings
 from commsched.pipeline.fabric import Fabric
-from commsched.pipeline.messages import Description
+from commsched.pipeline.messages import in_words
 from commsched.pipeline.rows import Range
+from commsched.pipeline.spans import Span
 from commsched.pipeline.stage import Head, Job, Stage, flattened
 from commsched.pipeline.update import Update
 from scheduler.actions import Action, Kind
@@ -29,8 +30,6 @@ from scheduler.program import COMPUTE_LANE, LINK_LANE, Program
 
 Feed = Callable[[int, Range], Any]
 """Period and rows -> the arguments of the first stage, or the targets of the last."""
-Span = tuple[Action, float, float]
-"""What was computed, from when to when (seconds of ``time.perf_counter``)."""
 
 
 class Interpreter:
@@ -72,6 +71,7 @@ class Interpreter:
         self._input_spec: Any = None
         self._overlap = int(reach(program.kernel) != (0, 0))  # whether periods share iterations
         self.spans: list[Span] | None = None
+        self._waited_reduced = 0.0
 
     # One iteration
 
@@ -168,7 +168,7 @@ class Interpreter:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"stage {number} on rank {self.rank} failed in the forward of micro-batch {job[0]} of step"
-                f" {job[1]} ({type(error).__name__}: {error}); it was given {_described(arguments[0])}"
+                f" {job[1]} ({type(error).__name__}: {error}); it was given {in_words(arguments[0])}"
             ) from error
         self.forwards[number] += 1
         if head is None:
@@ -215,7 +215,8 @@ class Interpreter:
 
     def _note(self, action: Action, start: float) -> None:
         if self.spans is not None:
-            self.spans.append((action, start, perf_counter()))
+            waited = self._waited_reduced + self.crossings.inbox.waited
+            self.spans.append(Span(action, start, perf_counter(), waited))
 
     # Sends and collectives
 
@@ -237,7 +238,7 @@ class Interpreter:
         if action.kind is Kind.SENDB:
             if complete and self.layout.placement == "eager":
                 # The program has its sums before it on the wire.
-                self.updates[action.stage].wait_reduced()
+                self._wait_reduced(action.stage)
             return self.crossings.send_backward(action)
         if action.kind is Kind.AG:
             if self.stepped[action.stage] < action.shift:
@@ -277,11 +278,16 @@ class Interpreter:
         self._issue()
         self._release(force=number)
         # Waiting for the sums of other replicas is no computation.
-        self.updates[number].wait_reduced()
+        self._wait_reduced(number)
         start = perf_counter()
         self.updates[number].step(action.shift, lambda v: self._needed(number, v))
         self._note(action, start)
         self.stepped[number] = action.shift
+
+    def _wait_reduced(self, number: int) -> None:
+        start = perf_counter()
+        self.updates[number].wait_reduced()
+        self._waited_reduced += perf_counter() - start
 
     def _needed(self, number: int, v: int) -> bool:
         """Whether a micro-batch in flight or still to come computes with version ``v``."""
@@ -290,10 +296,3 @@ class Interpreter:
             return True
         coming = self.forwards[number] // self.layout.microbatches
         return v >= max(0, coming - self.delays[number])
-
-
-def _described(leaves: list[Any]) -> str:
-    try:
-        return str(Description.of(leaves, None, [False] * len(leaves)))
-    except ValueError:
-        return "the batch"

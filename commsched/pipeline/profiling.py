@@ -17,6 +17,7 @@ from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.memory import keep_freed_memory
 from commsched.pipeline.messages import receive_object, send_object
 from commsched.pipeline.rows import cut, rows_of
+from commsched.pipeline.short import MOST_BYTES
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
 from scheduler.link import Link, fit
@@ -25,6 +26,7 @@ from scheduler.profile import Layer, Profile
 _REPEAT = 5
 # Small ones show the start-up. What lies between may still pass a limited link unhindered and hide its rate.
 _SIZES = (1 << 8, 1 << 10, 1 << 16, 1 << 18, 1 << 19)
+_SHORT_SIZES = (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 _MESSAGES, _BURST = 12, 1 << 19
 
 
@@ -101,15 +103,18 @@ def _median(values: list[float]) -> float:
     return statistics.median(values[1:])
 
 
-def message_link(fabric: Fabric) -> Link:
+def message_link(fabric: Fabric, largest: float | None = None) -> Link:
     """What a message from the first rank to the second costs, in seconds and seconds per byte; every rank
     calls and gets it. Both ways at once, as RS and AG use it; links that let a burst pass are measured behind
-    one, on its connection: gradients come in large numbers. Short messages cost a little less.
+    one: gradients come in large numbers. Short messages travel in another way, and are measured in it where
+    none is longer than ``largest`` bytes.
     """
     if fabric.size == 1:
         raise ValueError("a link joins two ranks, this job has one; start it with a launcher on two or more")
-    lane, times = fabric.lane("timing", short=False), []
-    for size in _SIZES if fabric.rank < 2 else ():
+    short = largest is not None and largest <= MOST_BYTES
+    sizes = _SHORT_SIZES if short else _SIZES
+    lane, times = fabric.lane("timing", short=short), []
+    for size in sizes if fabric.rank < 2 else ():
         seconds = []
         for _ in range(_MESSAGES):
             _exchange(lane, 1 - fabric.rank, _BURST)
@@ -118,7 +123,7 @@ def message_link(fabric: Fabric) -> Link:
             _exchange(lane, 1 - fabric.rank, size)
             seconds.append(time.perf_counter() - start)
         times.append(statistics.median(seconds))
-    found = fit(_SIZES, times) if fabric.rank == 0 else None
+    found = fit(sizes, times) if fabric.rank == 0 else None
     told = [p for peer in range(1, fabric.size) for p in send_object(lane, peer, found)] if found else []
     link: Link = found or receive_object(lane, 0)
     for sent in told:

@@ -163,7 +163,7 @@ def _launch(given: argparse.Namespace, options: Options) -> Result | None:
         if line.startswith("RESULT "):
             return Result(**json.loads(line.removeprefix("RESULT ")))
     if any(codes):
-        raise ValueError(f"the ranks ended with {codes}\n{said[-3000:]}")
+        raise ValueError(f"the ranks ended with {codes}\n{said[:3000]}")
     return None
 
 

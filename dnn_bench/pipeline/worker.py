@@ -19,6 +19,7 @@ import commsched
 from commsched.pipeline import Job, Pipeline, profile
 from commsched.pipeline.profiling import message_link
 from commsched.pipeline.rows import border, cut
+from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
 from commsched.runtime import control
 from dnn_bench.pipeline.jobs import job_of
@@ -43,7 +44,8 @@ def measure(options: Options) -> Result | None:
     batch = next(job.batches(rows))
     micro = cut(batch, (0, border(1, rows, options.microbatches)))
     costs, cluster = _costs(pipeline, job, micro)
-    report = examine(pipeline.program, costs, cluster)
+    handled = _handling(options, job, rows)
+    report = examine(pipeline.program, costs, cluster, handled)
     peer = _peer(options, pipeline, job) if options.peer else None
     ours, theirs, others, bubbles, reached = [], [], [], [], []
     losses: list[float] = []
@@ -76,7 +78,7 @@ def measure(options: Options) -> Result | None:
     _compare(result, theirs, expected)
     if other is not None:
         result.gain = statistics.median(others) / result.period
-        result.simulated_gain = examine(other.program, costs, cluster).period / report.period
+        result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
     rank = commsched.rank()
@@ -111,31 +113,50 @@ def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profil
     commsched.allreduce(torch.zeros(1), name="before the profile")
     mine = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=5)
     size = pipeline.fabric.size
-    wire = Link(1e-6, 1e-12) if size == 1 else message_link(pipeline.fabric)
-    if size > pipeline.layout.positions:  # stages have replicas
+    replicated = size > pipeline.layout.positions
+    # Sums are always long messages, however short what passes between stages.
+    crossing = None if replicated else max(layer.activation_bytes for layer in mine.layers)
+    wire = Link(1e-6, 1e-12) if size == 1 else message_link(pipeline.fabric, crossing)
+    if replicated:
         mine = replace(mine, traffic_per_byte=traffic_cost(pipeline.fabric, wire))
     return control.broadcast_object(mine), Cluster.flat(size, wire)
 
 
+def _handling(options: Options, job: Job, rows: int) -> list[float]:
+    """Seconds that each rank needs between two actions where it waits for nothing."""
+    # With another pipeline: losses are compared from the first step.
+    pipeline = _pipeline(options, job, options.placement)
+    spans = _run(pipeline, job.batches(rows), options.warmup, steps=2)[1]
+    pipeline.drain()
+    pipeline.close()
+    return control.allgather_object(handling(spans))
+
+
 def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, list[float], list[float]]:
     """Seconds of a step at rest, those of them in which each rank computes, losses."""
-    losses = []
+    seconds, spans, losses = _run(pipeline, batches, options.warmup, options.steps)
+    busy = sum(span.end - span.start for span in spans) / options.steps
+    losses += pipeline.drain()
+    everyone = control.allgather_object((seconds / options.steps, busy))
+    period = max(value for value, _ in everyone)
+    return period, [value for _, value in everyone], [value for value in losses if value is not None]
+
+
+def _run(pipeline: Pipeline, batches: Any, warmup: int, steps: int) -> tuple[float, list[Span], list[Any]]:
+    """Seconds of all these steps after the warm-up, when this rank computed in them, and all losses."""
+    losses: list[float | None] = []
     interpreter = pipeline._interpreter
     # An asynchronous pipeline is at rest once it is full.
-    fill = options.warmup + pipeline._ahead
+    fill = warmup + pipeline._ahead
     start = 0.0
-    for number in range(fill + options.steps):
+    for number in range(fill + steps):
         if number == fill:
             interpreter.spans = []
             start = time.perf_counter()
         losses.append(pipeline.step(next(batches)))
-    seconds = (time.perf_counter() - start) / options.steps
-    busy = sum(end - begin for _, begin, end in interpreter.spans or ()) / options.steps
-    interpreter.spans = None
-    losses += pipeline.drain()
-    everyone = control.allgather_object((seconds, busy))
-    period = max(value for value, _ in everyone)
-    return period, [value for _, value in everyone], [value for value in losses if value is not None]
+    seconds = time.perf_counter() - start
+    spans, interpreter.spans = interpreter.spans or [], None
+    return seconds, spans, losses
 
 
 def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:

@@ -14,7 +14,7 @@ A collective is a task of each member; they begin together, once all that any of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler.actions import COLLECTIVE, RECVS, SENDS, TRANSFER, Action, Kind
@@ -48,20 +48,25 @@ Wires = Link | Mapping[str, Link] | Cluster
 """One wire for all that a rank sends; ``link`` for collectives and ``send`` for messages; or a cluster's."""
 
 
-def lower_pipeline(program: Program, profile: Profile, link: Wires) -> TaskGraph:
-    """The task graph of all ranks of a program with stages."""
-    lowering = _Lowering(program, profile, link)
+def lower_pipeline(
+    program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()
+) -> TaskGraph:
+    """The task graph of all ranks of a program with stages. ``handling``: seconds that each rank needs for an
+    action of its compute lane beside the computation itself.
+    """
+    lowering = _Lowering(program, profile, link, handling)
     lowering.place()
     lowering.depend()
     return lowering.graph.build()
 
 
 class _Lowering:
-    def __init__(self, program: Program, profile: Profile, link: Wires) -> None:
+    def __init__(self, program: Program, profile: Profile, link: Wires, handling: Sequence[float]) -> None:
         assert program.pipeline is not None
         self.program, self.layout = program, program.pipeline
         self.stages = stages_of(profile, self.layout)
         self.wires = {LINK_LANE: link} if isinstance(link, Link) else link
+        self.handling = handling or (0.0,) * program.ranks
         self.graph = GraphBuilder()
         self.nodes: dict[Name, Node] = {}
         self.meetings: dict[tuple[Kind, int, int], int] = {}
@@ -106,7 +111,8 @@ class _Lowering:
         seconds = self._seconds(rank, action)
         resource = {COMPUTE_LANE: COMPUTE, LINK_LANE: LINK}.get(lane, OTHER)
         task = Task(action, lane, rank)
-        parts = tuple(self.graph.task(task, seconds * weight, resource) for weight in weights)
+        beside = self.handling[rank] / len(weights) if lane == COMPUTE_LANE else 0.0
+        parts = tuple(self.graph.task(task, seconds * weight + beside, resource) for weight in weights)
         self.nodes[name] = Node(parts)
         if action.kind in COLLECTIVE:
             key = (action.kind, _stage(action), action.index)

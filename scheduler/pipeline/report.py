@@ -6,6 +6,7 @@ print(report)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from scheduler.pipeline.lowering import Wires, lower_pipeline
 from scheduler.pipeline.meaning import delays
 from scheduler.pipeline.memory import peak_memory
 from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.program import COMPUTE_LANE, Program
 from scheduler.simulator import Result, run
 from scheduler.task_graph import COMPUTE
 
@@ -64,9 +65,10 @@ class Report:
         )
 
 
-def examine(program: Program, profile: Profile, link: Wires) -> Report:
+def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()) -> Report:
     """Simulates a program with stages. ``link`` is one wire for everything a rank sends, a mapping with
-    ``link`` for collectives and ``send`` for the messages between stages, or a cluster.
+    ``link`` for collectives and ``send`` for the messages between stages, or a cluster. ``handling``: seconds
+    in which a rank, for each action, hands on what it has computed and takes up the next; no computation.
     """
     layout = program.pipeline
     if layout is None:
@@ -76,11 +78,11 @@ def examine(program: Program, profile: Profile, link: Wires) -> Report:
             f"the program is for a model of {program.layers} layers, profile {profile.name!r} has"
             f" {len(profile.layers)}; make a program for this profile"
         )
-    result = run(lower_pipeline(program, profile, link))
+    result = run(lower_pipeline(program, profile, link, handling))
     return Report(
         schedule=program.policy,
         period=result.period,
-        bubble=_idle(result, layout),
+        bubble=_idle(result, program, layout, handling),
         memory=peak_memory(program, profile),
         delays=delays(program),
         versions=layout.versions,
@@ -89,10 +91,12 @@ def examine(program: Program, profile: Profile, link: Wires) -> Report:
     )
 
 
-def _idle(result: Result, layout: Layout) -> tuple[float, ...]:
+def _idle(result: Result, program: Program, layout: Layout, handling: Sequence[float]) -> tuple[float, ...]:
     graph = result.graph
     computing = graph.resource == COMPUTE
     busy = np.bincount(graph.rank[computing], graph.duration[computing], layout.world)
+    for rank, seconds in enumerate(handling):
+        busy[rank] -= seconds * len(program.kernel[rank][COMPUTE_LANE])
     return tuple(float(1 - seconds / result.period) for seconds in busy)
 
 

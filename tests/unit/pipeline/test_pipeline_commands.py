@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from commsched.cli import main
-from commsched.pipeline import Job, ThreadWorld, profile
+from commsched.pipeline import Job, Pipeline, ThreadWorld, profile
+from commsched.pipeline.fabric import ThreadFabric
 from commsched.pipeline.job import load_job
 from commsched.pipeline.profiling import message_link
+from commsched.pipeline.spans import Span, handling
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
+from scheduler.actions import Action, Kind
 from scheduler.graph_txt import read_graph
 from scheduler.pipeline.plan import Plan
 from scheduler.profile import Profile
@@ -85,6 +88,53 @@ def test_a_message_between_two_ranks_is_timed_and_known_to_all() -> None:
     assert found[0].alpha + found[0].beta > 0
     with pytest.raises(ValueError, match="a link joins two ranks"):
         message_link(ThreadWorld(1).fabric(0))
+
+
+@pytest.mark.parametrize(("largest", "short"), [(None, False), (1 << 10, True), (1 << 20, False)])
+def test_messages_are_timed_in_the_way_they_will_go(
+    largest: float | None, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    lane = ThreadFabric.lane
+
+    def watched(fabric: ThreadFabric, name: str, traffic: Any = None, *, short: bool = True) -> Any:
+        asked.append(short)
+        return lane(fabric, name, traffic, short=short)
+
+    monkeypatch.setattr(ThreadFabric, "lane", watched)
+    on_threads(2, lambda fabric: message_link(fabric, largest))
+    assert asked == [short, short]
+
+
+def test_handling_is_what_lies_between_actions_without_the_waits() -> None:
+    action = Action(Kind.F, 0, 0)
+    spans = [
+        Span(action, 0.0, 1.0, 0.0),
+        Span(action, 1.25, 2.0, 0.0),  # 0.25 without a wait
+        Span(action, 4.0, 5.0, 1.5),  # 2, of which 1.5 were waited
+        Span(action, 5.25, 6.0, 1.5),
+        Span(action, 36.25, 37.0, 31.5),
+    ]
+    assert handling(spans) == pytest.approx(0.25)
+    assert handling(spans[:1]) == 0.0
+
+
+def test_a_running_pipeline_tells_when_it_waited() -> None:
+    """The second rank waits for the first one's forwards, not the other way round."""
+
+    def train(fabric: Any) -> tuple[float, float]:
+        model = nn.Sequential(*(paced(1, width=8, seconds=s).double()[0] for s in (0.03, 0.0)))
+        pipeline = Pipeline(
+            model, "gpipe", 3, (2, 1), loss=loss_of, optimizer=sgd, fabric=fabric, cuts=(0, 1)
+        )
+        pipeline._interpreter.spans = []
+        pipeline.step((torch.zeros(6, 8).double(), torch.zeros(6, 8).double()))
+        spans = pipeline._interpreter.spans
+        forwards = [span for span in spans if span.action.kind is Kind.F]
+        return forwards[-1].waited - forwards[0].waited, spans[-1].end - spans[0].start
+
+    (first, _), (second, whole) = on_threads(2, train)
+    assert first < 0.03 < second < whole
 
 
 def test_a_profile_leaves_the_weights_alone() -> None:

@@ -48,6 +48,28 @@ def test_bubbles_are_those_of_the_formulas(stages: int, count: int) -> None:
         assert found == pytest.approx((stages - 1) / (3 * count + stages - 1))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "2bw", "wpipe"])
+def test_handling_takes_time_and_is_no_computation(schedule: str) -> None:
+    """The same seconds around every action of every rank: they count as the bubble they are."""
+    stages = 8 if schedule in ("interleaved", "wpipe") else 4
+    profile, each = model(stages), 0.125
+    program = generate(schedule, 4, 8, profile=profile)
+    without, report = examine(program, profile, FREE), examine(program, profile, FREE, (each,) * 4)
+    for rank in range(4):
+        actions = len(program.kernel[rank]["compute"])
+        assert report.period >= without.period + each * actions * (1 - without.bubble[rank])
+        busy = (1 - without.bubble[rank]) * without.period
+        assert report.bubble[rank] == pytest.approx(1 - busy / report.period)
+
+
+def test_handling_is_each_rank_s_own() -> None:
+    profile = model(2)
+    program = generate("2bw", 2, 2, profile=profile)
+    slow = examine(program, profile, FREE, (0.0, 0.5))
+    assert slow.period == pytest.approx(2 * (FORWARD + BACKWARD) + 5 * 0.5)  # F F B B STEP
+    assert slow.bubble[1] == pytest.approx(2.5 / 8.5)
+
+
 @pytest.mark.parametrize("virtual", [1, 2, 3, 4])
 def test_more_virtual_stages_divide_the_bubble(virtual: int) -> None:
     profile = model(4 * virtual)
