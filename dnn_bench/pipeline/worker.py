@@ -75,9 +75,9 @@ def measure(options: Options) -> Result | None:
         rows=rows,
         losses=losses,
     )
-    _compare(result, theirs, expected)
+    _compare(result, ours, theirs, expected)
     if other is not None:
-        result.gain = statistics.median(others) / result.period
+        result.gain = _ratio(others, ours)
         result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
@@ -175,14 +175,19 @@ def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
     )
 
 
-def _compare(result: Result, theirs: list[float], expected: list[float]) -> None:
+def _compare(result: Result, ours: list[float], theirs: list[float], expected: list[float]) -> None:
     if theirs:
         result.peer = statistics.median(theirs)
-        result.ratio = result.peer / result.period
+        result.ratio = _ratio(theirs, ours)
     known = [losses for losses in control.allgather_object(expected) if losses]
     if known:
         pairs = list(zip(result.losses, known[0]))[: len(known[0])]
         result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+def _ratio(others: list[float], ours: list[float]) -> float:
+    """Of two taken in turn: within a round, since machines change their speed from one to the next."""
+    return statistics.median(other / mine for other, mine in zip(others, ours, strict=True))
 
 
 def main() -> None:
