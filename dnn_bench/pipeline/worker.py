@@ -115,7 +115,8 @@ def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profil
     size = pipeline.fabric.size
     replicated = size > pipeline.layout.positions
     # Sums are always long messages, however short what passes between stages.
-    crossing = None if replicated else max(layer.activation_bytes for layer in mine.layers)
+    borders = [mine.layers[cut - 1].activation_bytes for cut in pipeline.layout.cuts[1:]]
+    crossing = None if replicated else max(borders, default=0)
     wire = Link(1e-6, 1e-12) if size == 1 else message_link(pipeline.fabric, crossing)
     if replicated:
         mine = replace(mine, traffic_per_byte=traffic_cost(pipeline.fabric, wire))
