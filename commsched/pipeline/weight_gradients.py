@@ -92,7 +92,7 @@ def _joints(
             below[node] = {places[node]}
         else:
             below[node] = {p for after in following for p in below[after]}
-    reached = {place for node, place in places.items() if node in set(order)}
+    reached = {places[node] for node in order if node in places}
     return joints if leads and seen == reached else None
 
 
