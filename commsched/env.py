@@ -53,6 +53,12 @@ class Settings:
         "",
         "file in which the optimizer records what every rank computed and sent (chrome://tracing)",
     )
+    nccl_register: str = _setting(  # type: ignore[assignment]
+        "COMMSCHED_NCCL_REGISTER",
+        "",
+        "1: the optimizer's buckets stand in memory registered with NCCL; the same on all ranks",
+        ("", "0", "1"),
+    )
 
 
 def _parse(variable: str, text: str, default: object) -> object:

@@ -34,7 +34,7 @@ class NcclCollectives:
     name, scales = "nccl", False
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
         self._rank, self._size = group.rank(), group.size()
         self._reduce = ReduceScatterOptions()
         self._gather = AllgatherOptions()
@@ -48,17 +48,17 @@ class NcclCollectives:
         return bucket.narrow(0, self._rank * part, part)
 
     def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
-        self._join(self._group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
+        self._join(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
 
     def all_gather(self, bucket: torch.Tensor) -> None:
-        self._join(self._group._allgather_base(bucket, self._shard(bucket), self._gather))
+        self._join(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
 
     def _join(self, work: Any) -> None:
         if work is not None:
             work.wait()  # the current stream waits, not the host
 
     def abort(self, reason: str) -> None:
-        abort = getattr(self._group, "abort", None)
+        abort = getattr(self.group, "abort", None)
         if abort is not None:
             abort()
 

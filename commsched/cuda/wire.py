@@ -7,7 +7,9 @@ noticed by the others' hosts while their devices hang.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ import torch
 from comm_core.cuda import BucketCopy, Region
 from commsched.cuda.collectives import Collectives, NcclCollectives, StagedCollectives
 from commsched.cuda.device import Device, Stream, device_of
+from commsched.cuda.memory import Memory, RegisteredMemory, can_register
 from commsched.cuda.stream_plan import StreamBucket, StreamPlan
+from commsched.env import settings
 from commsched.errors import CommError
 from commsched.flow.layout import Buffers, Slice
 from commsched.flow.transports import make_transport
-from commsched.flow.wire import Wire, _channels, _padded, _plan, translated
+from commsched.flow.wire import Wire, _channels, _padded, _plan, ranks_text, translated
 from commsched.runtime import state
 from commsched.runtime.data import data_group
 from commsched.runtime.groups import nccl_usable
@@ -46,6 +50,7 @@ class DeviceWire(Wire):
         self._flags_engine = self.engine
         self.device: Device = device_of(device)
         self.collectives = self._collectives()
+        self.memory = self._memory()
         self.transport_name = f"{self.collectives.name}, flags over {self.transport_name}"
         self.engine: Any = StreamPlan(self.device, self.collectives, self.rank, self.size)
         self._offers: dict[int, torch.Tensor] = {}
@@ -63,7 +68,27 @@ class DeviceWire(Wire):
         _, transport = make_transport("auto", self.process_set, channel, self.timeout)
         return StagedCollectives(transport, self.device)
 
+    def _memory(self) -> Memory:
+        asked = settings().nccl_register == "1"
+        if not isinstance(self.collectives, NcclCollectives):
+            if asked:
+                _warn_unregistered(f"buckets do not travel over NCCL, but {self.collectives.name}")
+            return Memory()
+        self.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
+        if not asked:
+            return Memory()
+        group, device = self.collectives.group, self.device.device
+        able = self.all_values(can_register(group, device))
+        unable = [rank for rank, can in enumerate(able) if not can]
+        if unable:
+            _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
+            return Memory()
+        return RegisteredMemory(group, self.collectives, self.device, self.timeout)
+
     # -- plans -----------------------------------------------------------------------------------------------
+
+    def room(self) -> AbstractContextManager[Any]:
+        return self.memory.room()
 
     def install(
         self, program: Program, buffers: Buffers, params: int, gathered: Buffers | None = None
@@ -80,11 +105,13 @@ class DeviceWire(Wire):
         for piece in buffers.layout.slices:
             data = buffers.bucket(piece.number)
             kind = self._wire_dtype(data.dtype)
-            wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
+            with self.room():
+                wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
             gather = None if gathered is None else gathered.bucket(piece.number)
             buckets.append(StreamBucket(data, wire, gather, self.postscale))
             self._copies.append(self._copy_of(piece, buckets[-1]))
         plan = [(op, bucket) for op, bucket in _plan(program, -1, {}) if bucket >= 0]
+        self.memory.take_over()
         self.engine.install(plan, buckets)
         return flags
 
@@ -172,6 +199,7 @@ class DeviceWire(Wire):
                 self._flags_engine.wait_ag(0)
         except CommError as error:
             self.collectives.abort(str(error))
+            self.memory.forget()
             raise
 
     def flags_arrived(self) -> bool:
@@ -203,4 +231,11 @@ class DeviceWire(Wire):
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
 
     def close(self) -> None:
-        self._flags_engine.close()
+        try:
+            self.memory.close()
+        finally:
+            self._flags_engine.close()
+
+
+def _warn_unregistered(reason: str) -> None:
+    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)

@@ -104,7 +104,7 @@ class Driver:
         buckets = plan.buckets(self.model.itemsizes)
         layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.wire.size)
         kinds = {group: (self.model.kind(group), self.path.device) for group in layout.lengths}
-        self.flow.install(plan.program, Buffers(layout, kinds))
+        self.flow.install(plan.program, Buffers(layout, kinds, self.wire.room))
         self.steady.restart()
 
     @property

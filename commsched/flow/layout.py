@@ -7,9 +7,11 @@ is a slice whose length is a multiple of the number of ranks: shard r of it belo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -148,14 +150,24 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Buffers:
-    """The flat tensors of a layout, and views of them."""
+    """The flat tensors of a layout, made in a room of whoever sends them, and views of them."""
 
-    def __init__(self, layout: Layout, kinds: dict[int, tuple[torch.dtype, torch.device]]) -> None:
-        self.layout = layout
-        self.flat = {
-            group: torch.zeros(length, dtype=kinds[group][0], device=kinds[group][1])
-            for group, length in layout.lengths.items()
-        }
+    def __init__(
+        self,
+        layout: Layout,
+        kinds: dict[int, tuple[torch.dtype, torch.device]],
+        room: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.layout, self._kinds, self._room = layout, kinds, room
+        with room():
+            self.flat = {
+                group: torch.zeros(length, dtype=kinds[group][0], device=kinds[group][1])
+                for group, length in layout.lengths.items()
+            }
+
+    def more(self) -> Buffers:
+        """Another set of the same tensors."""
+        return Buffers(self.layout, self._kinds, self._room)
 
     def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
         """The slot in the shape of ``like``; with its strides where they fill the memory without holes."""

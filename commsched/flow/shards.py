@@ -106,9 +106,7 @@ class Shards:
         self.params = list(params)
         self.rank, self.size = rank, size
         self.layout = grads.layout
-        self.buffers = Buffers(
-            grads.layout, {group: (flat.dtype, flat.device) for group, flat in grads.flat.items()}
-        )
+        self.buffers = grads.more()
         with torch.no_grad():
             for i, slot in self.layout.slots.items():
                 view = self.buffers.view(self.params[i], slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,6 +69,10 @@ class Wire:
         return 1.0 / (self.prescale * self.postscale) if self.rank == 0 else 0.0
 
     # -- plans -----------------------------------------------------------------------------------------------
+
+    def room(self) -> AbstractContextManager[Any]:
+        """Within it, the next plan's buckets are made."""
+        return nullcontext()
 
     def install(
         self, program: Program, buffers: Buffers, params: int, gathered: Buffers | None = None

@@ -138,6 +138,52 @@ print("masters kept")
 """
 
 
+REGISTERED = """
+import torch, torch.nn as nn, commsched as hvd
+from commsched.cuda.memory import RegisteredMemory
+hvd.init()
+torch.cuda.set_device(0)
+found = []
+for gather in ("gradients", "parameters"):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), gather=gather)
+    memory = optimizer._driver.wire.memory
+    if not isinstance(memory, RegisteredMemory):
+        print("cannot register")
+        raise SystemExit
+    pools = set()
+    for step in range(12):
+        rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pool = memory._registered
+        pools.add(pool.id)
+        places = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot(include_traces=False)]
+        for bucket in optimizer._driver.wire.engine.buckets:
+            for tensor in (bucket.travels, bucket.gather):
+                assert tensor is None or any(a <= tensor.data_ptr() < b for a, b in places)
+    assert len(pools) > 1, "there was no second plan"
+    found.append([p.detach().clone() for p in model.parameters()])
+    optimizer.close()
+    assert memory._registered is None
+for a, b in zip(*found):
+    torch.testing.assert_close(a, b)
+hvd.shutdown()
+print("registered")
+"""
+
+
+def test_buckets_in_registered_memory() -> None:
+    environment = {"COMMSCHED_NCCL_REGISTER": "1"}
+    (result,) = run_ranks(REGISTERED, 1, launcher="alone", timeout=120, check=True, env=environment)
+    if "cannot register" in result.stdout:
+        pytest.skip("this GPU cannot register memory with NCCL")
+    assert "registered" in result.stdout
+
+
 def test_masters_and_clipping_over_nccl_wait_for_nothing() -> None:
     (result,) = run_ranks(MASTERS, 1, launcher="alone", timeout=120, check=True)
     assert "masters kept" in result.stdout

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
+from commsched.cuda.device import ImmediateDevice
 from commsched.cuda.flow import DeviceFlow, DeviceShardedFlow
 from commsched.cuda.fused import FusedShards
+from commsched.cuda.memory import RegisteredMemory
+from commsched.cuda.stream_plan import StreamBucket
+from commsched.cuda.wire import DeviceWire
+from commsched.env import settings
 from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.oracle import assert_close, batch, release, seeded
+from tests.support.stream_device import RegisteringGroup
 from tests.support.twin import MakeOptimizer, Twin, momentum, some_profile
 
 
@@ -200,6 +209,82 @@ def measuring_on_the_way(me: Me) -> None:
         and (events["start"] >= events["ready"]).all()
     )
     release(optimizer)
+
+
+class Pool(TorchDispatchMode):
+    """Notes which tensors are made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.made.add(made.untyped_storage().data_ptr())
+        return made
+
+
+class Done(ImmediateDevice):
+    """Tells the truth: an immediate operation is done."""
+
+    def has_passed(self, event: Any) -> bool:
+        return True
+
+
+class MemoryOnPaper(RegisteredMemory):
+    def __init__(self, wire: DeviceWire) -> None:
+        self.pools: list[Pool] = []
+        self.group = RegisteringGroup(wire.rank, wire.size)
+        super().__init__(self.group, wire.collectives, Done(wire.device.device), wire.timeout)
+
+    def _new_pool(self) -> Pool:
+        self.pools.append(Pool())
+        return self.pools[-1]
+
+    def _within(self, pool: Pool) -> Pool:
+        return pool
+
+    def check(self, buckets: list[StreamBucket]) -> None:
+        """All that travels stands in the newest pool, which is the only one that is registered."""
+        assert self.group.registered == self.pools[-1:]
+        for bucket in buckets:
+            for tensor in (bucket.travels, bucket.data if bucket.gather is None else bucket.gather):
+                assert tensor.untyped_storage().data_ptr() in self.pools[-1].made
+
+
+@case(ranks=(2,))
+def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
+    for options in (
+        {"gather": "gradients"},
+        {"gather": "parameters"},
+        {"gather": "gradients", "compression": hvd.Compression.fp16},
+        {"gather": "parameters", "compression": hvd.Compression.bf16},
+    ):
+        with patch.object(DeviceWire, "_memory", lambda wire: MemoryOnPaper(wire)):
+            twin = Twin(me, Mixed, schedule="auto", planned=False, transport="stream", lag=0.0, **options)
+        wire = twin.optimizer._driver.wire
+        memory: MemoryOnPaper = wire.memory
+        for step in range(8):
+            twin.step(loss(step))
+            memory.check(wire.engine.buckets)
+            if "compression" not in options:
+                twin.compare(f"step {step}, {options}")
+        assert len(memory.pools) > 1, "there was no second plan"
+        release(twin.optimizer)
+        assert memory.group.registered == []
+
+
+@case(ranks=(2,))
+def registering_without_nccl_is_told(me: Me) -> None:
+    model = seeded(Mixed)
+    asked = replace(settings(), nccl_register="1")
+    with patch("commsched.cuda.wire.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
+    text = [str(warning.message) for warning in told]
+    assert any("NCCL_REGISTER=1 without effect" in line and "staged" in line for line in text), text
+    optimizer.close()
 
 
 @case(ranks=(2,))
