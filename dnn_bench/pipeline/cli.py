@@ -192,12 +192,11 @@ def described(result: Result) -> str:
     ]
     if result.peer is not None and result.ratio is not None:
         lines.append(
-            f"  torch.distributed.pipelining {result.peer * 1e3:.2f} ms:"
-            f" {result.ratio:.3f} times its throughput"
+            f"  torch.distributed.pipelining {result.peer * 1e3:.2f} ms: {result.ratio} times its throughput"
         )
     if result.gain is not None and result.simulated_gain is not None:
         lines.append(
-            f"  {result.gain:.3f} times the throughput of the other placement, simulated"
+            f"  {result.gain} times the throughput of the other placement, simulated"
             f" {result.simulated_gain:.3f}"
         )
     if result.difference is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass
@@ -33,6 +37,27 @@ class Options:
     json: bool = False
 
 
+class Ratio(NamedTuple):
+    """The median of ratios, and between which bounds the true one lies with 95 % confidence, whatever the
+    scatter looks like (with fewer than six ratios these are the smallest and the largest, which says less).
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, others: Sequence[float], ours: Sequence[float]) -> Ratio:
+        """Of times taken in turn: within a round, since machines change their speed from one to the next."""
+        found = sorted(other / mine for other, mine in zip(others, ours, strict=True))
+        # How many of n lie below the true median is binomial: about n / 2, with a deviation of sqrt(n) / 2.
+        outside = max(0, math.floor((len(found) - 1 - 1.96 * math.sqrt(len(found))) / 2))
+        return cls(statistics.median(found), found[outside], found[-1 - outside])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
 @dataclass
 class Result:
     """Seconds of a step and bubbles, measured and simulated. ``reached``: throughput over that of a pipeline
@@ -50,7 +75,12 @@ class Result:
     rows: int
     losses: list[float]
     peer: float | None = None
-    ratio: float | None = None
-    gain: float | None = None
+    ratio: Ratio | None = None
+    gain: Ratio | None = None
     simulated_gain: float | None = None
     difference: float | None = None
+
+    def __post_init__(self) -> None:
+        # As JSON has them, they are lists.
+        self.ratio = None if self.ratio is None else Ratio(*self.ratio)
+        self.gain = None if self.gain is None else Ratio(*self.gain)

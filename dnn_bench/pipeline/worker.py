@@ -23,7 +23,7 @@ from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
 from commsched.runtime import control
 from dnn_bench.pipeline.jobs import job_of
-from dnn_bench.pipeline.options import Options, Result
+from dnn_bench.pipeline.options import Options, Ratio, Result
 from scheduler.link import Link
 from scheduler.pipeline.cluster import Cluster
 from scheduler.pipeline.report import examine
@@ -50,20 +50,31 @@ def measure(options: Options) -> Result | None:
     ours, theirs, others, bubbles, reached = [], [], [], [], []
     losses: list[float] = []
     expected: list[float] = []
-    for _ in range(options.rounds):
+
+    def time_ours() -> None:
         seconds, busy, found = _timed(pipeline, job.batches(rows), options)
         ours.append(seconds)
         bubbles.append(1 - statistics.mean(busy) / seconds)
         reached.append(max(busy) / seconds)
-        losses += found
+        losses.extend(found)
+
+    def time_other() -> None:
         if other is not None:
             others.append(_timed(other, job.batches(rows), options)[0])
+
+    def time_peer() -> None:
         if peer is not None:
             from dnn_bench.pipeline.peers import timed
 
             seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
             theirs.append(seconds)
-            expected += found
+            expected.extend(found)
+
+    turns = [time_ours, time_other, time_peer]
+    for number in range(options.rounds):
+        # To and fro, so that nobody gains by the place in the round.
+        for take in turns if number % 2 == 0 else reversed(turns):
+            take()
     result = Result(
         schedule=options.schedule,
         delays=pipeline.delays,
@@ -77,7 +88,7 @@ def measure(options: Options) -> Result | None:
     )
     _compare(result, ours, theirs, expected)
     if other is not None:
-        result.gain = _ratio(others, ours)
+        result.gain = Ratio.of(others, ours)
         result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
@@ -179,16 +190,11 @@ def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
 def _compare(result: Result, ours: list[float], theirs: list[float], expected: list[float]) -> None:
     if theirs:
         result.peer = statistics.median(theirs)
-        result.ratio = _ratio(theirs, ours)
+        result.ratio = Ratio.of(theirs, ours)
     known = [losses for losses in control.allgather_object(expected) if losses]
     if known:
         pairs = list(zip(result.losses, known[0]))[: len(known[0])]
         result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-
-
-def _ratio(others: list[float], ours: list[float]) -> float:
-    """Of two taken in turn: within a round, since machines change their speed from one to the next."""
-    return statistics.median(other / mine for other, mine in zip(others, ours, strict=True))
 
 
 def main() -> None:
