@@ -187,7 +187,7 @@ def described(result: Result) -> str:
         f" per second; delays {' '.join(map(str, result.delays))}",
         f"  simulated {result.simulated * 1e3:.2f} ms ({result.simulated / result.period - 1:+.1%})",
         f"  bubble {result.bubble:.1%}, simulated {result.simulated_bubble:.1%};"
-        f" {result.reached:.3f} of the rate without any",
+        f" {result.reached:.3f} of the rate without any; {result.handling * 1e3:.2f} ms between two actions",
         f"  losses {result.losses[0]:.6f} ... {result.losses[-1]:.6f}",
     ]
     if result.peer is not None and result.ratio is not None:

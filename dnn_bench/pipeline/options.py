@@ -62,7 +62,8 @@ class Ratio(NamedTuple):
 class Result:
     """Seconds of a step and bubbles, measured and simulated. ``reached``: throughput over that of a pipeline
     without bubbles, whose slowest rank always computes. ``ratio``: throughput over the peer's. ``gain``: over
-    that of the other placement, measured and simulated.
+    that of the other placement, measured and simulated. ``handling``: what the slowest rank needs between two
+    actions.
     """
 
     schedule: str
@@ -79,6 +80,7 @@ class Result:
     gain: Ratio | None = None
     simulated_gain: float | None = None
     difference: float | None = None
+    handling: float = 0.0
 
     def __post_init__(self) -> None:
         # As JSON has them, they are lists.

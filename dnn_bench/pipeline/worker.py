@@ -85,6 +85,7 @@ def measure(options: Options) -> Result | None:
         reached=statistics.median(reached),
         rows=rows,
         losses=losses,
+        handling=max(handled),
     )
     _compare(result, ours, theirs, expected)
     if other is not None:

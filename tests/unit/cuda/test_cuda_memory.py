@@ -101,9 +101,7 @@ def test_a_device_that_hangs_is_told_after_the_time_out(monkeypatch: pytest.Monk
     scene.while_waiting(monkeypatch, lambda: None)
     next_plan(scene)
     scene.travel()
-    with pytest.raises(
-        CommError, match=r"rank 0: the GPU did not end its communication in 0.05 s.*TIMEOUT"
-    ):
+    with pytest.raises(CommError, match=r"rank 0: the GPU did not end its communication in 0.05 s.*TIMEOUT"):
         next_plan(scene)
     scene.memory.close()  # no error, so that the first one is seen
     assert scene.group.registered == [1]
