@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,21 @@ from scheduler.pipeline.report import examine
 from scheduler.profile import Profile
 
 
+@dataclass
+class Taken:
+    """Of every round: seconds of a step of ours, of torch's (``theirs``) and of the other placement; the part
+    of ours in which a rank does not compute, and in which the slowest does. And all losses, ours and torch's.
+    """
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    reached: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)
+
+
 def measure(options: Options) -> Result | None:
     """All ranks call; the result is rank 0's."""
     torch.set_num_threads(1)
@@ -47,55 +62,60 @@ def measure(options: Options) -> Result | None:
     handled = _handling(options, job, rows)
     report = examine(pipeline.program, costs, cluster, handled)
     peer = _peer(options, pipeline, job) if options.peer else None
-    ours, theirs, others, bubbles, reached = [], [], [], [], []
-    losses: list[float] = []
-    expected: list[float] = []
-
-    def time_ours() -> None:
-        seconds, busy, found = _timed(pipeline, job.batches(rows), options)
-        ours.append(seconds)
-        bubbles.append(1 - statistics.mean(busy) / seconds)
-        reached.append(max(busy) / seconds)
-        losses.extend(found)
-
-    def time_other() -> None:
-        if other is not None:
-            others.append(_timed(other, job.batches(rows), options)[0])
-
-    def time_peer() -> None:
-        if peer is not None:
-            from dnn_bench.pipeline.peers import timed
-
-            seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
-            theirs.append(seconds)
-            expected.extend(found)
-
-    turns = [time_ours, time_other, time_peer]
-    for number in range(options.rounds):
-        # To and fro, so that nobody gains by the place in the round.
-        for take in turns if number % 2 == 0 else reversed(turns):
-            take()
+    taken = _rounds(options, job, rows, (pipeline, other, peer))
     result = Result(
         schedule=options.schedule,
         delays=pipeline.delays,
-        period=statistics.median(ours),
+        period=statistics.median(taken.ours),
         simulated=report.period,
-        bubble=statistics.median(bubbles),
+        bubble=statistics.median(taken.bubbles),
         simulated_bubble=report.bubble_fraction,
-        reached=statistics.median(reached),
+        reached=statistics.median(taken.reached),
         rows=rows,
-        losses=losses,
+        losses=taken.losses,
         handling=max(handled),
     )
-    _compare(result, ours, theirs, expected)
+    _compare(result, taken)
     if other is not None:
-        result.gain = Ratio.of(others, ours)
+        result.gain = Ratio.of(taken.others, taken.ours)
         result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
     rank = commsched.rank()
     commsched.shutdown()
     return result if rank == 0 else None
+
+
+def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
+    """Times this pipeline, the one with the other placement and torch's in turn."""
+    pipeline, other, peer = three
+    taken = Taken()
+
+    def take_ours() -> None:
+        seconds, busy, found = _timed(pipeline, job.batches(rows), options)
+        taken.ours.append(seconds)
+        taken.bubbles.append(1 - statistics.mean(busy) / seconds)
+        taken.reached.append(max(busy) / seconds)
+        taken.losses += found
+
+    def take_other() -> None:
+        if other is not None:
+            taken.others.append(_timed(other, job.batches(rows), options)[0])
+
+    def take_peer() -> None:
+        if peer is not None:
+            from dnn_bench.pipeline.peers import timed
+
+            seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
+            taken.theirs.append(seconds)
+            taken.expected += found
+
+    turns = [take_ours, take_other, take_peer]
+    for number in range(options.rounds):
+        # To and fro, so that nobody gains by the place in the round.
+        for take in turns if number % 2 == 0 else reversed(turns):
+            take()
+    return taken
 
 
 def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
@@ -188,11 +208,11 @@ def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
     )
 
 
-def _compare(result: Result, ours: list[float], theirs: list[float], expected: list[float]) -> None:
-    if theirs:
-        result.peer = statistics.median(theirs)
-        result.ratio = Ratio.of(theirs, ours)
-    known = [losses for losses in control.allgather_object(expected) if losses]
+def _compare(result: Result, taken: Taken) -> None:
+    if taken.theirs:
+        result.peer = statistics.median(taken.theirs)
+        result.ratio = Ratio.of(taken.theirs, taken.ours)
+    known = [losses for losses in control.allgather_object(taken.expected) if losses]
     if known:
         pairs = list(zip(result.losses, known[0]))[: len(known[0])]
         result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
