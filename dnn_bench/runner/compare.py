@@ -11,7 +11,6 @@ import psutil
 
 from dnn_bench.baselines import Baseline, Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
-from dnn_bench.baselines.tolerance import TOLERANCE
 from dnn_bench.runner import environment, memory, predict
 from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.place import Place
@@ -174,10 +173,13 @@ class Comparison:
 
     def _check(self, row: Row, ranks: RankSet) -> None:
         if ranks.baseline.exact:
-            row.error, tensor = ranks.call("check", str(self.reference))[0]
-            if not row.error <= TOLERANCE:
+            row.error, tolerance, tensor = ranks.call("check", str(self.reference))[0]
+            if not row.error <= tolerance:
                 row.status = WRONG
-                row.reason = f"{tensor} is off by {row.error:.1e} of its change after the first steps"
+                row.reason = (
+                    f"{tensor} is off by {row.error:.1e} of its change after the first steps, and rounding"
+                    f" explains at most {tolerance:.1e}"
+                )
                 return
         if settle := SETTLE.get(row.kind, 0) if ranks.baseline.exact else FEW:
             ranks.call("block", settle - 1, 1)

@@ -30,18 +30,19 @@ class Rank:
 
         self.trainer = baselines.start(baselines.Baseline(**baseline), make_job(job))
 
-    def check(self, path: str) -> tuple[float, str] | None:
+    def check(self, path: str) -> tuple[float, float, str] | None:
         """First steps compared with the reference in `path`; rank 0 judges."""
         import torch
 
-        from dnn_bench.baselines import reference
+        from dnn_bench.baselines.reference import Reference, train_together
 
-        actual = reference.train_together(self.trainer)
+        # Mapped: only rank 0 needs the parameters in memory.
+        reference = Reference(*torch.load(path, mmap=True))
+        actual = train_together(self.trainer, reference.steps)
         if self.trainer.rank != 0:
             return None
-        before, expected = torch.load(path)
-        verdict = reference.compare(before, expected, actual)
-        return verdict.error, verdict.tensor
+        verdict = reference.compare(actual)
+        return verdict.error, verdict.tolerance, verdict.tensor
 
     def block(self, warmup: int, iterations: int) -> dict[str, Any]:
         from dnn_bench.runner.measure import run_block
@@ -111,10 +112,11 @@ def give_memory_back() -> None:
 def save_reference(path: str, size: int, job: dict[str, Any]) -> None:
     import torch
 
-    from dnn_bench.baselines import reference
     from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.reference import train_alone
 
-    torch.save(reference.train_alone(Job(**job), size), path)
+    made = train_alone(Job(**job), size)
+    torch.save((made.before, made.after, made.steps, made.tolerance), path)
 
 
 def main(arguments: list[str]) -> None:
