@@ -8,6 +8,7 @@ import torch
 
 from commsched.cuda.device import CudaDevice, Device
 from commsched.cuda.flow import DeviceFlow, DeviceShardedFlow
+from commsched.cuda.memory import Memory
 from commsched.cuda.planner import DevicePlanner
 from commsched.cuda.stream_plan import StreamPlan
 from commsched.cuda.watch import DeviceWatch
@@ -88,6 +89,7 @@ class EmulatedWire(DeviceWire):
         self.device = device
         self._flags_engine: Any = _Flags(self.size)
         self.collectives = EmulatedCollectives(device, link, self.size)
+        self.memory = Memory()
         self.transport_name = "EMULATED"
         self.engine = StreamPlan(device, self.collectives, 0, self.size)
         self._offers, self._streams = {}, {}
