@@ -73,11 +73,15 @@ def reachable(
     first[0, 0] = layers
     work = batches * (table[0] + table[1])
     fixed = batches * table[6]
+    # Devices must suffice for what lies behind a cut, and for what lies before it: by devices behind it, the
+    # lowest layer at which a cut can stand, and the highest.
+    lowest_cut, highest_cut = np.zeros(devices + 1, np.int64), np.zeros(devices + 1, np.int64)
+    for d in range(devices + 1):
+        lowest_cut[d] = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
+        highest_cut[d] = np.searchsorted(work, limit * (devices - d) * (1 + 1e-9), side="right")
     for k in range(1, stages + 1):
         for d in range(k, devices + 1):
-            # Devices must suffice for what lies behind a cut, and for what lies before it.
-            lowest = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
-            highest = np.searchsorted(work, limit * (devices - d) * (1 + 1e-9), side="right")
+            lowest, highest = lowest_cut[d], highest_cut[d]
             for r in range(1, d - k + 2):
                 behind, end = replicas[k - 1, d - r], first[k - 1, d - r]
                 if end > layers:
@@ -85,8 +89,7 @@ def reachable(
                 after = -1
                 start = layers - 1
                 if k > 1:
-                    reach = limit * (devices - d + r) * (1 + 1e-9)
-                    start = min(start, np.searchsorted(work, reach, side="right"))
+                    start = min(start, highest_cut[d - r])
                 for i in range(max(highest, end - 1), start + 1):
                     if behind[i + 1] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
                         after = i + 1

@@ -12,7 +12,6 @@ pipelines of different depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +22,13 @@ from scheduler.pipeline.lowering import lower_pipeline
 from scheduler.pipeline.memory import peak_memory
 from scheduler.pipeline.plan import Plan
 from scheduler.profile import Profile
+from scheduler.program import Program
 from scheduler.simulator import run
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
 TOLERANCE = 1e-6
+ROUGHLY = 1e-3
+"""For pipelines besides the first: what the simulator likes best need not be the very best of its depth."""
 MOST_LAYERS = 32_000
 MOST_BUCKETS = 32
 
@@ -107,8 +109,7 @@ class Problem:
 
     def best(self, max_stages: int | None = None, tolerance: float = TOLERANCE) -> Cut | None:
         """The pipeline with the least bottleneck; None where none fits into memory."""
-        depth = min(self.depth, max_stages or self.depth)
-        choice = np.zeros((3, depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1), np.int16)
+        choice = self._choice(max_stages or self.depth)
         low = self.microbatches * self.profile.compute / self.cluster.size
         most = self.microbatches * (self.profile.compute + sum(la.forward for la in self.profile.layers))
         found, limit = None, max(low, 1e-300) * 1.25
@@ -126,7 +127,24 @@ class Problem:
                 found = better
         return found
 
+    def may_take(self, period: float, max_stages: int) -> bool:
+        """Whether a pipeline of at most so many stages might have this period in the simulator: whether its
+        computation and messages would fit were RS and AG free, since how much of them hides is not known
+        before.
+        """
+        if max_stages < 1:
+            return False
+        return self._reach(period, self._choice(max_stages), np.zeros_like(self.ring))[0] > 0
+
+    def _choice(self, max_stages: int) -> np.ndarray:
+        depth = min(self.depth, max_stages)
+        return np.zeros((3, depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1), np.int16)
+
     def _within(self, limit: float, choice: np.ndarray) -> Cut | None:
+        stages, devices = self._reach(limit, choice, self.ring)
+        return None if stages < 0 else self._trace(stages, devices, choice)
+
+    def _reach(self, limit: float, choice: np.ndarray, ring: np.ndarray) -> tuple[int, int]:
         from scheduler.pipeline._partition import reachable
 
         stages, devices = reachable(
@@ -135,13 +153,13 @@ class Problem:
             self.microbatches,
             self.copies,
             self.in_flight,
-            self.ring,
+            ring,
             self.border,
             self.memory,
             self.modes,
             choice,
         )
-        return None if stages < 0 else self._trace(stages, devices, choice)
+        return int(stages), int(devices)
 
     def _trace(self, stages: int, devices: int, choice: np.ndarray) -> Cut:
         cuts, replicas, recompute, seconds = [], [], [], []
@@ -190,28 +208,32 @@ def partition(
     helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
     """
     problem = Problem(profile, cluster, schedule, microbatches, recompute, state, max_stages)
-    plans = [_plan(problem, cut, placement) for cut in _different_depths(problem, candidates)]
-    if not plans:
+    cut = problem.best()
+    if cut is None:
         raise ValueError(_why_impossible(problem))
-    return min(plans, key=lambda plan: plan.period)
-
-
-def _different_depths(problem: Problem, candidates: int) -> Iterator[Cut]:
-    """The best pipeline, then the best of at most half as many stages, and so on."""
-    depth: int | None = None
-    for number in range(max(1, candidates)):
-        # What may turn out best in the simulator need not be the very best of its depth.
-        cut = problem.best(depth, 1e-3 if number else TOLERANCE)
+    best = _simulated(problem, cut, placement)
+    for _ in range(1, candidates):
+        # The best of at most half as many stages, and so on, while one of so few can be faster at all.
+        most = len(cut.cuts) // 2
+        cut = problem.best(most, ROUGHLY) if problem.may_take(best.period, most) else None
         if cut is None:
-            return
-        yield cut
-        depth = len(cut.cuts) // 2
-        if not depth:
-            return
+            break
+        best = min(best, _simulated(problem, cut, placement), key=lambda candidate: candidate.period)
+    return _plan(problem, best, placement)
 
 
-def _plan(problem: Problem, cut: Cut, placement: str) -> Plan:
-    first = problem.cluster.size - sum(cut.replicas)
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline, its program, and what the simulator makes of it."""
+
+    cut: Cut
+    devices: range
+    program: Program
+    period: float
+
+
+def _simulated(problem: Problem, cut: Cut, placement: str) -> Candidate:
+    devices = range(problem.cluster.size - sum(cut.replicas), problem.cluster.size)
     program = generate(
         problem.schedule,
         len(cut.cuts),
@@ -224,8 +246,12 @@ def _plan(problem: Problem, cut: Cut, placement: str) -> Plan:
         # Thousands of buckets would tell no more about which plan is best, and take minutes.
         bucket_bytes=max(BUCKET, problem.profile.total_bytes / MOST_BUCKETS),
     )
-    placed = problem.cluster.at(range(first, problem.cluster.size))
-    result = run(lower_pipeline(program, problem.profile, placed))
+    result = run(lower_pipeline(program, problem.profile, problem.cluster.at(devices)))
+    return Candidate(cut, devices, program, result.period)
+
+
+def _plan(problem: Problem, candidate: Candidate, placement: str) -> Plan:
+    cut = candidate.cut
     return Plan(
         model=problem.profile.name,
         sizes=problem.profile.sizes,
@@ -235,10 +261,10 @@ def _plan(problem: Problem, cut: Cut, placement: str) -> Plan:
         replicas=cut.replicas,
         recompute=cut.recompute,
         placement=placement,
-        devices=tuple(range(first, problem.cluster.size)),
-        period=result.period,
+        devices=tuple(candidate.devices),
+        period=candidate.period,
         bottleneck=cut.bottleneck,
-        memory=peak_memory(program, problem.profile),
+        memory=peak_memory(candidate.program, problem.profile),
     )
 
 
@@ -266,9 +292,9 @@ def _table(profile: Profile) -> np.ndarray:
         [layer.bytes for layer in layers],
         activations,
         [layer.bytes * profile.update_per_byte for layer in layers],
+        [layer.fixed * (layer.forward + layer.backward) for layer in layers],
+        [layer.bytes * profile.traffic_per_byte for layer in layers],
     ]
-    columns.append([layer.fixed * (layer.forward + layer.backward) for layer in layers])
-    columns.append([layer.bytes * profile.traffic_per_byte for layer in layers])
     sums = np.zeros((8, len(layers) + 1))
     sums[[0, 1, 2, 3, 4, 6, 7], 1:] = np.cumsum(np.array(columns, float), axis=1)
     sums[5, 1:] = activations

@@ -34,6 +34,12 @@ class Traffic:
     ) -> None:
         self.layout, self.compute, self.buckets = layout, compute, buckets
         self.links = [tuple(self._link(rank)) for rank in range(layout.world)]
+        # By receiver and sender: what comes, in the order in which it is sent.
+        self.sent: list[dict[int, list[Action]]] = [{} for _ in self.links]
+        for peer, link in enumerate(self.links):
+            for action in link:
+                if action.kind in SENDS and action.peer is not None:
+                    self.sent[action.peer].setdefault(peer, []).append(action)
 
     def lanes(self) -> list[dict[str, tuple[Action, ...]]]:
         """Every rank's lanes."""
@@ -97,11 +103,14 @@ class Traffic:
         """What others send to this rank, in the order in which it is needed; from each peer in the order in
         which that peer sends it, since a wire may deliver by order alone.
         """
-        coming: list[tuple[int, Action]] = []
-        for peer, link in enumerate(self.links):
-            coming += [(peer, action) for action in link if action.kind in SENDS and action.peer == rank]
-        by_peer = {peer: iter([a for p, a in coming if p == peer]) for peer, _ in coming}
-        needed = sorted(coming, key=lambda item: self._needed_at(rank, *item))
+        by_peer = {peer: iter(actions) for peer, actions in self.sent[rank].items()}
+        coming = [(peer, action) for peer, actions in self.sent[rank].items() for action in actions]
+        places = {
+            (action.kind, action.stage, action.index): place
+            for place, action in enumerate(self.compute[rank])
+            if action.stage is not None
+        }
+        needed = sorted(coming, key=lambda item: self._needed_at(rank, item[0], item[1], places))
         return tuple(self._receive(rank, peer, next(by_peer[peer])) for peer, _ in needed)
 
     def _receive(self, rank: int, peer: int, sent: Action) -> Action:
@@ -116,15 +125,18 @@ class Traffic:
             return next(s for s in self.layout.held_by(rank) if s // self.layout.positions == here)
         return sent.stage + (1 if sent.kind is Kind.SENDF else -1)
 
-    def _needed_at(self, rank: int, peer: int, sent: Action) -> int:
+    def _needed_at(self, rank: int, peer: int, sent: Action, places: Mapping[Key, int]) -> int:
+        """``places``: where in the rank's compute lane each action stands."""
         order, stage = self.compute[rank], self._receiver(rank, sent)
         if is_token(sent, self.layout):
             return position(order, last_gradient(order, stage))
         kind = Kind.F if sent.kind is Kind.SENDF else Kind.B
-        for place, action in enumerate(order):
-            if (action.kind, action.stage, action.index) == (kind, stage, sent.index):
-                return position(order, place)
-        raise ValueError(f"rank {peer} sends {sent}, but rank {rank} never does {stage}{kind}{sent.index}")
+        place = places.get((kind, stage, sent.index))
+        if place is None:
+            raise ValueError(
+                f"rank {peer} sends {sent}, but rank {rank} never does {stage}{kind}{sent.index}"
+            )
+        return position(order, place)
 
 
 def is_token(action: Action, layout: Layout) -> bool:
