@@ -132,9 +132,9 @@ class Problem:
         computation and messages would fit were RS and AG free, since how much of them hides is not known
         before.
         """
-        if max_stages < 1:
-            return False
-        return self._reach(period, self._choice(max_stages), np.zeros_like(self.ring))[0] > 0
+        return (
+            max_stages > 0 and self._reach(period, self._choice(max_stages), np.zeros_like(self.ring))[0] > 0
+        )
 
     def _choice(self, max_stages: int) -> np.ndarray:
         depth = min(self.depth, max_stages)
