@@ -41,6 +41,13 @@ class Verdict:
     def right(self) -> bool:
         return self.error <= self.tolerance
 
+    def complaint(self, steps: int) -> str:
+        """What is wrong after so many steps."""
+        return (
+            f"{self.tensor} is off by {self.error:.1e} of its change after {steps} steps, and rounding"
+            f" explains at most {self.tolerance:.1e}"
+        )
+
 
 @dataclass(frozen=True)
 class Reference:

@@ -34,6 +34,11 @@ class Row:
         ]
 
     @property
+    def recorded(self) -> bool:
+        """Whether its communication was recorded."""
+        return self.trace is not None and bool(self.trace["operations"])
+
+    @property
     def measured(self) -> bool:
         return self.status == OK and bool(self.repetitions)
 

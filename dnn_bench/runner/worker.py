@@ -30,8 +30,8 @@ class Rank:
 
         self.trainer = baselines.start(baselines.Baseline(**baseline), make_job(job))
 
-    def check(self, path: str) -> tuple[float, float, str] | None:
-        """First steps compared with the reference in `path`; rank 0 judges."""
+    def check(self, path: str) -> tuple[float, str] | None:
+        """First steps compared with the reference in `path`; rank 0 judges: the error, and what is wrong."""
         import torch
 
         from dnn_bench.baselines.reference import Reference, train_together
@@ -42,7 +42,7 @@ class Rank:
         if self.trainer.rank != 0:
             return None
         verdict = reference.compare(actual)
-        return verdict.error, verdict.tolerance, verdict.tensor
+        return verdict.error, "" if verdict.right else verdict.complaint(reference.steps)
 
     def block(self, warmup: int, iterations: int) -> dict[str, Any]:
         from dnn_bench.runner.measure import run_block

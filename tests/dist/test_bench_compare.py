@@ -80,6 +80,7 @@ def test_right_wrong_missing_and_failing_baselines_side_by_side() -> None:
     assert found["ddp"]["error"] < 1e-6 and found["ddp"]["time"] > 0  # type: ignore[operator]
     assert found["forgets_to_communicate"]["status"] == "wrong"
     assert "off by" in str(found["forgets_to_communicate"]["reason"])
+    assert "after 3 steps" in str(found["forgets_to_communicate"]["reason"])
     assert "time" not in found["forgets_to_communicate"]
     assert found["absent"]["status"] == "missing" and "no_such_package" in str(found["absent"]["reason"])
     assert found["failing"]["status"] == "failed" and "TypeError" in str(found["failing"]["reason"])

@@ -51,6 +51,17 @@ def test_peers_stay_and_policies_start_anew() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_a_peer_whose_operations_were_recorded_starts_anew() -> None:
+    """DDP's hook can be registered once and stays: the next comparison failed there, and timed the hook."""
+    effort = Effort(1, 1, trace="all")
+    with Crew() as crew:
+        for _ in range(2):
+            found, steps = compare(entries("local", "ddp"), effort, crew)
+            assert found["ddp"]["status"] == "ok", found["ddp"]["reason"]
+            assert found["ddp"]["trace"]["operations"] and "starting ddp" in steps
+            assert "local" in crew and "ddp" not in crew
+
+
 def test_a_tuned_peer_far_behind_is_given_up() -> None:
     """Here whatever is slower at all."""
     slow = baselines.get("ddp_0.001mb")

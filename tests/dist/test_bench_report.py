@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -123,33 +124,38 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    home = tmp_path_factory.mktemp("home")  # Chromium leaves things there
+def browser() -> Iterator[Browser]:
     with socket.socket() as probe:  # the driver may not share a port that is held for it
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert DRIVER is not None
-    driver = subprocess.Popen(
-        [DRIVER, f"--port={port}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": str(home), "XDG_CONFIG_HOME": str(home), "XDG_CACHE_HOME": str(home)},
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while True:
-            try:
-                found = Browser(port)
-                break
-            except urllib.error.URLError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        yield found
-        found.close()
-    finally:
-        driver.terminate()
-        driver.wait(timeout=400)
+    # Chromium leaves things at home and among temporary files; not in tmp_path, too long for its sockets' names.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home)
+        driver = subprocess.Popen(
+            [DRIVER, f"--port={port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **places},
+        )
+        try:
+            found = connect(port)
+            yield found
+            found.close()
+        finally:
+            driver.terminate()
+            driver.wait(timeout=400)
+
+
+def connect(port: int) -> Browser:
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            return Browser(port)
+        except urllib.error.URLError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def show(browser: Browser, directory: Path, *reports: dict[str, Any]) -> None:
