@@ -23,6 +23,7 @@ VERSION = 1
 SETTLE = {OURS: 8}
 FEW = 3  # where there is no check
 ENOUGH = 2  # repetitions before a slow peer is given up
+PROFILED = 2  # iterations in which layers are timed, after each timing of a limit
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
 
 
@@ -56,9 +57,10 @@ class Comparison:
     watcher: Watcher
     rows: list[Row] = field(default_factory=list)
     interrupted: bool = False
-    profiles: list[dict[str, Any]] = field(default_factory=list)
-    profiles_beside: list[dict[str, Any]] = field(default_factory=list)
-    link_samples: list[list[tuple[int, float]]] = field(default_factory=list)
+    # Per repetition, from every rank.
+    profiles: list[list[dict[str, Any]]] = field(default_factory=list)
+    profiles_beside: list[list[dict[str, Any]]] = field(default_factory=list)
+    link_samples: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     crew: Crew | None = None  # whose ranks may stay for the next comparison; without one, none do
 
     def run(self) -> dict[str, Any]:
@@ -134,7 +136,8 @@ class Comparison:
                         self._turn(row, ranks, self._time)
                 self._give_up_slow_peers([row for row, _ in ready])
             for row, ranks in ready:
-                self._turn(row, ranks, self._look_inside)
+                if self._worth_a_trace(row):
+                    self._turn(row, ranks, self._trace)
         finally:
             fit = [row for row in self.rows if row.kind != OURS and row.status == OK and not row.recorded]
             staying = {row.name for row in fit}
@@ -185,19 +188,20 @@ class Comparison:
 
     def _time(self, row: Row, ranks: RankSet) -> None:
         row.repetitions.append(ranks.call("block", self.effort.warmup, self.effort.iterations))
-
-    def _look_inside(self, row: Row, ranks: RankSet) -> None:
-        """What would disturb the timing: profile, link, timeline."""
+        # Bounds and predictions are made of these; the machine's speed changes between repetitions.
         if row.name == "local":
-            self.profiles = ranks.call("profile")
+            self.profiles.append(ranks.call("profile", PROFILED))
         if row.name == "floor":
-            self.profiles_beside = ranks.call("profile")
+            self.profiles_beside.append(ranks.call("profile", PROFILED))
         if row.name == "wire":
-            self.link_samples = ranks.call("link")
-        elif self._worth_a_trace(row):
-            row.trace = ranks.call("trace")[0]
+            self.link_samples.append(ranks.call("link"))
+
+    def _trace(self, row: Row, ranks: RankSet) -> None:
+        row.trace = ranks.call("trace")[0]
 
     def _worth_a_trace(self, row: Row) -> bool:
+        if row.name == "wire":
+            return False
         if self.effort.trace == "best":
             return row.kind in (OURS, PEER) and row is fastest(self.rows, row.kind)
         return self.effort.trace == "all"
@@ -241,11 +245,11 @@ class Comparison:
         if not self.profiles or not self.link_samples:
             return found
         try:
-            link, profile = predict.fit_link(self.link_samples), predict.mean_profile(self.profiles)
+            link, profile = predict.fit_link(self.link_samples), predict.merge_profiles(self.profiles)
             found |= {"profile": profile.to_dict(), "link": link.to_dict()}
             found["bound"] = predict.bound_of(profile, link)
             if self.profiles_beside:
-                profile = predict.with_times_of(profile, predict.mean_profile(self.profiles_beside))
+                profile = predict.with_times_of(profile, predict.merge_profiles(self.profiles_beside))
                 found["bound_beside"] = predict.bound_of(profile, link)
         except ValueError as error:
             found["doubts"].append(f"no lower bound and no predictions: {error}")
@@ -258,4 +262,5 @@ class Comparison:
                         found["scaling"][row.name] = curve
                 except ValueError as error:
                     found["doubts"].append(f"no prediction for {row.name}: {error}")
+        found["doubts"] += predict.doubts(link, found["bound"], self.rows)
         return found

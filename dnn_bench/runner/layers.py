@@ -98,7 +98,7 @@ def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
     return found[1:]
 
 
-def profile_of(trainer: Trainer, iterations: int = 5) -> Profile:
+def profile_of(trainer: Trainer, iterations: int) -> Profile:
     """The scheduler's profile of the job, measured in this rank: medians over some iterations."""
     spans = measure_layers(trainer, iterations)
     modules = {name or "model": module for name, module in trainer.module.named_modules()}

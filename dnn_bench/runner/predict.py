@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import mean, median
 from typing import Any
 
+from dnn_bench.baselines.registry import LIMIT
+from dnn_bench.runner.results import Row
 from scheduler import policies
 from scheduler.bound import lower_bound
 from scheduler.link import Link, Network, fit
@@ -14,22 +16,27 @@ from scheduler.profile import Layer, Profile
 from scheduler.simulator import simulate
 
 SCALES = (2, 4, 8, 16, 32)
+ROUGH_FIT = 0.15  # error of the link's fit beyond which it is said
+ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which was measured too
 
 
-def mean_profile(profiles: Sequence[dict[str, Any]]) -> Profile:
-    """One profile from every rank's: the mean per layer."""
-    parsed = [Profile.from_dict(profile) for profile in profiles]
+def merge_profiles(rounds: Sequence[Sequence[dict[str, Any]]]) -> Profile:
+    """One profile from every rank's in every repetition: per layer the median of the ranks' means."""
+    return _merged([_merged([Profile.from_dict(each) for each in ranks], mean) for ranks in rounds], median)
+
+
+def _merged(profiles: Sequence[Profile], average: Callable[[Iterable[float]], float]) -> Profile:
     layers = tuple(
         Layer(
             same[0].name,
-            statistics.mean(layer.forward for layer in same),
-            statistics.mean(layer.backward for layer in same),
+            average([layer.forward for layer in same]),
+            average([layer.backward for layer in same]),
             same[0].bytes,
         )
-        for same in zip(*(profile.layers for profile in parsed), strict=True)
+        for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    update = statistics.mean(profile.update_per_byte for profile in parsed)
-    return Profile(parsed[0].name, layers, update, parsed[0].source)
+    update = average([profile.update_per_byte for profile in profiles])
+    return Profile(profiles[0].name, layers, update, profiles[0].source)
 
 
 def with_times_of(profile: Profile, other: Profile) -> Profile:
@@ -37,13 +44,33 @@ def with_times_of(profile: Profile, other: Profile) -> Profile:
     return replace(other, update_per_byte=profile.update_per_byte, source="measured beside the same traffic")
 
 
-def fit_link(samples: Sequence[Sequence[tuple[int, float]]]) -> Link:
-    """The link from every rank's timings; a collective has ended when its last rank has."""
-    slowest: dict[int, float] = {}
-    for rank in samples:
-        for size, seconds in rank:
-            slowest[size] = max(seconds, slowest.get(size, 0.0))
-    return fit(list(slowest), list(slowest.values()), "measured")
+def fit_link(rounds: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> Link:
+    """The link from every rank's timings in every repetition: a collective has ended when its last rank has,
+    and one repetition in which the machine did something else must not make the link slower than it is.
+    """
+    times: dict[int, list[float]] = {}
+    for ranks in rounds:
+        for same in zip(*ranks, strict=True):
+            times.setdefault(same[0][0], []).append(max(seconds for _, seconds in same))
+    return fit(list(times), [median(several) for several in times.values()], "measured")
+
+
+def doubts(link: Link, bound: float, rows: Sequence[Row]) -> list[str]:
+    """What shows that link or compute were slower while they were timed than beside the baselines."""
+    found = []
+    if link.error > ROUGH_FIT:
+        found.append(
+            f"the link's times scatter by {link.error:.0%} about a start-up and a rate, and bounds and"
+            " predictions with them; take more repetitions, on a machine that does nothing else"
+        )
+    for row in rows:
+        if row.measured and row.kind != LIMIT and median(row.times) < (1 - ROUGH_BOUND) * bound:
+            less = 1 - median(row.times) / bound
+            found.append(
+                f"{row.name} is {less:.0%} faster than the lower bound, which cannot be: link or compute were"
+                " slower when they were timed; take more repetitions"
+            )
+    return found
 
 
 def bound_of(profile: Profile, link: Link) -> float:

@@ -54,10 +54,10 @@ class Rank:
 
         return time_link()
 
-    def profile(self) -> dict[str, Any]:
+    def profile(self, iterations: int) -> dict[str, Any]:
         from dnn_bench.runner.layers import profile_of
 
-        return profile_of(self.trainer).to_dict()
+        return profile_of(self.trainer, iterations).to_dict()
 
     def collectives(self, sizes: list[int]) -> list[dict[str, Any]]:
         from dnn_bench.collectives.measure import measure

@@ -27,6 +27,7 @@ class Cell:
     bound: float | None  # for the compute alone
     bound_beside: float | None  # for the compute beside the same traffic
     schedule: str
+    doubts: tuple[str, ...] = ()  # what makes bounds and predictions uncertain
 
     @property
     def ours(self) -> Figures:
@@ -84,6 +85,7 @@ def cell_of(report: Report, schedule: str) -> Cell | None:
         bound=report.get("bound"),
         bound_beside=report.get("bound_beside"),
         schedule=schedule,
+        doubts=tuple(report.get("doubts", ())),
     )
     return cell if report.get("ratio") else _with_ratio(cell)
 

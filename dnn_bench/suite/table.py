@@ -24,6 +24,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     lines = [line for line in [slowest(cells)] if line]
     lines += [order_line(cells, *pair) for pair in BY_THE_SIMULATOR]
     lines += accuracy(cells)
+    lines += [f"{cell}: {doubt}" for cell in cells for doubt in cell.doubts]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in lines)])
 
 

@@ -97,6 +97,7 @@ def test_what_is_left_is_judged_by_what_is_done() -> None:
 
 def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = report(ddp=[2.0], ddp_4mb=[1.5], horovod=[1.8], dear=[1.2], auto=[1.0])
+    measured["doubts"] = ["the link's times scatter"]
     (tmp_path / "mlp_2hosts_1.json").write_text(json.dumps(measured))
     (tmp_path / "mlp_2hosts_2.json").write_text(json.dumps({**measured, "interrupted": True}))
     assert cli.main(["--out", str(tmp_path), "--summary"]) == 0
@@ -108,6 +109,7 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     assert cell + "| 1.00 | 1.25 | 1.11 | 1.50 | 1.80 | 2.00 |  |" in lines
     assert "| 2 | 1 | 1 | 1.50 | 1.80 | 2.00 |  |" in lines
+    assert "- mlp, 2 hosts, ratio 1: the link's times scatter" in lines
     assert "mlp_2hosts_2.json: interrupted, left out" in lines
     assert not Wanted("mlp", 2, 1, tmp_path).missing
     assert Wanted("mlp", 2, 2, tmp_path).missing and Wanted("mlp", 4, 1, tmp_path).missing

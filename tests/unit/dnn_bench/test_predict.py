@@ -1,0 +1,59 @@
+"""Bounds and predictions come from what was timed in every repetition; what makes them doubtful is said."""
+
+import pytest
+
+from dnn_bench.runner.predict import doubts, fit_link, merge_profiles
+from dnn_bench.runner.results import Row
+from scheduler.link import Link
+from scheduler.profile import Layer, Profile
+
+SIZES = (2**19, 2**20, 3 * 2**19, 2**21, 2**22)
+ALPHA, BETA = 1e-3, 2e-8
+
+
+def timed(slower: float = 1.0) -> list[tuple[int, float]]:
+    return [(size, slower * (ALPHA + BETA * size)) for size in SIZES]
+
+
+def row(name: str, seconds: float, kind: str = "commsched") -> Row:
+    return Row(name, kind, "", repetitions=[[{"iterations": [seconds]}]])
+
+
+def test_a_repetition_in_which_the_machine_was_elsewhere_does_not_slow_the_link() -> None:
+    """The link was timed once, in a tenth of a second per size. On four hosts that shared two processors it
+    came out a third too slow at times, and with it a "lower bound" that schedules went below.
+    """
+    slow = [(size, seconds * (3 if size == 2**20 else 1.5)) for size, seconds in timed()]
+    link = fit_link([[timed(), timed()], [slow, timed()], [timed(0.9), timed()]])
+    assert (link.alpha, link.beta) == pytest.approx((ALPHA, BETA))
+    assert link.error < 1e-6
+
+
+def test_a_collective_ends_with_its_last_rank() -> None:
+    assert fit_link([[timed(), timed(1.5)]]).beta == pytest.approx(1.5 * BETA)
+
+
+def profile(forward: float, backward: float, update: float = 1e-9) -> dict[str, object]:
+    layers = (Layer("a", forward, backward, 100), Layer("b", 2 * forward, 2 * backward, 300))
+    return Profile("m", layers, update, "here").to_dict()
+
+
+def test_profiles_are_means_over_ranks_and_medians_over_repetitions() -> None:
+    slow = [profile(50.0, 50.0, 1e-7)] * 2
+    merged = merge_profiles([[profile(1.0, 2.0), profile(3.0, 4.0)], slow, [profile(2.0, 3.5)] * 2])
+    assert [(layer.forward, layer.backward) for layer in merged.layers] == [(2.0, 3.5), (4.0, 7.0)]
+    assert merged.update_per_byte == pytest.approx(1e-9)
+    assert [layer.bytes for layer in merged.layers] == [100, 300]
+
+
+def test_faster_than_the_lower_bound_is_said() -> None:
+    link = Link(0.0, BETA, "measured", 0.02)
+    limit, near, over = row("wire", 0.5, "limit"), row("dear", 0.97), row("auto", 0.8)
+    (line,) = doubts(link, 1.0, [limit, near, over])
+    assert line.startswith("auto is 20% faster than the lower bound")
+
+
+def test_a_link_that_fits_no_line_is_said() -> None:
+    (line,) = doubts(Link(0.0, BETA, "measured", 0.23), 1.0, [row("auto", 1.1)])
+    assert "scatter by 23%" in line and "more repetitions" in line
+    assert doubts(Link(0.0, BETA, "measured", 0.08), 1.0, [row("auto", 1.1)]) == []
