@@ -29,6 +29,10 @@ from dnn_bench.cluster.system import ClusterError, command, in_namespace
 NETWORK = "10.77.0"
 MAX_HOSTS = 200
 DEVICE = "eth0"
+# What TCP does on most clusters. BBR, which some machines prefer, leaves a tenth of a link unused where
+# several connections share it, as those of four ranks do.
+CONGESTION = "cubic"
+CONGESTION_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"
 SET_HOSTNAME = 'hostname "$0" && exec "$@"'
 Process = subprocess.Popen[Any]
 
@@ -191,6 +195,9 @@ class Cluster:
         command(["ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", DEVICE])
         for device in ("lo", DEVICE):
             command(["ip", "-n", name, "link", "set", device, "up"])
+        with contextlib.suppress(ClusterError):  # a kernel without it keeps its own
+            in_namespace(name, ["sh", "-c", f"echo {CONGESTION} > {CONGESTION_FILE}"])
+        self.congestion = in_namespace(name, ["cat", CONGESTION_FILE]).strip()
         for namespace, device in self._ends(host):
             self._shape(host, namespace, device)
 

@@ -64,6 +64,7 @@ class Hosts:
             "kind": "emulated hosts",
             "hosts": self.size,
             "links": [str(link) for link in self.cluster.links],
+            "congestion": self.cluster.congestion,
         }
 
 

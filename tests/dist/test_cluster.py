@@ -113,6 +113,7 @@ def test_hosts_have_names_addresses_and_the_asked_speed() -> None:
             for i in range(2)
         ]
         assert names == ["host0\n10.77.0.1", "host1\n10.77.0.2"]
+        assert cluster.congestion == "cubic"  # whatever this machine's own is
         send = [sys.executable, "-c", SEND, "80e6"]
         receiver, sender = cluster.launch(send, stdout=subprocess.PIPE, text=True)
         output(sender)
