@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from dnn_bench.cluster.cluster import Cluster, Process
+from dnn_bench.cluster.cluster import CONGESTION, Cluster, Process
 from dnn_bench.cluster.system import ClusterError
 from dnn_bench.told import tells
 
@@ -21,6 +21,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, link: str = "1gbit") 
         help="speed of the links: 250mbit, unlimited, or one per host: 1gbit,250mbit (default: %(default)s)",
     )
     parser.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
+    parser.add_argument(
+        "--congestion",
+        default=CONGESTION,
+        help="congestion control of the hosts' TCP, such as bbr (default: %(default)s)",
+    )
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -41,7 +46,7 @@ def main(arguments: list[str]) -> int:
     argv = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not argv:
         raise ClusterError("which command? python -m dnn_bench cluster --hosts 2 -- COMMAND")
-    with Cluster(options.hosts, options.link, delay=options.delay) as cluster:
+    with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
         processes = [cluster.run(0, argv)] if options.first_only else cluster.launch(argv)
         return wait_for_all(processes)
 

@@ -29,9 +29,7 @@ from dnn_bench.cluster.system import ClusterError, command, in_namespace
 NETWORK = "10.77.0"
 MAX_HOSTS = 200
 DEVICE = "eth0"
-# What TCP does on most clusters. BBR, which some machines prefer, leaves a tenth of a link unused where
-# several connections share it, as those of four ranks do.
-CONGESTION = "cubic"
+CONGESTION = "cubic"  # what TCP does on most clusters, whatever this machine prefers
 CONGESTION_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"
 SET_HOSTNAME = 'hostname "$0" && exec "$@"'
 Process = subprocess.Popen[Any]
@@ -43,8 +41,8 @@ class Cluster:
     Every host has its own network stack, address (`addresses`), host name (`names`: host0, host1, …) and,
     with `ssh`, an sshd that the other hosts reach without a password. `link` is the speed of each link,
     the same in both directions (`"250mbit"`, `"1gbit"`, `"unlimited"`), or one per host (`"1gbit,250mbit"`);
-    `delay` adds latency where the kernel has netem. Hosts share the machine's files and memory; each has
-    processors of its own, where there are enough of them.
+    `delay` adds latency where the kernel has netem; `congestion` is how their TCP avoids congestion. Hosts
+    share the machine's files and memory; each has processors of its own, where there are enough of them.
     """
 
     def __init__(
@@ -53,6 +51,7 @@ class Cluster:
         link: str | Sequence[str] = "1gbit",
         *,
         delay: str | None = None,
+        congestion: str = CONGESTION,
         ssh: bool = True,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
@@ -60,6 +59,7 @@ class Cluster:
         self.links: list[Link] = links(link, hosts, delay)
         self.names = [f"host{i}" for i in range(hosts)]
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
+        self.congestion = congestion
         self._with_ssh = ssh
         self._closed = True
         self._owner = os.getpid()
@@ -195,9 +195,7 @@ class Cluster:
         command(["ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", DEVICE])
         for device in ("lo", DEVICE):
             command(["ip", "-n", name, "link", "set", device, "up"])
-        with contextlib.suppress(ClusterError):  # a kernel without it keeps its own
-            in_namespace(name, ["sh", "-c", f"echo {CONGESTION} > {CONGESTION_FILE}"])
-        self.congestion = in_namespace(name, ["cat", CONGESTION_FILE]).strip()
+        self._set_congestion(name)
         for namespace, device in self._ends(host):
             self._shape(host, namespace, device)
 
@@ -215,6 +213,18 @@ class Cluster:
                     f"the system refuses the link {self.links[host]} of host {host}: {what}; "
                     + self.links[host].advice(shaper)
                 ) from None
+
+    def _set_congestion(self, namespace: str) -> None:
+        try:
+            in_namespace(namespace, ["sh", "-c", f'echo "$0" > {CONGESTION_FILE}', self.congestion])
+        except ClusterError:
+            if self.congestion != CONGESTION:
+                known = Path(CONGESTION_FILE.replace("congestion", "available_congestion")).read_text()
+                raise ClusterError(
+                    f"the system has no congestion control {self.congestion!r}; it has: {known.strip()}"
+                ) from None
+            # Not every kernel has the usual one: what it has is as good, and the report says what it was.
+            self.congestion = in_namespace(namespace, ["cat", CONGESTION_FILE]).strip()
 
     def _write_etc(self, namespace: str) -> None:
         """The host's /etc/hosts: all hosts, and no loopback address for the machine's own name."""

@@ -112,7 +112,7 @@ def place_of(options: argparse.Namespace) -> Iterator[Place]:
             raise ValueError(f"--local needs at least one rank, not {options.local}")
         yield ThisMachine(options.local, options.threads)
         return
-    with Cluster(options.hosts, options.link, delay=options.delay) as cluster:
+    with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
         yield Hosts(cluster, options.threads)
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from dnn_bench.cluster import Cluster, ClusterError, system
+from dnn_bench.cluster.cluster import CONGESTION_FILE
 
 pytestmark = [
     pytest.mark.dist,
@@ -119,6 +120,15 @@ def test_hosts_have_names_addresses_and_the_asked_speed() -> None:
         output(sender)
         assert 80e6 < float(output(receiver)) < 108e6  # 4 MB with 0.25 MB sent at once
     assert own_namespaces(cluster.identity) == []
+
+
+def test_the_congestion_control_can_be_chosen() -> None:
+    with Cluster(hosts=1, congestion="reno", ssh=False) as cluster:
+        said = cluster.run(0, ["cat", CONGESTION_FILE], stdout=subprocess.PIPE, text=True)
+        assert output(said) == "reno"
+    refused = pytest.raises(ClusterError, match=r"no congestion control 'nothing'; it has: .*reno")
+    with refused, Cluster(hosts=1, congestion="nothing", ssh=False):
+        pass
 
 
 def test_a_slow_host_is_slow_in_both_directions() -> None:

@@ -25,6 +25,7 @@ def parser(description: str | None, link: str, transports: str, megabytes: float
     )
     made.add_argument("--hosts", type=int, default=2)
     made.add_argument("--link", default=link)
+    made.add_argument("--congestion", default="cubic", help="congestion control of the hosts' TCP")
     made.add_argument("--transports", default=transports)
     made.add_argument("--megabytes", type=float, default=megabytes)
     made.add_argument("--repeats", type=int, default=5)
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace, measure: Measure) -> int:
         return 0
     from dnn_bench.cluster import Cluster
 
-    with Cluster(arguments.hosts, arguments.link, ssh=False) as cluster:
+    with Cluster(arguments.hosts, arguments.link, congestion=arguments.congestion, ssh=False) as cluster:
         ranks = cluster.launch([sys.executable, *sys.argv], {"OMP_NUM_THREADS": "1"})
         return max(process.wait(timeout=300) for process in ranks)
 
