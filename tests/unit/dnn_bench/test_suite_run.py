@@ -13,6 +13,8 @@ from dnn_bench.runner.compare import Effort
 from dnn_bench.suite import cli, run
 from dnn_bench.suite.run import Wanted
 
+LOCAL = {"vgg_tiny": [{"name": "local", "time": 2.0}]}  # what comparisons find, where they find anything
+
 
 class FakeCluster:
     events: list[str] = []
@@ -42,7 +44,7 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def run(self) -> dict[str, Any]:
             count[0] += 1
             place = {"ranks": self.hosts, "links": ["1mbit"]}
-            what = {"job": {"model": self.model}, "place": place, "baselines": []}
+            what = {"job": {"model": self.model}, "place": place, "baselines": LOCAL.get(self.model, [])}
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
@@ -74,6 +76,18 @@ def test_one_cluster_per_model_whose_links_change(interrupted_after: list[int], 
     assert FakeCluster.events == ["2 hosts", "8mbit", "end", "2 hosts", "16mbit", "8mbit", "end"]
     assert [cell.missing for cell in cells] == [False] * 4
     assert json.loads(cells[2].path.read_text())["ratio"] == 0.5
+
+
+def test_the_next_link_fits_the_compute_that_the_comparison_found(
+    interrupted_after: list[int], tmp_path: Path
+) -> None:
+    cells = [Wanted(model, 2, ratio, tmp_path) for model in ("vgg_tiny", "mlp") for ratio in (0.5, 1.0)]
+    assert measure(cells) == [
+        "vgg_tiny, 2 hosts, ratio 0.5: 16mbit",  # for 1 s, the first look
+        "vgg_tiny, 2 hosts, ratio 1: 4mbit",  # for 2 s
+        "mlp, 2 hosts, ratio 0.5: 16mbit",
+        "mlp, 2 hosts, ratio 1: 8mbit",
+    ]
 
 
 def test_an_interrupted_cell_is_kept_and_measured_again(
