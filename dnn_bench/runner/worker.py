@@ -31,18 +31,14 @@ class Rank:
         self.trainer = baselines.start(baselines.Baseline(**baseline), make_job(job))
 
     def check(self, path: str) -> tuple[float, str] | None:
-        """First steps compared with the reference in `path`; rank 0 judges: the error, and what is wrong."""
+        """First steps compared with the references in `path`; rank 0 judges: the error, and what is wrong."""
         import torch
 
-        from dnn_bench.baselines.reference import Reference, train_together
+        from dnn_bench.baselines import reference
 
         # Mapped: only rank 0 needs the parameters in memory.
-        reference = Reference(*torch.load(path, mmap=True))
-        actual = train_together(self.trainer, reference.steps)
-        if self.trainer.rank != 0:
-            return None
-        verdict = reference.compare(actual)
-        return verdict.error, "" if verdict.right else verdict.complaint(reference.steps)
+        references = [reference.Reference(*parts) for parts in torch.load(path, mmap=True)]
+        return reference.check(self.trainer, references)
 
     def block(self, warmup: int, iterations: int) -> dict[str, Any]:
         from dnn_bench.runner.measure import run_block
@@ -116,7 +112,7 @@ def save_reference(path: str, size: int, job: dict[str, Any]) -> None:
     from dnn_bench.baselines.reference import train_alone
 
     made = train_alone(Job(**job), size)
-    torch.save((made.before, made.after, made.steps, made.tolerance), path)
+    torch.save([(one.before, one.after, one.steps, one.tolerance) for one in made], path)
 
 
 def main(arguments: list[str]) -> None:
