@@ -14,7 +14,17 @@ from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, 
 from dnn_bench.runner import environment, memory, predict
 from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.place import Place
-from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio, summarise
+from dnn_bench.runner.results import (
+    FAILED,
+    MISSING,
+    OK,
+    WRONG,
+    Row,
+    disturbances,
+    fastest,
+    paired_ratio,
+    summarise,
+)
 from dnn_bench.runner.sets import RankFailed, RankSet
 
 VERSION = 1
@@ -187,7 +197,9 @@ class Comparison:
             ranks.call("block", settle - 1, 1)
 
     def _time(self, row: Row, ranks: RankSet) -> None:
-        row.repetitions.append(ranks.call("block", self.effort.warmup, self.effort.iterations))
+        with environment.Stolen() as stolen:
+            row.repetitions.append(ranks.call("block", self.effort.warmup, self.effort.iterations))
+        row.stolen.append(stolen.share)
         # Bounds and predictions are made of these; the machine's speed changes between repetitions.
         if row.name == "local":
             self.profiles.append(ranks.call("profile", PROFILED))
@@ -224,6 +236,7 @@ class Comparison:
         order = [entry.name for entry in self.entries]
         self.rows.sort(key=lambda row: order.index(row.name))
         predictions = self._predict()
+        predictions["doubts"] += disturbances(self.rows)
         samples = self.place.size * self.job.rank_batch
         bound = predictions["bound"]
         return {

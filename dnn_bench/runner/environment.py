@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PACKAGES = ("torch", "horovod", "numpy", "numba", "commsched")
 
 
@@ -25,6 +27,26 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions(),
     }
+
+
+class Stolen:
+    """What share of the processors' time a hypervisor gave to others while a `with` block ran; 0 where the
+    system does not tell.
+    """
+
+    share = 0.0
+
+    def __enter__(self) -> Stolen:
+        self._before = psutil.cpu_times()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        after = psutil.cpu_times()
+        # What guests of this machine used is part of `user` already.
+        kinds = [kind for kind in after._fields if not kind.startswith("guest")]
+        total = sum(getattr(after, kind) - getattr(self._before, kind) for kind in kinds)
+        stolen = getattr(after, "steal", 0.0) - getattr(self._before, "steal", 0.0)
+        self.share = stolen / total if total > 0 else 0.0
 
 
 def processor() -> str:

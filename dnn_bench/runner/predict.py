@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from dnn_bench.baselines.registry import LIMIT
@@ -21,21 +21,23 @@ ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which wa
 
 
 def merge_profiles(rounds: Sequence[Sequence[dict[str, Any]]]) -> Profile:
-    """One profile from every rank's in every repetition: per layer the median of the ranks' means."""
-    return _merged([_merged([Profile.from_dict(each) for each in ranks], mean) for ranks in rounds], median)
-
-
-def _merged(profiles: Sequence[Profile], average: Callable[[Iterable[float]], float]) -> Profile:
+    """One profile from every rank's in every repetition: of each repetition the slowest rank's, for which the
+    others wait; per layer the median over the repetitions.
+    """
+    profiles = [
+        max((Profile.from_dict(each) for each in ranks), key=lambda profile: profile.compute)
+        for ranks in rounds
+    ]
     layers = tuple(
         Layer(
             same[0].name,
-            average([layer.forward for layer in same]),
-            average([layer.backward for layer in same]),
+            median(layer.forward for layer in same),
+            median(layer.backward for layer in same),
             same[0].bytes,
         )
         for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    update = average([profile.update_per_byte for profile in profiles])
+    update = median(profile.update_per_byte for profile in profiles)
     return Profile(profiles[0].name, layers, update, profiles[0].source)
 
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dnn_bench.baselines.registry import LIMIT
+
 OK, WRONG, FAILED, MISSING = "ok", "wrong", "failed", "missing"
 Block = dict[str, Any]
+DISTURBED = 0.05  # of the processors' time taken by others, beyond which it is said
 
 
 @dataclass
@@ -22,16 +25,24 @@ class Row:
     reason: str = ""
     error: float | None = None  # of the first steps, relative to one process
     repetitions: list[list[Block]] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)  # share of the processors' time, per repetition
     predicted: float | None = None
     trace: dict[str, Any] | None = None
 
     @property
     def times(self) -> list[float]:
-        """Seconds per iteration, one figure per repetition: the mean over its iterations and ranks."""
-        return [
-            statistics.mean(statistics.mean(block["iterations"]) for block in blocks)
-            for blocks in self.repetitions
-        ]
+        """Seconds per iteration, one figure per repetition.
+
+        Ranks that exchange gradients keep step, and their mean is the steadiest figure. The ranks of a limit
+        do not wait for each other: a job is as fast as the slowest of them.
+        """
+        whole = max if self.kind == LIMIT else statistics.mean
+        return [whole(ranks) for ranks in self.by_rank]
+
+    @property
+    def by_rank(self) -> list[list[float]]:
+        """Each rank's mean over its iterations, per repetition."""
+        return [[statistics.mean(block["iterations"]) for block in blocks] for blocks in self.repetitions]
 
     @property
     def recorded(self) -> bool:
@@ -88,6 +99,8 @@ def _figures(
         "low": min(row.times),
         "high": max(row.times),
         "times": row.times,
+        "by_rank": row.by_rank,
+        "stolen": row.stolen,
         "throughput": None if row.name == "wire" else samples / time,
         "throughputs": [samples / value for value in row.times],
         "forward": statistics.mean(block["forward"] for block in blocks),
@@ -130,6 +143,19 @@ def paired_ratio(row: Row, other: Row | None) -> float | None:
     if other is None:
         return None
     return statistics.median(a / b for a, b in zip(row.times, other.times, strict=False))
+
+
+def disturbances(rows: Sequence[Row]) -> list[str]:
+    """What others on the same physical machine took."""
+    shares = [(share, row.name) for row in rows for share in row.stolen]
+    worst, name = max(shares, default=(0.0, ""))
+    if worst <= DISTURBED:
+        return []
+    usual = statistics.mean(share for share, _ in shares)
+    return [
+        f"others on this physical machine took {worst:.0%} of the processors' time while {name} was timed"
+        f" (steal; {usual:.1%} on average): take more repetitions, or another hour"
+    ]
 
 
 def to_limit(row: Row, floor: Row | None, bound: float | None) -> float | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dnn_bench.runner.results import FAILED, WRONG, Row, paired_ratio, split, summarise
+from dnn_bench.runner.results import FAILED, WRONG, Row, disturbances, paired_ratio, split, summarise
 
 
 def block(*seconds: float, cpu: float = 0.5, sent: float = 1000.0) -> dict[str, object]:
@@ -27,6 +27,24 @@ def test_a_repetition_is_the_mean_over_iterations_and_ranks() -> None:
         "x", "peer", "", repetitions=[[block(1.0, 2.0), block(2.0, 5.0)], [block(4.0, 4.0), block(4.0, 4.0)]]
     )
     assert both.times == [2.5, 4.0]
+
+
+def test_a_limit_is_its_slowest_rank_s() -> None:
+    """On two cores of which one was a quarter slower, schedules seemed to be far above a floor that was the
+    mean of both: they wait for the slower one.
+    """
+    floor = Row("floor", "limit", "", repetitions=[[block(1.0, 1.0), block(1.5, 1.1)]])
+    assert floor.by_rank == [[1.0, 1.3]]
+    assert floor.times == [1.3]
+
+
+def test_time_taken_by_other_machines_is_said() -> None:
+    quiet, robbed = row("ddp", 1.0, 1.0), row("auto", 1.0, 1.0, kind="commsched")
+    quiet.stolen, robbed.stolen = [0.0, 0.04], [0.01, 0.31]
+    (line,) = disturbances([quiet, robbed])
+    assert "31% of the processors' time while auto was timed" in line and "9.0% on average" in line
+    assert disturbances([quiet]) == disturbances([]) == []
+    assert by_name([robbed])["auto"]["stolen"] == [0.01, 0.31]
 
 
 def test_time_is_the_median_over_repetitions_and_the_spread_its_extremes() -> None:
