@@ -153,6 +153,9 @@ class ProgressWatcher:
         self.done += 1
         self.progress.update(self.task, completed=self.done, description=what)
 
+    def more(self, what: str) -> None:
+        self.progress.update(self.task, description=what)
+
 
 class LineWatcher:
     """The same as lines, for a log file."""
@@ -163,6 +166,10 @@ class LineWatcher:
     def step(self, what: str) -> None:
         self.done += 1
         print(f"[{self.done}/{self.total}] {what}", file=sys.stderr, flush=True)
+
+    def more(self, what: str) -> None:
+        self.done -= 1
+        self.step(what)
 
 
 def save(report: dict[str, Any], options: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ VERSION = 1
 SETTLE = {OURS: 8}
 FEW = 3  # where there is no check
 ENOUGH = 2  # repetitions before a slow peer is given up
+TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 PROFILED = 2  # iterations in which layers are timed, after each timing of a limit
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
 
@@ -49,11 +50,13 @@ class Effort:
 
 
 class Watcher(Protocol):
-    """Is told what goes on; `total` is the number of steps if everything goes well."""
+    """Is told what goes on; `total` is the number of steps, `more` a further try of the last one."""
 
     def begin(self, total: int) -> None: ...
 
     def step(self, what: str) -> None: ...
+
+    def more(self, what: str) -> None: ...
 
 
 @dataclass
@@ -78,7 +81,9 @@ class Comparison:
             self._crew = self.crew or stack.enter_context(Crew())
             self._need = memory.check_fit(self.job, self.place.size)
             new = [entry for entry in self.entries if entry.name not in self._crew]
-            self.watcher.begin(2 * len(new) + len(self.entries) * self.effort.repetitions)
+            timings = len(self.entries) * self.effort.repetitions
+            self._spare = timings  # measurements that may be taken again: at most, all takes twice as long
+            self.watcher.begin(2 * len(new) + timings)
             together = True
             try:
                 self.reference = self._crew.reference(self.job, self.place.size)
@@ -197,16 +202,26 @@ class Comparison:
             ranks.call("block", settle - 1, 1)
 
     def _time(self, row: Row, ranks: RankSet) -> None:
-        with environment.Stolen() as stolen:
-            row.repetitions.append(ranks.call("block", self.effort.warmup, self.effort.iterations))
-        row.stolen.append(stolen.share)
+        blocks, stolen = self._undisturbed(row, ranks, "block", self.effort.warmup, self.effort.iterations)
+        row.repetitions.append(blocks)
+        row.stolen.append(stolen)
         # Bounds and predictions are made of these; the machine's speed changes between repetitions.
         if row.name == "local":
-            self.profiles.append(ranks.call("profile", PROFILED))
+            self.profiles.append(self._undisturbed(row, ranks, "profile", PROFILED)[0])
         if row.name == "floor":
-            self.profiles_beside.append(ranks.call("profile", PROFILED))
+            self.profiles_beside.append(self._undisturbed(row, ranks, "profile", PROFILED)[0])
         if row.name == "wire":
-            self.link_samples.append(ranks.call("link"))
+            self.link_samples.append(self._undisturbed(row, ranks, "link")[0])
+
+    def _undisturbed(
+        self, row: Row, ranks: RankSet, command: str, *arguments: int
+    ) -> tuple[list[Any], float]:
+        def again(share: float) -> None:
+            self._spare -= 1
+            self.watcher.more(f"timing {row.name} again: others took {share:.0%} of the processors' time")
+
+        tries = min(TRIES, 1 + self._spare)
+        return environment.least_disturbed(lambda: ranks.call(command, *arguments), tries, again)
 
     def _trace(self, row: Row, ranks: RankSet) -> None:
         row.trace = ranks.call("trace")[0]

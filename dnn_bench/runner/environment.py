@@ -7,12 +7,15 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 PACKAGES = ("torch", "horovod", "numpy", "numba", "commsched")
+DISTURBED = 0.05  # of the processors' time taken by others, beyond which a measurement is taken again
+T = TypeVar("T")
 
 
 def describe() -> dict[str, Any]:
@@ -47,6 +50,23 @@ class Stolen:
         total = sum(getattr(after, kind) - getattr(self._before, kind) for kind in kinds)
         stolen = getattr(after, "steal", 0.0) - getattr(self._before, "steal", 0.0)
         self.share = stolen / total if total > 0 else 0.0
+
+
+def least_disturbed(
+    measure: Callable[[], T], tries: int, again: Callable[[float], None] = lambda share: None
+) -> tuple[T, float]:
+    """What `measure` returns, and the share that was stolen meanwhile: of the first try that others left
+    alone, or of the least disturbed one. Which one counts depends on what was stolen, never on what was
+    measured. `again` is told the share before each further try.
+    """
+    found: list[tuple[T, float]] = []
+    while len(found) < tries and (not found or found[-1][1] > DISTURBED):
+        if found:
+            again(found[-1][1])
+        with Stolen() as stolen:
+            result = measure()
+        found.append((result, stolen.share))
+    return min(found, key=lambda one: one[1])
 
 
 def processor() -> str:

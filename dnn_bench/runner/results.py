@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dnn_bench.baselines.registry import LIMIT
+from dnn_bench.runner.environment import DISTURBED
 
 OK, WRONG, FAILED, MISSING = "ok", "wrong", "failed", "missing"
 Block = dict[str, Any]
-DISTURBED = 0.05  # of the processors' time taken by others, beyond which it is said
 
 
 @dataclass
@@ -153,8 +153,8 @@ def disturbances(rows: Sequence[Row]) -> list[str]:
         return []
     usual = statistics.mean(share for share, _ in shares)
     return [
-        f"others on this physical machine took {worst:.0%} of the processors' time while {name} was timed"
-        f" (steal; {usual:.1%} on average): take more repetitions, or another hour"
+        f"others on this physical machine took {worst:.0%} of the processors' time while {name} was timed,"
+        f" in every try (steal; {usual:.1%} on average): take more repetitions, or another hour"
     ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from dnn_bench import baselines
 from dnn_bench.baselines import Baseline, Job
+from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.place import ThisMachine
 
@@ -31,12 +32,16 @@ class Watcher:
 
     def __init__(self) -> None:
         self.steps: list[str] = []
+        self.further: list[str] = []
 
     def begin(self, total: int) -> None:
         self.total = total
 
     def step(self, what: str) -> None:
         self.steps.append(what)
+
+    def more(self, what: str) -> None:
+        self.further.append(what)
 
 
 def compare(
@@ -103,6 +108,21 @@ def test_an_interruption_keeps_what_was_measured(how: type[BaseException]) -> No
     found = compare(LOCAL, baselines.get("ddp"), watcher=SecondRound())
     assert found[""]["interrupted"] is True
     assert len(found["local"]["times"]) == 2 and len(found["ddp"]["times"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_machine_that_is_always_disturbed_takes_twice_as_long_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Robbed(environment.Stolen):
+        def __exit__(self, *error: object) -> None:
+            self.share = 0.3
+
+    monkeypatch.setattr(environment, "Stolen", Robbed)
+    watcher = Watcher()
+    found = compare(LOCAL, watcher=watcher)
+    assert watcher.further == ["timing local again: others took 30% of the processors' time"] * 2
+    assert len(found["local"]["times"]) == 2 and found["local"]["stolen"] == [0.3, 0.3]  # type: ignore[arg-type]
+    assert "30% of the processors' time while local was timed" in found[""]["doubts"][0]  # type: ignore[index]
 
 
 def test_a_rank_that_dies_fails_only_its_baseline() -> None:

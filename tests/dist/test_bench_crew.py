@@ -26,6 +26,9 @@ class Steps(list[str]):
     def step(self, what: str) -> None:
         self.append(what)
 
+    def more(self, what: str) -> None:
+        pass
+
 
 def entries(*names: str) -> list[Baseline]:
     return [baselines.get(name) for name in names]

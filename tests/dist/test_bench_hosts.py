@@ -28,6 +28,9 @@ class Silent:
     def step(self, what: str) -> None:
         pass
 
+    def more(self, what: str) -> None:
+        pass
+
 
 def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """The report, and its rows by name."""
