@@ -253,7 +253,7 @@ class Comparison:
         predictions = self._predict()
         predictions["doubts"] += disturbances(self.rows)
         samples = self.place.size * self.job.rank_batch
-        bound = predictions["bound"]
+        bounds = predictions["bounds"]
         return {
             "version": VERSION,
             "kind": "compare",
@@ -263,22 +263,24 @@ class Comparison:
             "place": {**self.place.describe(), "ranks": self.place.size, "rate": self.place.rate},
             "effort": {**asdict(self.effort), "interleaved": together},
             **predictions,
-            "baselines": summarise(self.rows, samples=samples, bound=bound, rate=self.place.rate),
+            "baselines": summarise(self.rows, samples=samples, bounds=bounds, rate=self.place.rate),
         }
 
     def _predict(self) -> dict[str, Any]:
         """What the scheduler makes of the measured profile and link; its failures cost no measurement."""
         found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
-        found |= {"scaling": {}, "doubts": []}
+        found |= {"bounds": [], "bounds_beside": [], "scaling": {}, "doubts": []}
         if not self.profiles or not self.link_samples:
             return found
         try:
             link, profile = predict.fit_link(self.link_samples), predict.merge_profiles(self.profiles)
             found |= {"profile": profile.to_dict(), "link": link.to_dict()}
             found["bound"] = predict.bound_of(profile, link)
+            found["bounds"] = predict.bounds_of(self.profiles, self.profiles, link)
             if self.profiles_beside:
                 profile = predict.with_times_of(profile, predict.merge_profiles(self.profiles_beside))
                 found["bound_beside"] = predict.bound_of(profile, link)
+                found["bounds_beside"] = predict.bounds_of(self.profiles, self.profiles_beside, link)
         except ValueError as error:
             found["doubts"].append(f"no lower bound and no predictions: {error}")
             return found

@@ -15,12 +15,13 @@ from scheduler.link import Link, Network, fit
 from scheduler.profile import Layer, Profile
 from scheduler.simulator import simulate
 
+Rounds = Sequence[Sequence[dict[str, Any]]]  # profiles, of every repetition every rank's
 SCALES = (2, 4, 8, 16, 32)
 ROUGH_FIT = 0.15  # error of the link's fit beyond which it is said
 ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which was measured too
 
 
-def merge_profiles(rounds: Sequence[Sequence[dict[str, Any]]]) -> Profile:
+def merge_profiles(rounds: Rounds) -> Profile:
     """One profile from every rank's in every repetition: of each repetition the slowest rank's, for which the
     others wait; per layer the median over the repetitions.
     """
@@ -77,6 +78,13 @@ def doubts(link: Link, bound: float, rows: Sequence[Row]) -> list[str]:
 
 def bound_of(profile: Profile, link: Link) -> float:
     return lower_bound(profile, link)
+
+
+def bounds_of(alone: Rounds, compute: Rounds, link: Link) -> list[float]:
+    """The lower bound of every repetition, for the layers' times in `compute`."""
+    pairs = zip(alone, compute, strict=False)
+    profiles = [with_times_of(merge_profiles([one]), merge_profiles([other])) for one, other in pairs]
+    return [bound_of(profile, link) for profile in profiles]
 
 
 def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float | None:

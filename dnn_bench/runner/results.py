@@ -55,13 +55,15 @@ class Row:
 
 
 def summarise(
-    rows: Sequence[Row], *, samples: int, bound: float | None, rate: float | None
+    rows: Sequence[Row], *, samples: int, bounds: Sequence[float], rate: float | None
 ) -> list[dict[str, Any]]:
-    """Figures per row; `samples` is the global batch, `rate` a link's bytes per second."""
+    """Figures per row; `samples` is the global batch, `bounds` the lower bound in each repetition, `rate` a
+    link's bytes per second.
+    """
     by_name = {row.name: row for row in rows if row.measured}
     local, floor = by_name.get("local"), by_name.get("floor")
     best = fastest(rows, "peer")
-    return [_figures(row, local, floor, best, samples, bound, rate) for row in rows]
+    return [_figures(row, local, floor, best, samples, bounds, rate) for row in rows]
 
 
 def fastest(rows: Sequence[Row], kind: str) -> Row | None:
@@ -76,7 +78,7 @@ def _figures(
     floor: Row | None,
     best: Row | None,
     samples: int,
-    bound: float | None,
+    bounds: Sequence[float],
     rate: float | None,
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {
@@ -112,7 +114,7 @@ def _figures(
         "utilisation": sent / rate / time if rate else None,
         **split(row, local, floor),
         "to_floor": paired_ratio(row, floor),
-        "to_limit": to_limit(row, floor, bound),
+        "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
         "to_best_peer": paired_ratio(row, best),
         "best_peer": best.name if best else None,
     }
@@ -158,7 +160,11 @@ def disturbances(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def to_limit(row: Row, floor: Row | None, bound: float | None) -> float | None:
-    """Ratio to the larger of the floor and the scheduler's lower bound."""
-    limits = ([statistics.median(floor.times)] if floor else []) + ([bound] if bound else [])
-    return statistics.median(row.times) / max(limits) if limits else None
+def to_limit(times: Sequence[float], floors: Sequence[float], bounds: Sequence[float]) -> float | None:
+    """Ratio to the larger of the floor and the scheduler's lower bound of the same repetition (their median),
+    so that the machine's drift cancels.
+    """
+    both = [max(pair) for pair in zip(floors, bounds, strict=False)]
+    limits = both or floors or bounds
+    pairs = zip(times, limits, strict=False)
+    return statistics.median(time / limit for time, limit in pairs) if limits else None

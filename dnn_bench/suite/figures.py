@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dnn_bench.baselines.registry import AS_THEY_COME
+from dnn_bench.runner.results import to_limit
 
 Report = dict[str, Any]
 Figures = dict[str, Any]  # of one baseline, as a report has them
@@ -27,6 +28,8 @@ class Cell:
     bound: float | None  # for the compute alone
     bound_beside: float | None  # for the compute beside the same traffic
     schedule: str
+    bounds: tuple[float, ...] = ()  # the same in each repetition
+    bounds_beside: tuple[float, ...] = ()
     doubts: tuple[str, ...] = ()  # what makes bounds and predictions uncertain
 
     @property
@@ -46,10 +49,10 @@ class Cell:
     def time(self, name: str) -> float | None:
         return self.rows[name]["time"] if name in self.rows else None
 
-    def to_limit(self, bound: float | None) -> float | None:
-        """Ratio to the larger of the floor and this bound."""
-        floor = self.time("floor")
-        return self.ours["time"] / max(floor, bound) if floor and bound else None
+    def to_limit(self, bounds: Sequence[float]) -> float | None:
+        """Ratio to the larger of the floor and these bounds."""
+        floors = self.rows["floor"]["times"] if "floor" in self.rows else []
+        return to_limit(self.ours["times"], floors, bounds) if floors and bounds else None
 
     def over(self, name: str | None) -> float | None:
         """The median over repetitions, so that the machine's drift cancels."""
@@ -84,6 +87,8 @@ def cell_of(report: Report, schedule: str) -> Cell | None:
         rows=rows,
         bound=report.get("bound"),
         bound_beside=report.get("bound_beside"),
+        bounds=tuple(report.get("bounds", ())),
+        bounds_beside=tuple(report.get("bounds_beside", ())),
         schedule=schedule,
         doubts=tuple(report.get("doubts", ())),
     )

@@ -50,7 +50,7 @@ def ratios(cells: Sequence[Cell]) -> str:
     header += [f"`{name}` / `{ours}`" for name in AS_THEY_COME]
     rows = []
     for cell in cells:
-        found = [cell.ratio_measured, cell.to_limit(cell.bound), cell.to_limit(cell.bound_beside)]
+        found = [cell.ratio_measured, cell.to_limit(cell.bounds), cell.to_limit(cell.bounds_beside)]
         found += [cell.over(name) for name in (cell.best_peer, *AS_THEY_COME)]
         rows.append(place(cell) + [two(value) for value in found])
     return table(header, rows)

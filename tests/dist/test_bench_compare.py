@@ -186,6 +186,8 @@ def check_limits(report: dict[str, Any]) -> None:
     assert report["link"]["beta"] > 0
     assert report["bound"] >= sum(layer["forward"] + layer["backward"] for layer in layers)
     assert report["bound_beside"] > 0
+    assert len(report["bounds"]) == len(report["bounds_beside"]) == report["effort"]["repetitions"]
+    assert min(report["bounds"]) <= report["bound"] * 1.5 and max(report["bounds"]) >= report["bound"] / 1.5
     assert next(entry for entry in report["baselines"] if entry["name"] == "floor")["to_floor"] == 1.0
 
 

@@ -30,7 +30,8 @@ def report(model: str = "mlp", ratio: float = 1.0, hosts: int = 2, **times: list
     rows.append({"name": "fsdp2", "kind": "peer", "status": "missing"})
     place = {"ranks": hosts, "links": ["1gbit"] * hosts}
     whole = {"job": {"model": model}, "place": place, "baselines": rows, "interrupted": False}
-    return {**whole, "ratio": ratio, "bound": 0.7, "bound_beside": 0.9}
+    bounds = {"bounds": [0.7, 7.0, 0.7], "bounds_beside": [0.9, 9.0, 0.9]}
+    return {**whole, "ratio": ratio, "bound": 0.7, "bound_beside": 0.9, **bounds}
 
 
 def cells(*reports: dict[str, Any]) -> list[Any]:
@@ -45,12 +46,15 @@ def test_the_link_that_makes_communication_as_long_as_compute() -> None:
 
 
 def test_a_cell_compares_within_repetitions() -> None:
-    (cell,) = cells(report(ddp=[2.0, 20.0, 2.2], ddp_4mb=[1.5, 15.0], auto=[1.0, 10.0, 1.1]))
+    drifting: dict[str, list[float]] = {"floor": [0.8, 8.0, 0.8], "auto": [1.0, 10.0, 1.1]}
+    (cell,) = cells(report(ddp=[2.0, 20.0, 2.2], ddp_4mb=[1.5, 15.0], **drifting))
     assert cell.over("ddp") == pytest.approx(2.0)
     assert cell.over("ddp_4mb") == pytest.approx(1.5)  # it was given up after two
     assert cell.over("fsdp2") is None and cell.over(None) is None
     assert cell.best_peer == "ddp"
-    assert (cell.to_limit(cell.bound), cell.to_limit(cell.bound_beside)) == (1.1 / 0.8, 1.1 / 0.9)
+    assert cell.to_limit(cell.bounds) == pytest.approx(1.0 / 0.8)
+    assert cell.to_limit(cell.bounds_beside) == pytest.approx(1.0 / 0.9)
+    assert cell.to_limit(()) is None
     assert cells(report(ddp=[2.0])) == []
 
 
