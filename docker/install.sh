@@ -79,8 +79,15 @@ check_compiler() {
 
 has_mpi() { command -v mpirun >/dev/null && command -v mpicxx >/dev/null; }
 
+# A machine that has just started often updates itself. `install` waits for that; `update` does not, so it is tried again.
 install_debian_packages() {
-    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+    local pause
+    for pause in 5 10 20 40 0; do
+        if apt-get update; then break; fi
+        [ "$pause" != 0 ] || return
+        sleep "$pause"
+    done
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
 }
 
 check_mpi() {

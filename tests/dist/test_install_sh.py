@@ -1,8 +1,12 @@
 """docker/install.sh: says what is wrong in one line, and does nothing twice."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +67,27 @@ def test_no_mpi(checkout: Path, path: Path, missing: str) -> None:
     result = install(checkout, path=path)
     assert_one_error(result, "no MPI", "openmpi-bin libopenmpi-dev", "COMMSCHED_WITHOUT_MPI=1")
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("apt-get") is None, reason="needs root and apt-get")
+@pytest.mark.parametrize("lock", ["/var/lib/apt/lists/lock", "/var/lib/dpkg/lock-frontend"])
+def test_waits_for_another_apt(checkout: Path, path: Path, lock: str) -> None:
+    """A new machine was updating itself when dist.sh was started, which gave up at once."""
+    (path / "mpirun").unlink()
+    for tool in ("apt-get", "dpkg"):
+        (path / tool).symlink_to(str(shutil.which(tool)))
+    results: list[subprocess.CompletedProcess[str]] = []
+    running = threading.Thread(target=lambda: results.append(install(checkout, path=path)))
+    with open(lock, "r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        running.start()
+        time.sleep(4)
+        gave_up = bool(results)
+    running.join(300)
+    assert not gave_up, results[0].stderr
+    # Both packages were there: only this PATH has no mpirun.
+    assert_one_error(results[0], "no MPI")
 
 
 def test_no_python(checkout: Path, path: Path) -> None:
