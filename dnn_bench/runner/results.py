@@ -148,8 +148,8 @@ def paired_ratio(row: Row, other: Row | None) -> float | None:
 
 
 def disturbances(rows: Sequence[Row]) -> list[str]:
-    """What others on the same physical machine took."""
-    shares = [(share, row.name) for row in rows for share in row.stolen]
+    """What others on the same physical machine took while something computed."""
+    shares = [(share, row.name) for row in rows if row.name != "wire" for share in row.stolen]
     worst, name = max(shares, default=(0.0, ""))
     if worst <= DISTURBED:
         return []

@@ -119,10 +119,12 @@ def test_a_machine_that_is_always_disturbed_takes_twice_as_long_at_most(
 
     monkeypatch.setattr(environment, "Stolen", Robbed)
     watcher = Watcher()
-    found = compare(LOCAL, watcher=watcher)
-    assert watcher.further == ["timing local again: others took 30% of the processors' time"] * 2
+    found = compare(LOCAL, baselines.get("wire"), watcher=watcher)
+    # The wire is timed once: no processor decides its time.
+    assert watcher.further == ["timing local again: others took 30% of the processors' time"] * 4
     assert len(found["local"]["times"]) == 2 and found["local"]["stolen"] == [0.3, 0.3]  # type: ignore[arg-type]
-    assert "30% of the processors' time while local was timed" in found[""]["doubts"][0]  # type: ignore[index]
+    doubts = found[""]["doubts"]  # others may concern the link
+    assert any("30% of the processors' time while local was timed" in doubt for doubt in doubts)  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_dies_fails_only_its_baseline() -> None:

@@ -25,7 +25,7 @@ def parser(description: str | None, link: str, transports: str, megabytes: float
     )
     made.add_argument("--hosts", type=int, default=2)
     made.add_argument("--link", default=link)
-    made.add_argument("--congestion", default="cubic", help="congestion control of the hosts' TCP")
+    made.add_argument("--congestion", default="reno", help="congestion control of the hosts' TCP")
     made.add_argument("--transports", default=transports)
     made.add_argument("--megabytes", type=float, default=megabytes)
     made.add_argument("--repeats", type=int, default=5)

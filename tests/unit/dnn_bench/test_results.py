@@ -43,7 +43,9 @@ def test_time_taken_by_other_machines_is_said() -> None:
     quiet.stolen, robbed.stolen = [0.0, 0.04], [0.01, 0.31]
     (line,) = disturbances([quiet, robbed])
     assert "31% of the processors' time while auto was timed" in line and "9.0% on average" in line
-    assert disturbances([quiet]) == disturbances([]) == []
+    wire = row("wire", 1.0, 1.0, kind="limit")
+    wire.stolen = [0.2, 0.18]
+    assert disturbances([quiet]) == disturbances([]) == disturbances([wire]) == []
     assert by_name([robbed])["auto"]["stolen"] == [0.01, 0.31]
 
 
