@@ -2,10 +2,9 @@
 
 import signal
 
-import psutil
 import pytest
 
-from tests.support.launch import carries, run_ranks, start_ranks
+from tests.support.launch import run_ranks, start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -49,7 +48,7 @@ def test_a_timeout_shows_the_output_and_kills() -> None:
             for rank in range(2):
                 ranks.wait_for_output(rank, "before the hang")
             ranks.wait(timeout=2)
-    assert not [p for p in psutil.process_iter() if carries(p, ranks.mark)]
+    assert not ranks.left_behind(0.0)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun-env", "horovodrun"])
@@ -75,4 +74,24 @@ def test_a_process_left_behind_fails_the_test() -> None:
         with start_ranks(source, nprocs=1) as ranks:
             ranks.grace = 0.5
             ranks.wait()
-    assert not [p for p in psutil.process_iter() if carries(p, ranks.mark)]
+    assert not ranks.left_behind(0.0)
+
+
+TELL = """
+    import os, sys
+    forked = "torch" in sys.modules  # nobody has imported it here
+    print(forked, os.getcwd() == os.path.dirname(sys.argv[0]), os.getsid(0) == os.getpid(), os.environ["RANK"],
+          os.environ.get("COMMSCHED_X"), hash("a string"), flush=True)
+"""
+
+
+def test_ranks_are_forked_each_with_a_session_an_environment_and_a_seed_of_hashes() -> None:
+    results = run_ranks(TELL, nprocs=3, env={"COMMSCHED_X": "y"}, check=True)
+    told = [result.stdout.split() for result in results]
+    assert [words[:5] for words in told] == [["True", "True", "True", str(rank), "y"] for rank in range(3)]
+    assert len({words[5] for words in told}) == 3
+
+
+def test_what_is_read_before_the_fork_makes_a_process_of_its_own() -> None:
+    (result,) = run_ranks(TELL, nprocs=1, env={"PYTHONHASHSEED": "0"}, check=True)
+    assert result.stdout.startswith("False True True 0 None")

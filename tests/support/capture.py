@@ -24,4 +24,5 @@ def main() -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-main()
+if __name__ == "__main__":
+    main()

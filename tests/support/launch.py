@@ -11,7 +11,8 @@ it needs. To act on ranks while they run:
         ranks.kill(1)
         results = ranks.wait(timeout=30)
 
-Every process carries a mark in its environment. Leaving the block kills all that carry it, however the
+Ranks that no launcher starts come from a nursery where they can. Every process carries a mark in its
+environment or, forked there, has a session of its own. Leaving the block kills all of them, however the
 launcher has regrouped them, and fails when `wait` had said that all was over and some were still there.
 """
 
@@ -28,7 +29,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,7 @@ from types import TracebackType
 import psutil
 
 from dnn_bench.runner.ports import HeldPort
+from tests.support import nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
@@ -129,26 +131,33 @@ class Ranks:
         self.mark = uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         script = program_file(program, self.folder)
-        capture = [sys.executable, str(CAPTURE), str(self.folder), str(script), *args]
+        self.arguments = [str(CAPTURE), str(self.folder), str(script), *args]
         base = clean_environment({MARK: self.mark} | dict(env))
         self.port = HeldPort()
-        prefix = launcher_command(launcher, nprocs, self.port.number)
+        self.prefix = launcher_command(launcher, nprocs, self.port.number)
         one_by_one = launcher == "torchrun-env"
         environments = torchrun_environments(base, nprocs, self.port.number) if one_by_one else [base]
-        self.processes = [
-            subprocess.Popen(
-                prefix + capture,
+        self.sessions: set[int] = set()
+        self.processes = [self.start(i, environment) for i, environment in enumerate(environments)]
+        self.over = False
+        self.grace = 60.0  # seconds in which what the ranks have started must end, too
+
+    def start(self, index: int, environment: Mapping[str, str]) -> nursery.Forked | subprocess.Popen[bytes]:
+        output = self.folder / f"launcher.{index}.out"
+        if not self.prefix and nursery.can_fork(environment):
+            forked = nursery.spawn(index, self.arguments, environment, self.folder, output)
+            self.sessions.add(forked.pid)
+            return forked
+        with output.open("w") as file:
+            return subprocess.Popen(
+                [*self.prefix, sys.executable, *self.arguments],
                 env=environment,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=(self.folder / f"launcher.{i}.out").open("w"),
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            for i, environment in enumerate(environments)
-        ]
-        self.over = False
-        self.grace = 60.0  # seconds in which what the ranks have started must end, too
 
     def __enter__(self) -> Ranks:
         return self
@@ -160,8 +169,8 @@ class Ranks:
         names = [f"{p.pid} {' '.join(p.cmdline()[:4])}" for p in left if p.is_running()] if self.over else []
         for process in left:
             kill_quietly(process)
-        for popen in self.processes:
-            popen.wait(60)
+        for started in self.processes:
+            started.wait(60)
         # Killed is not gone: a busy machine takes its time to end a process.
         self.left_behind(60)
         self.port.close()
@@ -170,10 +179,10 @@ class Ranks:
             raise AssertionError(f"processes were left behind: {names}")
 
     def left_behind(self, grace: float) -> list[psutil.Process]:
-        """Processes with our mark that still run after `grace` seconds."""
+        """Our processes that still run after `grace` seconds."""
         deadline = time.monotonic() + grace
         while True:
-            left = [p for p in psutil.process_iter() if carries(p, self.mark)]
+            left = [p for p in psutil.process_iter() if carries(p, self.mark, self.sessions)]
             if not left or time.monotonic() >= deadline:
                 return left
             time.sleep(0.05)
@@ -246,9 +255,11 @@ def explicit(base: Mapping[str, str]) -> dict[str, str]:
     return {k: base[k] for k in LAUNCH_NAMES if k in base}
 
 
-def carries(process: psutil.Process, mark: str) -> bool:
+def carries(process: psutil.Process, mark: str, sessions: Collection[int] = ()) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return process.environ().get(MARK) == mark or os.getsid(process.pid) in sessions
     except (psutil.Error, OSError):
         return False
 
