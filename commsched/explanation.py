@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm_core.engine import OPS
-from scheduler.bound import lower_bound
-from scheduler.profile import Profile
-from scheduler.program import Program
-from scheduler.simulator import simulate
+from scheduler.bounds.bound import lower_bound
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.simulate.simulator import simulate
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from commsched.flow.sharded import ShardedFlow
 from commsched.flow.shards import swapped
 from commsched.flow.updates import DeferredUpdate, is_separable, plain_step
 from commsched.naming import later_names
-from scheduler.profile import Profile
+from scheduler.ir.profile import Profile
 
 
 class DistributedMethods(Optimizer):

@@ -24,8 +24,8 @@ from commsched.methods import DistributedMethods, make_driver
 from commsched.naming import checked_names, group_indices
 from commsched.runtime.ops import Average
 from commsched.runtime.process_sets import ProcessSet, global_process_set
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
 
 
 def DistributedOptimizer(

@@ -183,7 +183,7 @@ compile_kernels() {
     say "compiling the scheduler's kernels ..."
     "$PYTHON" >"$LOGS/kernels.log" 2>&1 -c '
 from scheduler import policies, profiles
-from scheduler.link import Link
+from scheduler.ir.link import Link
 for gather in ("gradients", "parameters"):
     policies.plan(profiles.shipped("resnet50"), Link(1e-4, 1e-9), "optimal", gather=gather, budget=1000)' ||
         say "the first plan will take longer: $(tail -n 1 "$LOGS/kernels.log")"

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler import policies, profiles
-from scheduler.bound import lower_bound, startup_bound
-from scheduler.link import Link
-from scheduler.profile import Profile
-from scheduler.simulator import simulate
+from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.simulate.simulator import simulate
 
 RATIOS = (0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 10.0)
 """Seconds that all bytes take on the link, RS and AG, for each second of compute."""

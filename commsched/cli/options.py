@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from scheduler import policies, profiles
-from scheduler.link import ALGORITHMS, Level, Link, Network
-from scheduler.profile import Profile
+from scheduler.ir.link import ALGORITHMS, Level, Link, Network
+from scheduler.ir.profile import Profile
 
 DEFAULT_RANKS = 2
 ALL_REDUCE_POLICIES = ("wfbp", "mgwfbp", "bytescheduler")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 _PIPE_WIDTH = 160
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from commsched.cli import options
 from commsched.cli.output import console
 from scheduler import profiles
-from scheduler.link import Level
-from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.partition import RECOMPUTE, partition
-from scheduler.pipeline.report import examine
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Level
+from scheduler.pipelines.planner.partition import RECOMPUTE, partition
+from scheduler.pipelines.report import examine
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>|k|m|g|t)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -8,8 +8,8 @@ from pathlib import Path
 from commsched.cli import options
 from commsched.cli.output import console, plan_table
 from scheduler import policies
-from scheduler.simulator import simulate
-from scheduler.validator import validate
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

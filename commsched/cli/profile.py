@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from commsched.cli.output import console, milliseconds, table
-from scheduler.graph_txt import write_graph
-from scheduler.link import Link
-from scheduler.profile import Profile
+from scheduler.formats.graph_txt import write_graph
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

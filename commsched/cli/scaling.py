@@ -12,9 +12,9 @@ from typing import Any
 from commsched.cli import options
 from commsched.cli.output import console, milliseconds, ratio, table
 from scheduler import policies
-from scheduler.bound import lower_bound
-from scheduler.profile import Profile
-from scheduler.simulator import simulate
+from scheduler.bounds.bound import lower_bound
+from scheduler.ir.profile import Profile
+from scheduler.simulate.simulator import simulate
 
 MOST_RANKS = 1_000_000
 SEARCH = {"optimal": {"budget": 20_000}}

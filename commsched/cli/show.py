@@ -8,12 +8,12 @@ from pathlib import Path
 
 from commsched.cli import options
 from commsched.cli.output import console, plan_table
-from scheduler.memory import peak_memory
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
 from scheduler.render import chrome_trace, gantt, svg
-from scheduler.simulator import Result, simulate
-from scheduler.validator import validate
+from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.simulator import Result, simulate
+from scheduler.validate.engine import validate
 
 FORMATS = ("text", "svg", "chrome", "json")
 

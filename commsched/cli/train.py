@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     import commsched
     from commsched.pipeline import Pipeline
     from commsched.pipeline.job import load_job
-    from scheduler.pipeline.plan import Plan
+    from scheduler.formats.pipeline_plan import Plan
 
     plan = Plan.load(arguments.plan)
     torch.set_num_threads(1)

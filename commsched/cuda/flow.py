@@ -14,7 +14,7 @@ from commsched.cuda.wire import DeviceWire
 from commsched.flow.flow import Flow
 from commsched.flow.layout import Buffers
 from commsched.flow.sharded import ShardedFlow
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 
 class _OnDevice(Flow):

@@ -29,7 +29,7 @@ from commsched.runtime.data import data_group
 from commsched.runtime.groups import nccl_usable
 from commsched.runtime.operation import device_name
 from commsched.runtime.process_sets import ProcessSet, registered_id
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 _TIMED_EXCHANGES = 5
 

@@ -22,7 +22,7 @@ from commsched.flow.pending import can_pend, clear_pending, has_alias, mark_pend
 from commsched.flow.round import LATE, SPARSE, Kept, Round
 from commsched.flow.watch import Watch, profiled
 from commsched.flow.wire import Wire, ranks_text
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 Update = Callable[[list[int]], None]
 """Applies the optimizer to the parameters with these indices."""

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from commsched.env import settings
-from scheduler import aside, policies
-from scheduler.link import Link
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler import policies
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies import planner_process as aside
 
 _log = logging.getLogger("commsched")
 

@@ -36,7 +36,7 @@ from commsched.flow.profiling import Sample, across_ranks, combine, iteration_ti
 from commsched.flow.steady import Measured, Steady
 from commsched.flow.timeline import Timeline
 from commsched.flow.wire import Wire
-from scheduler.profile import Profile
+from scheduler.ir.profile import Profile
 
 WARM_UP = 1
 SAMPLES = 3

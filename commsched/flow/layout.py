@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scheduler.buckets import Bucket, Piece
+from scheduler.ir.buckets import Bucket, Piece
 
 # Elements. 64 bytes of fp32: kernels like aligned rows, and shards of aligned buckets stay aligned.
 ALIGN = 16

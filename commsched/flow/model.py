@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
 
 OUTSIDE = "(between iterations)"
 

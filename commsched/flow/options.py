@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from commsched.compression import Compression
 from commsched.flow.path import PLAIN, wanted_transport
 from commsched.runtime.ops import Adasum, Average, Sum
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 
 @dataclass

@@ -15,11 +15,11 @@ from commsched.flow.aside import plan_aside
 from commsched.flow.model import Model
 from commsched.flow.wire import Wire
 from scheduler import policies
-from scheduler.actions import Kind
-from scheduler.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
-from scheduler.link import Link, fit
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.actions import Kind
+from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
+from scheduler.ir.link import Link, fit
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
 
 # Bytes of the messages that measure the link: six sizes, up to the model's own size.
 _SMALLEST, _LARGEST = 1 << 12, 1 << 21
@@ -197,7 +197,7 @@ class Planner:
                 f"the program is for {program.ranks} ranks, this job has {self.wire.size}; plan it for"
                 f" {self.wire.size}"
             )
-        from scheduler.validator import validate
+        from scheduler.validate.engine import validate
 
         validate(program, profile)
         if any(a.kind is Kind.AR for a in program.link) and self.options["gather"] == "parameters":

@@ -27,8 +27,8 @@ from commsched.flow.pending import can_pend, clear_pending, mark_pending
 from commsched.flow.round import Kept
 from commsched.flow.shards import Shards, check_elementwise
 from commsched.flow.wire import Wire
-from scheduler.actions import Kind
-from scheduler.program import Program
+from scheduler.ir.actions import Kind
+from scheduler.ir.program import Program
 
 
 class ShardedFlow(Flow):

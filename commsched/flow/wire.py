@@ -20,8 +20,8 @@ from commsched.flow.layout import ALIGN, Buffers
 from commsched.flow.transports import make_transport
 from commsched.runtime import control, state
 from commsched.runtime.process_sets import ProcessSet, registered_id
-from scheduler.actions import Kind
-from scheduler.program import Program
+from scheduler.ir.actions import Kind
+from scheduler.ir.program import Program
 
 # Each optimizer has its own connections: messages of two engines must never meet. The optimizers of one
 # process set are made in the same order on all of its ranks, as everything collective is.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model's stages on different ranks, by any schedule of ``scheduler.pipeline``."""
+"""Pipeline parallelism: a model's stages on different ranks, by any schedule of ``scheduler.pipelines``."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory, OnStep
-from scheduler.pipeline.meaning import delays
-from scheduler.pipeline.plan import Plan
-from scheduler.pipeline.unroll import reach
-from scheduler.program import Program
+from scheduler.formats.pipeline_plan import Plan
+from scheduler.ir.program import Program
+from scheduler.ir.unroll import reach
+from scheduler.ir.weight_versions import delays
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors, or tuples, lists and dicts of them; rows are their first dimension."""
@@ -41,7 +41,7 @@ class Pipeline:
             loss = pipeline.step(batch)
         pipeline.drain()
 
-    ``schedule``: a name (``scheduler.pipeline.names()``) or a program. ``mesh``: how many ranks one replica
+    ``schedule``: a name (``scheduler.pipelines.names()``) or a program. ``mesh``: how many ranks one replica
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
     ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
     targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters;

@@ -19,7 +19,7 @@ from commsched.errors import CommError
 from commsched.pipeline.fabric import Lane, to_host
 from commsched.pipeline.messages import Description, receive_object, send_object
 from commsched.spatial.channel import Pending
-from scheduler.actions import Action, Kind
+from scheduler.ir.actions import Action, Kind
 
 _POSTED_AHEAD = 3
 

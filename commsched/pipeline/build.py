@@ -17,11 +17,11 @@ from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
-from scheduler.actions import COLLECTIVE, Kind
-from scheduler.pipeline.lowering import buckets_of
-from scheduler.pipeline.unroll import depth
-from scheduler.profile import Layer, Profile
-from scheduler.program import LINK_LANE, Program
+from scheduler.ir.actions import COLLECTIVE, Kind
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import LINK_LANE, Program
+from scheduler.ir.unroll import depth
+from scheduler.simulate.lower_pipeline import buckets_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
-from scheduler.actions import RECVS, Action, Kind
-from scheduler.pipeline.traffic import RECV_LANE, is_token
-from scheduler.program import LINK_LANE
+from scheduler.ir.actions import RECVS, Action, Kind
+from scheduler.ir.program import LINK_LANE
+from scheduler.pipelines.passes.traffic import RECV_LANE, is_token
 
 if TYPE_CHECKING:
     from commsched.pipeline.api import Pipeline

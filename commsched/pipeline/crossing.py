@@ -17,9 +17,9 @@ from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.messages import Description, Leaf
 from commsched.pipeline.rows import Range, Share, common
 from commsched.pipeline.stage import Job, Stage
-from scheduler.actions import Action, Kind
-from scheduler.pipeline.layout import Layout
-from scheduler.pipeline.traffic import is_token
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.layout import Layout
+from scheduler.pipelines.passes.traffic import is_token
 
 Place = tuple[int, Job]
 """Stage, and micro-batch and period."""

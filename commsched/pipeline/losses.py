@@ -10,7 +10,7 @@ from torch import Tensor
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.stage import Stage
 from commsched.spatial.channel import Pending
-from scheduler.pipeline.layout import Layout
+from scheduler.ir.layout import Layout
 
 
 class Losses:

@@ -20,8 +20,8 @@ from commsched.pipeline.rows import cut, rows_of
 from commsched.pipeline.short import MOST_BYTES
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
-from scheduler.link import Link, fit
-from scheduler.profile import Layer, Profile
+from scheduler.ir.link import Link, fit
+from scheduler.ir.profile import Layer, Profile
 
 _REPEAT = 5
 # Small ones show the start-up. What lies between may still pass a limited link unhindered and hide its rate.

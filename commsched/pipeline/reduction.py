@@ -18,7 +18,7 @@ import comm_core
 from commsched.errors import CommError
 from commsched.pipeline.fabric import Lane, from_host, to_host
 from commsched.pipeline.versions import Version
-from scheduler.buckets import Bucket
+from scheduler.ir.buckets import Bucket
 
 
 class Flat:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from scheduler.actions import Action
+from scheduler.ir.actions import Action
 
 
 class Span(NamedTuple):

@@ -14,12 +14,12 @@ from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Stage
-from scheduler.pipeline.build import generate, get
-from scheduler.pipeline.layout import Layout
-from scheduler.pipeline.meaning import delays
-from scheduler.pipeline.plan import Plan
-from scheduler.program import Program
-from scheduler.validator import validate
+from scheduler.formats.pipeline_plan import Plan
+from scheduler.ir.layout import Layout
+from scheduler.ir.program import Program
+from scheduler.ir.weight_versions import delays
+from scheduler.pipelines.build import generate, get
+from scheduler.validate.engine import validate
 
 
 def planned(plan: Plan | str | Path, chain: Chain) -> Program:

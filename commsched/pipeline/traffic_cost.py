@@ -15,7 +15,7 @@ from torch import nn
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.reduction import Scattered
 from commsched.pipeline.versions import Version
-from scheduler.link import Link
+from scheduler.ir.link import Link
 
 _MOST_BYTES, _SECONDS, _REPEAT = 8 << 20, 0.05, 7
 _SIDE = 192  # of the matrices that stand for the model's computation

@@ -15,7 +15,7 @@ from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_tree, send_tree
 from commsched.pipeline.rows import cut
 from commsched.pipeline.stage import Stage
-from scheduler.pipeline.layout import Layout
+from scheduler.ir.layout import Layout
 
 
 class Whole:

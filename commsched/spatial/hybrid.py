@@ -27,8 +27,8 @@ from commsched.spatial.redistribute import Crossing, by_rank, moves
 from commsched.spatial.shard import shard
 from commsched.spatial.summation import StageSum
 from commsched.spatial.tile import Tile
-from scheduler.actions import Action, Kind
-from scheduler.groups import interleaved_replicas, share_of
+from scheduler.ir.actions import Action, Kind
+from scheduler.pipelines.schedules.mirrored_order import interleaved_replicas, share_of
 
 _DATA_CHANNEL = 6  # connections of our own
 Loss = Callable[[Any, Any], Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.link import FEWEST_SIZES, fit
+from scheduler.ir.link import FEWEST_SIZES, fit
 
 
 def bus_factor(operation: str, ranks: int) -> float:

@@ -13,8 +13,8 @@ import torch
 
 from comm_core.cuda import gpu_launcher
 from commsched.cuda.device import CudaDevice, Device, Event, Stream
-from scheduler.actions import Kind
-from scheduler.link import Link
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import Link
 
 
 class Mark:

@@ -16,10 +16,10 @@ from commsched.cuda.device import Device
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_path
 from scheduler import policies
-from scheduler.bound import lower_bound, startup_bound
-from scheduler.link import Link
-from scheduler.profile import Profile
-from scheduler.simulator import simulate
+from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.simulate.simulator import simulate
 
 DDP = "ddp-like"  # buckets as wfbp's, and nothing of the step before all gradients are there
 LEARNING_ITERATIONS = 6  # until "auto" has its profile

@@ -4,7 +4,7 @@ assumptions.
 
 from __future__ import annotations
 
-from scheduler.link import Link, Network
+from scheduler.ir.link import Link, Network
 
 # Seconds to start one message, seconds per byte of the wire's rate.
 WIRES = {

@@ -15,7 +15,7 @@ from commsched.cuda.watch import DeviceWatch
 from commsched.cuda.wire import DeviceWire
 from commsched.flow.path import Path
 from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
-from scheduler.link import Link
+from scheduler.ir.link import Link
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commsched.flow.updates import Face
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.measure import Emulation
-from scheduler.link import Link
+from scheduler.ir.link import Link
 
 FREE = Link(0.0, 1e-15)  # a network that costs nothing: what is left is commsched's own
 _ITERATIONS = 9

@@ -21,8 +21,8 @@ from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.pipeline.options import Options, Result
 from dnn_bench.runner.place import environment
 from dnn_bench.runner.ports import HeldPort
-from scheduler.pipeline.bundle import bundle_ranks
-from scheduler.pipeline.hybrid_conf import read_hybrid_conf
+from scheduler.formats.hybrid_conf import read_hybrid_conf
+from scheduler.pipelines.schedules.bundle import bundle_ranks
 
 WORKER = [sys.executable, "-m", "dnn_bench.pipeline.worker"]
 _LAUNCHED = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -114,7 +114,7 @@ def _bundle(given: argparse.Namespace, options: Options) -> None:
 def size_of(options: Options) -> int:
     """How many ranks there are."""
     if options.plan:
-        from scheduler.pipeline.plan import Plan
+        from scheduler.formats.pipeline_plan import Plan
 
         return Plan.load(options.plan).ranks
     if options.ranks:

@@ -24,10 +24,10 @@ from commsched.pipeline.traffic_cost import traffic_cost
 from commsched.runtime import control
 from dnn_bench.pipeline.jobs import job_of
 from dnn_bench.pipeline.options import Options, Ratio, Result
-from scheduler.link import Link
-from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.report import examine
-from scheduler.profile import Profile
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.pipelines.report import examine
 
 
 @dataclass

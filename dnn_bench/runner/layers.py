@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from dnn_bench.baselines.trainer import Trainer
-from scheduler.profile import Layer, Profile
+from scheduler.ir.profile import Layer, Profile
 
 
 @dataclass

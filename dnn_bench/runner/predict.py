@@ -10,10 +10,10 @@ from typing import Any
 from dnn_bench.baselines.registry import LIMIT
 from dnn_bench.runner.results import Row
 from scheduler import policies
-from scheduler.bound import lower_bound
-from scheduler.link import Link, Network, fit
-from scheduler.profile import Layer, Profile
-from scheduler.simulator import simulate
+from scheduler.bounds.bound import lower_bound
+from scheduler.ir.link import Link, Network, fit
+from scheduler.ir.profile import Layer, Profile
+from scheduler.simulate.simulator import simulate
 
 Rounds = Sequence[Sequence[dict[str, Any]]]  # profiles, of every repetition every rank's
 SCALES = (2, 4, 8, 16, 32)

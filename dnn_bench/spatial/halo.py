@@ -22,9 +22,9 @@ from commsched.spatial.channel import Channel, Parcel, SilentChannel
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
-from scheduler.spatial import Border, predict
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines.spatial import Border, predict
 
 Pair = tuple[float, float]
 """Seconds of the forward and of the backward."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from scheduler.program import Program
+from scheduler.ir.program import Program
 
 Policy = Callable[..., Program]
 

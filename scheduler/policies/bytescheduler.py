@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.actions import Action, Kind
-from scheduler.buckets import Bucket, fuse_by_bytes
-from scheduler.link import Link
-from scheduler.problem import MIB, Problem
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.buckets import Bucket, fuse_by_bytes
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import MIB, Problem
 
 PARTS = (0.5 * MIB, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 """Partition sizes to choose from; the authors tune theirs for each model and network."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.actions import Action
-from scheduler.buckets import Bucket
-from scheduler.link import Link
-from scheduler.problem import Problem, all_gathers, backward_order, reduce_scatters
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.actions import Action
+from scheduler.ir.buckets import Bucket
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import Problem, all_gathers, backward_order, reduce_scatters
 
 
 def dear(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.actions import Kind
-from scheduler.buckets import Bucket, Piece, in_backward_order
-from scheduler.link import Link
-from scheduler.problem import Problem, all_reduces, backward_order
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.actions import Kind
+from scheduler.ir.buckets import Bucket, Piece, in_backward_order
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import Problem, all_reduces, backward_order
 
 
 def mgwfbp(

@@ -1,18 +1,17 @@
 """commsched's own policy: buckets, the sizes of parts and the order are searched together.
 
-1. **Compare.** All other policies are asked; the result is never worse than the best of them. 2. **Start.**
-The relaxation of ``scheduler.bound`` gives the buckets that are best if collectives could be preempted:
-   a small one for the first layers, which the forward waits for, and larger and larger ones behind it. They
-   are tried for several exposed times and several largest parts, beside plain fusion and the other
-   policies' buckets.
-3. **Order.** For given buckets the order is a one-machine problem with heads and tails, solved by branch
-and bound
-   (``scheduler._ordering``); all-gathers land in the gaps of the backward wherever that helps.
+1. **Compare.** Every other policy makes its plan; the result is never worse than the best of these.
+2. **Start.** The relaxation in ``bounds`` gives the buckets that would be best if collectives could be
+   preempted: a small one for the first layers, which the forward waits for, and larger and larger ones behind
+   it. The search tries them for several exposed times and several largest parts, beside plain fusion and the
+   other policies' buckets.
+3. **Order.** For given buckets the order is a one-machine problem with heads and tails, solved by branch and
+   bound (``search.order_kernel``); all-gathers go into the gaps of the backward wherever that helps.
 4. **Improve.** From the best starts, cuts between buckets are dropped, added and moved
-(``scheduler._cutting``).
-5. **Keep reserves.** A link with time to spare is hidden by many plans; they differ once it is slower than it
-was measured. Then the search is repeated for slower links, and of the plans with the shortest period the one
-is taken that loses least on those, or of those that lose hardly more the one with the fewest buckets.
+   (``search.cut_kernel``).
+5. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
+   than measured. The search is then repeated for slower links. Of the plans with the shortest period it takes
+   the one that loses least on those links; among plans that lose hardly more, the one with fewest buckets.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from scheduler.buckets import Bucket
-from scheduler.link import Link
-from scheduler.problem import Problem
-from scheduler.profile import Profile
-from scheduler.program import Program
-from scheduler.search import BucketSearch, ordered
+from scheduler.ir.buckets import Bucket
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import Problem
+from scheduler.policies.search.bucket_search import BucketSearch, ordered
 
 DECOUPLED = ("dear", "pipedap", "sequential")
 OTHERS = (*DECOUPLED, "wfbp", "mgwfbp", "bytescheduler")

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.actions import Action, Kind
-from scheduler.buckets import Bucket
-from scheduler.link import Link
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.buckets import Bucket
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
 from scheduler.policies.dear import decoupled
-from scheduler.problem import Problem, backward_order
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.policies.problem import Problem, backward_order
 
 
 def pipedap(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.buckets import Bucket
-from scheduler.link import Link
-from scheduler.problem import FUSED, MIB, Problem, all_reduces, backward_order
-from scheduler.profile import Profile
-from scheduler.program import Program
+from scheduler.ir.buckets import Bucket
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import FUSED, MIB, Problem, all_reduces, backward_order
 
 
 def wfbp(

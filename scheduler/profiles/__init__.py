@@ -1,12 +1,12 @@
 """The profiles that come with commsched, by name. Each says in ``source`` how it was made (see
-``scheduler.flops``).
+``scheduler.profiles.flops``).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scheduler.profile import Profile
+from scheduler.ir.profile import Profile
 
 _FOLDER = Path(__file__).parent
 
@@ -27,7 +27,7 @@ def find(text: str) -> Profile:
     """A profile by file (``.json``, or ``.txt`` for a graph.txt) or by shipped name."""
     path = Path(text)
     if path.suffix == ".txt":
-        from scheduler.graph_txt import read_graph
+        from scheduler.formats.graph_txt import read_graph
 
         return read_graph(path)
     if path.suffix == ".json" or path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.render.lanes import lanes_of
-from scheduler.simulator import Result
+from scheduler.simulate.simulator import Result
 
 _MICROSECOND = 1e-6
 

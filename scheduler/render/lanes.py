@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.program import COMPUTE_LANE
-from scheduler.simulator import Event
-from scheduler.task_graph import EVERY_RANK
+from scheduler.ir.program import COMPUTE_LANE
+from scheduler.simulate.simulator import Event
+from scheduler.simulate.task_graph import EVERY_RANK
 
 
 def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from scheduler.actions import Kind
+from scheduler.ir.actions import Kind
 from scheduler.render.lanes import lanes_of
-from scheduler.simulator import Event, Result
+from scheduler.simulate.simulator import Event, Result
 
 COLOURS = {
     Kind.F: "#4c78a8",

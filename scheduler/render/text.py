@@ -7,7 +7,7 @@ link    |    RS0-RS1-RS2-AG0-AG1-        |
 from __future__ import annotations
 
 from scheduler.render.lanes import lanes_of
-from scheduler.simulator import Event, Result
+from scheduler.simulate.simulator import Event, Result
 
 _FILL, _IDLE = "-", " "
 

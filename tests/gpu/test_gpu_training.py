@@ -13,7 +13,7 @@ import torch
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate import cli
 from dnn_bench.emulate.measure import Emulation
-from scheduler.link import Link
+from scheduler.ir.link import Link
 from tests.support.launch import run_ranks
 
 pytestmark = [

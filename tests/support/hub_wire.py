@@ -15,7 +15,7 @@ from commsched.flow.layout import Buffers, build_layout
 from commsched.flow.model import Model
 from commsched.flow.planning import Plan
 from commsched.flow.wire import Wire
-from scheduler.link import Link
+from scheduler.ir.link import Link
 from scheduler.policies import plan
 from tests.support import threads
 

@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from commsched.pipeline import Pipeline, ThreadWorld
 from commsched.pipeline.rows import border, cut
-from scheduler.pipeline.meaning import version_map
-from scheduler.program import Program
+from scheduler.ir.program import Program
+from scheduler.ir.weight_versions import version_map
 from tests.support.threads import run_threads
 
 Batch = tuple[Any, Any]

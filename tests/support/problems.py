@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from scheduler.actions import Action, Kind
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-4, 10.0))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from scheduler.profile import Layer, Profile
+from scheduler.ir.profile import Layer, Profile
 from tests.support.cases import Me
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, release, seeded
 

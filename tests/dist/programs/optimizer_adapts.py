@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from scheduler.profile import Profile
+from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch
 from tests.support.twin import Twin

@@ -11,10 +11,10 @@ from torch import nn
 
 import commsched as hvd
 from scheduler import policies
-from scheduler.buckets import fuse_by_bytes
-from scheduler.link import Link
+from scheduler.ir.buckets import fuse_by_bytes
+from scheduler.ir.link import Link
 from scheduler.policies import plan
-from scheduler.profile import Layer, Profile
+from scheduler.ir.profile import Layer, Profile
 from tests.support.small_models import mlp
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, release, seeded

@@ -15,7 +15,7 @@ from dnn_bench.emulate.measure import all_policies
 from dnn_bench.emulate.networks import WIRES, link_of
 from dnn_bench.gpu import cli as gpu_cli
 from dnn_bench.models import build
-from scheduler.link import Link
+from scheduler.ir.link import Link
 
 
 def test_networks_by_name() -> None:

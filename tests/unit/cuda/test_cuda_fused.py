@@ -13,7 +13,7 @@ from torch import nn
 from commsched.cuda.fused import FusedShards
 from commsched.flow.layout import Buffers, build_layout
 from commsched.flow.shards import Shards
-from scheduler.buckets import fuse_by_bytes
+from scheduler.ir.buckets import fuse_by_bytes
 from tests.support.host_kernels import HostLauncher
 
 NUMELS = [300, 7, 1000, 64]

@@ -4,8 +4,8 @@ import pytest
 
 from dnn_bench.runner.predict import doubts, fit_link, merge_profiles
 from dnn_bench.runner.results import Row
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
 
 SIZES = (2**19, 2**20, 3 * 2**19, 2**21, 2**22)
 ALPHA, BETA = 1e-3, 2e-8

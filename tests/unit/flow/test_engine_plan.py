@@ -1,9 +1,9 @@
 """Where the flags stand in the engine's order."""
 
 from commsched.flow.wire import _plan
-from scheduler.actions import parse_actions
-from scheduler.buckets import Bucket, Piece, one_per_layer
-from scheduler.program import data_parallel_program
+from scheduler.ir.actions import parse_actions
+from scheduler.ir.buckets import Bucket, Piece, one_per_layer
+from scheduler.ir.program import data_parallel_program
 
 
 def order(link, buckets=None, early=None):

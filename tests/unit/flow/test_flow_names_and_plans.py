@@ -12,10 +12,10 @@ from torch import nn
 from commsched.flow.model import Model
 from commsched.flow.planning import Plan
 from commsched.naming import checked_names, group_indices
-from scheduler.buckets import Bucket, Piece
-from scheduler.link import Link
+from scheduler.ir.buckets import Bucket, Piece
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
 from scheduler.policies import plan
-from scheduler.profile import Profile
 
 LINK = Link(alpha=1e-4, beta=1e-8)
 

@@ -9,7 +9,7 @@ import pytest
 from commsched.flow import aside as flow_aside
 from commsched.flow.aside import plan_aside
 from scheduler import policies, profiles
-from scheduler.link import Link
+from scheduler.ir.link import Link
 
 LINK = Link(1e-4, 8e-9)
 PROFILE = profiles.shipped("resnet50")
@@ -33,7 +33,7 @@ def test_which_policies_need_the_compiler(name):
     code = f"""
 import sys
 from scheduler import policies, profiles
-from scheduler.link import Link
+from scheduler.ir.link import Link
 policies.plan(profiles.shipped("resnet50"), Link(1e-4, 8e-9), {name!r})
 assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
 """

@@ -18,10 +18,10 @@ from commsched.pipeline.profiling import message_link
 from commsched.pipeline.spans import Span, handling
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
-from scheduler.actions import Action, Kind
-from scheduler.graph_txt import read_graph
-from scheduler.pipeline.plan import Plan
-from scheduler.profile import Profile
+from scheduler.formats.graph_txt import read_graph
+from scheduler.formats.pipeline_plan import Plan
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.profile import Profile
 from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
 
 

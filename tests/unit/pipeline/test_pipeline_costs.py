@@ -14,13 +14,13 @@ from commsched.pipeline import Pipeline
 from commsched.pipeline.crossing import Crossings
 from commsched.pipeline.traffic_cost import traffic_cost
 from commsched.pipeline.update import Sharded
-from scheduler.actions import Action
-from scheduler.link import Link
-from scheduler.pipeline import generate
-from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.lowering import lower_pipeline
-from scheduler.profile import Layer, Profile
-from scheduler.simulator import run
+from scheduler.ir.actions import Action
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines import generate
+from scheduler.simulate.lower_pipeline import lower_pipeline
+from scheduler.simulate.simulator import run
 from tests.support.pipeline_runs import batches, chain_model, loss_of, on_threads, sgd, train
 
 FREED = """

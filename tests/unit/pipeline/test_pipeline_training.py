@@ -102,7 +102,7 @@ def test_shares_of_a_batch() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2), (1,)])
 def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
-    from scheduler.pipeline.bundle import bundle_ranks
+    from scheduler.pipelines.schedules.bundle import bundle_ranks
 
     model, data, hosts = chain_model(2), batches(4), 2
     ranks = bundle_ranks(hosts, shape)

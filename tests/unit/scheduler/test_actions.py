@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.actions import SENDS, TRANSFER, Action, Kind, format_actions, parse_action, parse_actions
-from scheduler.buckets import ALIGNMENT, Bucket, Piece, check_cover, fuse_by_bytes, one_per_layer
+from scheduler.ir.actions import SENDS, TRANSFER, Action, Kind, format_actions, parse_action, parse_actions
+from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece, check_cover, fuse_by_bytes, one_per_layer
 
 numbers = st.integers(0, 10**6)
 

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from scheduler import aside, policies, profiles
-from scheduler.link import Link
+from scheduler import policies, profiles
+from scheduler.ir.link import Link
+from scheduler.policies import planner_process as aside
 
 LINK = Link(1e-4, 8e-9)
 
@@ -41,7 +42,7 @@ def test_the_asking_process_does_not_load_the_compiler():
 import sys
 from commsched.flow.aside import plan_aside
 from scheduler import profiles
-from scheduler.link import Link
+from scheduler.ir.link import Link
 plan_aside(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})
 sys.exit("numba" in sys.modules)
 """

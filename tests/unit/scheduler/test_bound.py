@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.bound import lower_bound, relaxed_cuts, startup_bound, trivial_bound
-from scheduler.buckets import Bucket, Piece
-from scheduler.link import Link
-from scheduler.problem import Problem
-from scheduler.profile import Profile
+from scheduler.bounds.bound import lower_bound, relaxed_cuts, startup_bound, trivial_bound
+from scheduler.ir.buckets import Bucket, Piece
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.policies.problem import Problem
 from tests.support.problems import all_orders, links, make_profile, profiles
 
 

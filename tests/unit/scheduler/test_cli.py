@@ -14,9 +14,9 @@ import pytest
 from commsched.cli import main
 from commsched.cli.scaling import parse_ranks
 from scheduler import policies
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
 
 LINK = "alpha=2e-4,beta=8e-10"
 

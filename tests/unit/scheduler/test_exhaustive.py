@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import policies
-from scheduler.buckets import Bucket, Piece
-from scheduler.link import Link
-from scheduler.problem import Problem
-from scheduler.profile import Profile
+from scheduler.ir.buckets import Bucket, Piece
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.policies.problem import Problem
 from tests.support.problems import all_orders, links, make_profile, profiles
 
 STEPS: dict[str, dict[str, Any]] = {

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from scheduler import profiles
-from scheduler.graph_txt import format_graph, parse_graph, parse_graph_profile, read_graph, write_graph
-from scheduler.profile import Layer, Profile
+from scheduler.formats.graph_txt import (
+    format_graph,
+    parse_graph,
+    parse_graph_profile,
+    read_graph,
+    write_graph,
+)
+from scheduler.ir.profile import Layer, Profile
 
 META = "forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
 # A diamond, written out of order, as PipeDream's profiler writes it: stages, several outputs, an input node.

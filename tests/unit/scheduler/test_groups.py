@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.actions import Kind, format_actions
-from scheduler.groups import interleaved_replicas, share_of
+from scheduler.ir.actions import Kind, format_actions
+from scheduler.pipelines.schedules.mirrored_order import interleaved_replicas, share_of
 
 MIRRORED = [[(0,), (1,)], [(1,), (0,)]]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.actions import Kind
-from scheduler.link import ALGORITHMS, STARTUP, Level, Link, Network, fit
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import ALGORITHMS, STARTUP, Level, Link, Network, fit
 
 
 def test_all_reduce_is_one_of_each() -> None:

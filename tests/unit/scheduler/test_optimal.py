@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from scheduler import policies
-from scheduler.actions import Kind
-from scheduler.bound import lower_bound, startup_bound
-from scheduler.link import Link
-from scheduler.problem import MIB, Problem
-from scheduler.profile import Layer, Profile
+from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import MIB, Problem
 from scheduler.profiles import shipped
-from scheduler.program import Program
-from scheduler.simulator import simulate
-from scheduler.validator import validate
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import validate
 from tests.support.problems import links, make_profile, profiles
 
 OTHERS = [name for name in policies.names() if name != "optimal"]

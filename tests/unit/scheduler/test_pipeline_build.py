@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from scheduler import pipeline
-from scheduler.actions import Kind
-from scheduler.link import Level, Link
-from scheduler.pipeline import Layout, build, delays, generate
-from scheduler.pipeline.bundle import bundle_ranks
-from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
-from scheduler.pipeline.lowering import lower_pipeline
-from scheduler.pipeline.orders import flushed, one_stage
-from scheduler.pipeline.unroll import depth, unroll
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program
-from scheduler.simulator import run
-from scheduler.validator import validate
+from scheduler import pipelines
+from scheduler.formats.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
+from scheduler.ir.actions import Kind
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Level, Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
+from scheduler.ir.unroll import depth, unroll
+from scheduler.pipelines import Layout, build, delays, generate
+from scheduler.pipelines.schedules.bundle import bundle_ranks
+from scheduler.pipelines.schedules.orders import flushed, one_stage
+from scheduler.simulate.lower_pipeline import lower_pipeline
+from scheduler.simulate.simulator import run
+from scheduler.validate.engine import validate
 
 FOUR = Profile("four", tuple(Layer(f"l{n}", 1.0, 2.0, 8 << 20, 64) for n in range(4)))
 
@@ -44,10 +44,10 @@ def layout(**fields: Any) -> Layout:
 
 
 def test_names_and_spellings() -> None:
-    assert set(pipeline.names()) >= {
+    assert set(pipelines.names()) >= {
         "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream", "2bw", "wpipe", "ashpipe", "bundle",
     }  # fmt: skip
-    assert pipeline.get("Zero-Bubble") is pipeline.get("zero_bubble")
+    assert pipelines.get("Zero-Bubble") is pipeline.get("zero_bubble")
     with pytest.raises(ValueError, match="no pipeline schedule 'pipe'; the schedules are gpipe, 1f1b"):
         generate("pipe", 2)
 
@@ -60,22 +60,22 @@ def test_a_generator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
         items = [one_stage(stage, microbatches) for stage in range(positions)]
         return [flushed(mine, mine, min(positions - stage, microbatches)) for stage, mine in enumerate(items)]
 
-    pipeline.register("eager", eager)
+    pipelines.register("eager", eager)
     program = generate("eager", 2, 4)
     validate(program)
     assert program.pipeline is not None and program.pipeline.activations == (3, 2)
     for taken in ("eager", "gpipe"):
         with pytest.raises(ValueError, match="exists already"):
-            pipeline.register(taken, eager)
+            pipelines.register(taken, eager)
 
 
 def test_an_order_that_cannot_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two periods ahead with the version of one period ago."""
-    from scheduler.pipeline.orders import endless
+    from scheduler.pipelines.schedules.orders import endless
 
     monkeypatch.setattr(build, "_ADDED", {})
     items = one_stage(0, 2)
-    pipeline.register("hasty", lambda positions, count: [endless(items, items, 4, {0: -1})])
+    pipelines.register("hasty", lambda positions, count: [endless(items, items, 4, {0: -1})])
     with pytest.raises(ValueError, match="0F0@-1.2 needs a version of stage 0 whose gradient 0B1@-1"):
         generate("hasty", 1, 2)
 
@@ -222,11 +222,12 @@ def test_a_flat_cluster_is_a_link_for_messages() -> None:
 
 def test_importing_programs_loads_no_generator() -> None:
     code = (
-        "import sys, scheduler.program; print(sorted(m for m in sys.modules if m.startswith('scheduler.p')))"
+        "import sys, scheduler.ir.program;"
+        "print(sorted(m for m in sys.modules if m.startswith('scheduler.')))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "scheduler.pipeline.layout" in loaded
-    assert "scheduler.pipeline.build" not in loaded
+    assert "scheduler.ir.layout" in loaded
+    assert "scheduler.pipelines.build" not in loaded
 
 
 # hybrid_conf.json

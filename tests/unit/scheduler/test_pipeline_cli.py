@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from commsched.cli import main
-from scheduler.pipeline.plan import Plan
-from scheduler.profile import Layer, Profile
-from scheduler.validator import validate
+from scheduler.formats.pipeline_plan import Plan
+from scheduler.ir.profile import Layer, Profile
+from scheduler.validate.engine import validate
 
 
 @pytest.fixture

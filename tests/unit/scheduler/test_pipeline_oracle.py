@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scheduler.actions import Action, Kind
-from scheduler.pipeline import delays, generate
-from scheduler.pipeline.meaning import version_map
-from scheduler.pipeline.replay import replay
-from scheduler.pipeline.unroll import version
-from scheduler.program import Program
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.program import Program
+from scheduler.ir.unroll import version
+from scheduler.ir.weight_versions import version_map
+from scheduler.pipelines import delays, generate
+from scheduler.pipelines.replay import replay
 
 WIDTH, ROWS, RATE = 3, 12, 0.05
 Weights = list[np.ndarray]

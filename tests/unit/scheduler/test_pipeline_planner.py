@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.link import Level, Link
-from scheduler.pipeline import generate
-from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.partition import Problem, kept, partition
-from scheduler.pipeline.plan import Plan
-from scheduler.profile import Layer, Profile
-from scheduler.simulator import simulate
-from scheduler.validator import validate
+from scheduler.formats.pipeline_plan import Plan
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Level, Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines import generate
+from scheduler.pipelines.planner.partition import Problem, kept, partition
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import validate
 
 SCHEDULES = [("pipedream", 1), ("pipedream", 2), ("2bw", 3), ("1f1b", 4), ("gpipe", 2)]
 

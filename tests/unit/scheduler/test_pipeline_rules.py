@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from scheduler.actions import Action, Kind, parse_action
-from scheduler.pipeline import generate
-from scheduler.pipeline.unroll import sections
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program
-from scheduler.validator import InvalidProgram, Problem, problems, validate
+from scheduler.ir.actions import Action, Kind, parse_action
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
+from scheduler.ir.unroll import sections
+from scheduler.pipelines import generate
+from scheduler.validate.engine import InvalidProgram, Problem, problems, validate
 
 PLACEMENTS = ["eager", "bubble", "aligned"]
 Edit = Callable[[list[Action]], None]

@@ -7,16 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from scheduler.actions import Kind
-from scheduler.link import Link
-from scheduler.memory import peak_memory
-from scheduler.pipeline import generate
-from scheduler.pipeline.report import Report, examine
-from scheduler.profile import Layer, Profile
-from scheduler.program import data_parallel_program
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import data_parallel_program
+from scheduler.pipelines import generate
+from scheduler.pipelines.report import Report, examine
 from scheduler.render import chrome_trace, gantt
-from scheduler.simulator import simulate
-from scheduler.validator import validate
+from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import validate
 
 FREE = Link(0.0, 0.0)
 FORWARD, BACKWARD = 1.0, 2.0

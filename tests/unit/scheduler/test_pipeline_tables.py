@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.pipeline import generate
-from scheduler.pipeline.replay import replay, table
-from scheduler.program import data_parallel_program
+from scheduler.ir.program import data_parallel_program
+from scheduler.pipelines import generate
+from scheduler.pipelines.replay import replay, table
 
 
 def drawn(text: str) -> str:

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import policies
-from scheduler.actions import Kind, parse_actions
-from scheduler.bound import lower_bound
-from scheduler.buckets import Bucket, Piece, one_per_layer
-from scheduler.link import Link
-from scheduler.problem import MIB, Problem
-from scheduler.profile import Profile
-from scheduler.program import Program
-from scheduler.simulator import simulate
-from scheduler.validator import validate
+from scheduler.bounds.bound import lower_bound
+from scheduler.ir.actions import Kind, parse_actions
+from scheduler.ir.buckets import Bucket, Piece, one_per_layer
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.policies.problem import MIB, Problem
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import validate
 from tests.support.problems import links, make_profile, profiles
 
 # Four layers of 2 bytes, 1 s of forward and 3 s of backward each; RS = AG = 0.5 + 2 = 2.5 s. Buckets 0..3

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from scheduler import flops, profiles
-from scheduler.profile import Layer, Profile
+from scheduler import profiles
+from scheduler.ir.profile import Layer, Profile
+from scheduler.profiles import flops
 
 
 def example() -> Profile:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.actions import Action, Kind, parse_actions
-from scheduler.buckets import Bucket, Piece, fuse_by_bytes, one_per_layer
-from scheduler.program import Program, data_parallel_program
+from scheduler.ir.actions import Action, Kind, parse_actions
+from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, one_per_layer
+from scheduler.ir.program import Program, data_parallel_program
 
 
 def example(**changes: Any) -> Program:

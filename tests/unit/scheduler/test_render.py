@@ -7,13 +7,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scheduler.actions import parse_actions
-from scheduler.buckets import one_per_layer
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
-from scheduler.program import data_parallel_program
+from scheduler.ir.actions import parse_actions
+from scheduler.ir.buckets import one_per_layer
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import data_parallel_program
 from scheduler.render import chrome_trace, gantt, svg
-from scheduler.simulator import Result, simulate
+from scheduler.simulate.simulator import Result, simulate
 
 FOUR = Profile("four", tuple(Layer(f"l{i}", 1.0, 2.0, 4) for i in range(4)))
 SVG = "{http://www.w3.org/2000/svg}"

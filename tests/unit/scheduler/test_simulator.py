@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.actions import Action, Kind, parse_actions
-from scheduler.buckets import one_per_layer
-from scheduler.link import Link
-from scheduler.lower import lower
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program, data_parallel_program
-from scheduler.simulator import run, simulate
-from scheduler.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
+from scheduler.ir.actions import Action, Kind, parse_actions
+from scheduler.ir.buckets import one_per_layer
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program, data_parallel_program
+from scheduler.simulate.lower_data_parallel import lower
+from scheduler.simulate.simulator import run, simulate
+from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
 
 # Two layers: forward 1, backward 2 seconds; 4 bytes each. A reduce-scatter or an all-gather takes 1 + 0.5 * 4
 # = 3 seconds.
@@ -228,7 +228,8 @@ def test_thousand_buckets_in_a_millisecond(limit: float) -> None:
 def test_import_neither_compiles_nor_imports_numba() -> None:
     """A tool that only parses a plan must not wait for a compiler."""
     modules = (
-        "scheduler.simulator, scheduler.validator, scheduler.policies, scheduler.render, scheduler.step_model"
+        "scheduler.simulate.simulator, scheduler.validate.engine, scheduler.policies, scheduler.render,"
+        " scheduler.simulate.step_model"
     )
     code = f"import sys, {modules}; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.actions import Action, Kind
-from scheduler.buckets import Bucket, fuse_by_bytes
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
-from scheduler.program import data_parallel_program
-from scheduler.simulator import simulate
-from scheduler.step_model import StepModel
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.buckets import Bucket, fuse_by_bytes
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import data_parallel_program
+from scheduler.simulate.simulator import simulate
+from scheduler.simulate.step_model import StepModel
 
 
 class Naive:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.actions import Kind, parse_action
-from scheduler.link import Link
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program
-from scheduler.spatial import Border, plan_spatial, predict, simulate_spatial
-from scheduler.urgency import largest_chunk, traffic_class
+from scheduler.ir.actions import Kind, parse_action
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
+from scheduler.pipelines.passes.traffic_priority import largest_chunk, traffic_class
+from scheduler.pipelines.spatial import Border, plan_spatial, predict, simulate_spatial
 
 LINK = Link(1e-4, 1e-8)  # 100 MB/s
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.actions import Action, Kind, parse_actions
-from scheduler.buckets import Bucket, Piece, one_per_layer
-from scheduler.link import Link
-from scheduler.memory import peak_memory
-from scheduler.profile import Layer, Profile
-from scheduler.program import Program, data_parallel_program
-from scheduler.simulator import simulate
-from scheduler.validator import InvalidProgram, grid, problems, validate
+from scheduler.ir.actions import Action, Kind, parse_actions
+from scheduler.ir.buckets import Bucket, Piece, one_per_layer
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program, data_parallel_program
+from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.simulator import simulate
+from scheduler.validate.engine import InvalidProgram, grid, problems, validate
 
 FOUR = Profile("four", tuple(Layer(f"l{i}", 1.0, 2.0, 10, activation_bytes=100) for i in range(4)))
 BUCKETS = one_per_layer(FOUR.sizes)

@@ -1,0 +1,260 @@
+"""Links: what one collective of a given size costs.
+
+A ``Link`` is the effective cost of one collective on one cluster: a reduce-scatter or an all-gather of a
+message of ``n`` bytes takes ``alpha + beta * n`` seconds, and an all-reduce is one of each. ``Network`` turns
+the wires of a cluster (``Level``), its number of ranks and an algorithm into that ``Link``; ``fit`` turns
+timed messages into one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scheduler.ir.actions import Kind
+from scheduler.ir.profile import read_json
+
+FORMAT = 1
+
+STARTUP = 2e-4
+"""Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
+
+FEWEST_SIZES = 5
+ALGORITHMS = ("ring", "direct", "hierarchical")
+
+_PRESET = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>mbit|gbit|gbe)")
+_UNITS = {"mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``alpha`` seconds to start one RS or AG, ``beta`` seconds for each byte of its message. ``error`` is
+    the fit's, relative.
+    """
+
+    alpha: float
+    beta: float
+    name: str = ""
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, ("alpha", "beta", "error"))
+
+    def cost(self, kind: Kind, size: float) -> float:
+        """Seconds of one collective, ``size`` being the whole message (the bucket), not one rank's share."""
+        once = self.alpha + self.beta * size
+        return 2 * once if kind is Kind.AR else once
+
+    def __str__(self) -> str:
+        return f"alpha={self.alpha:g},beta={self.beta:g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "link") -> Link:
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        if data.get("format") != FORMAT:
+            raise ValueError(
+                f"{where}: field 'format' is {data.get('format')!r}; this version reads format {FORMAT}"
+            )
+        values = {key: value for key, value in data.items() if key != "format"}
+        unknown = sorted(set(values) - {"alpha", "beta", "name", "error"})
+        missing = [key for key in ("alpha", "beta") if key not in values]
+        if missing or unknown:
+            raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Link:
+        return cls.from_dict(read_json(path), str(path))
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """A link from ``alpha=2e-4,beta=8e-10``, a preset (``1gbit``, ``250mbit``, ``10gbe``) or a preset
+        with another alpha.
+        """
+        values: dict[str, float] = {}
+        for word in filter(None, (word.strip().lower() for word in text.split(","))):
+            preset = _PRESET.fullmatch(word)
+            if preset:
+                bits = float(preset["number"]) * _UNITS[preset["unit"]]
+                if not bits:
+                    raise ValueError(f"link {text!r}: a link of no bits per second moves nothing")
+                values = {"alpha": STARTUP, "beta": 8 / bits, **values}
+                continue
+            key, _, number = word.partition("=")
+            if key not in ("alpha", "beta") or not number:
+                raise ValueError(
+                    f"link {text!r}: cannot read {word!r}; write alpha=SECONDS,beta=SECONDS_PER_BYTE"
+                    " or 10gbit"
+                )
+            try:
+                values[key] = float(number)
+            except ValueError:
+                raise ValueError(f"link {text!r}: {key} must be a number, got {number!r}") from None
+        if set(values) != {"alpha", "beta"}:
+            raise ValueError(
+                f"link {text!r}: needs both alpha (seconds) and beta (seconds per byte), got {sorted(values)}"
+            )
+        return cls(**values, name=text)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a cluster: ``ranks`` members joined by equal wires, each member being one rank or one
+    group of the level below.
+
+    ``alpha`` is the start-up of one message, ``beta`` the seconds per byte on a member's own wire (a host's
+    network card is one wire, whatever number of ranks share it). ``overhead`` is what each further message of
+    a rank costs the sender.
+    """
+
+    ranks: int
+    alpha: float
+    beta: float
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"a level needs at least 1 member, got {self.ranks}")
+        _check_numbers(self, ("alpha", "beta", "overhead"))
+
+    @property
+    def share(self) -> float:
+        """The part of a message that leaves each member in one RS or AG."""
+        return (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True)
+class Network:
+    """The levels of a cluster, innermost first (ranks of a host, then hosts), and the algorithm of its
+    collectives.
+
+    - ``ring``: one ring through all ranks, host by host; ``ranks - 1`` messages one after the other.
+    - ``direct``: every rank sends its share to every other at once; one start-up, but ranks of a host crowd
+      its wire.
+    - ``hierarchical``: a ring at each level, one after the other; outer levels move only what inner ones have
+      reduced.
+    """
+
+    levels: tuple[Level, ...]
+    algorithm: str = "ring"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if not self.levels:
+            raise ValueError("a network needs at least one level")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"there is no algorithm {self.algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}"
+            )
+
+    @classmethod
+    def flat(cls, wire: Link, ranks: int, algorithm: str = "ring") -> Network:
+        """``ranks`` equal ranks, each with a wire of its own."""
+        return cls((Level(ranks, wire.alpha, wire.beta),), algorithm)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(level.ranks for level in self.levels)
+
+    def link(self) -> Link:
+        """The effective cost of one RS or AG of the whole cluster."""
+        levels = [level for level in self.levels if level.ranks > 1]
+        name = f"{self.algorithm} of {self.ranks}"
+        if not levels:
+            return Link(0.0, 0.0, name)
+        cost = {"ring": _ring, "direct": _direct, "hierarchical": _hierarchical}[self.algorithm]
+        return replace(cost(levels, self.ranks), name=name)
+
+
+def _ring(levels: Sequence[Level], ranks: int) -> Link:
+    # In every round some message crosses the slowest wire, and each wire carries one message a round.
+    slowest = max(level.alpha + level.overhead for level in levels)
+    return Link((ranks - 1) * slowest, (ranks - 1) / ranks * max(level.beta for level in levels))
+
+
+def _direct(levels: Sequence[Level], ranks: int) -> Link:
+    alpha = max(level.alpha for level in levels) + (ranks - 2) * max(level.overhead for level in levels)
+    beta = 0.0
+    inside = 1  # ranks that share one wire of the level
+    for level in levels:
+        # Every rank below the wire sends a share of 1/ranks to each rank that the wire leads to.
+        beta = max(beta, level.beta * inside * (ranks - inside) / ranks)
+        inside *= level.ranks
+    return Link(alpha, beta)
+
+
+def _hierarchical(levels: Sequence[Level], ranks: int) -> Link:
+    # The members of a group hold different shares after its level; together they put one whole message on the
+    # group's wire.
+    return Link(
+        sum((level.ranks - 1) * (level.alpha + level.overhead) for level in levels),
+        sum(level.share * level.beta for level in levels),
+    )
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float], name: str = "") -> Link:
+    """The link that fits timed messages best: least squares of the relative error, alpha and beta at least 0.
+
+    Relative, because absolute errors of large messages would drown the start-up that the small ones show.
+    ``Link.error`` is the root mean square of ``predicted / measured - 1``.
+    """
+    size, time = np.asarray(sizes, float), np.asarray(seconds, float)
+    if size.shape != time.shape or size.ndim != 1:
+        raise ValueError(f"fit needs as many times as sizes, got {size.shape} sizes and {time.shape} times")
+    if len(np.unique(size)) < FEWEST_SIZES:
+        raise ValueError(
+            f"fit needs messages of at least {FEWEST_SIZES} sizes,"
+            f" got {len(np.unique(size))}: {sorted(set(sizes))}"
+        )
+    for field, values in (("sizes", size), ("seconds", time)):
+        bad = values[~(np.isfinite(values) & (values >= 0))]
+        if len(bad):
+            raise ValueError(f"fit: {field} must be finite numbers of at least 0, got {bad[0]}")
+    if not (time > 0).all():
+        raise ValueError("fit: a message of 0 seconds was not measured; time more repetitions")
+    rows = np.stack([1 / time, size / time], axis=1)
+    alpha, beta = _least_squares(rows)
+    return Link(alpha, beta, name, float(np.sqrt(np.mean((rows @ (alpha, beta) - 1) ** 2))))
+
+
+def _least_squares(rows: np.ndarray) -> tuple[float, float]:
+    # Two unknowns: where the free optimum leaves the quadrant, the constrained one lies on an edge of it.
+    ones = np.ones(len(rows))
+    scale = np.linalg.norm(rows, axis=0)
+    alpha, beta = np.linalg.lstsq(rows / scale, ones, rcond=None)[0] / scale
+    if alpha < 0:
+        return 0.0, float(rows[:, 1] @ ones / (rows[:, 1] @ rows[:, 1]))
+    if beta < 0:
+        return float(rows[:, 0] @ ones / (rows[:, 0] @ rows[:, 0])), 0.0
+    return float(alpha), float(beta)
+
+
+def _check_numbers(record: Any, names: Sequence[str]) -> None:
+    for field in names:
+        value = getattr(record, field)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value < 0
+        ):
+            raise ValueError(
+                f"{type(record).__name__}: {field} must be a finite number of at least 0, got {value!r}"
+            )

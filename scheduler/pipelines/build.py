@@ -1,0 +1,185 @@
+"""The registry of generators, and the road from an order of computation to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from scheduler.ir.buckets import Bucket, fuse_by_bytes
+from scheduler.ir.layout import Layout
+from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import Program
+from scheduler.ir.unroll import sections
+from scheduler.ir.weight_versions import live
+from scheduler.pipelines.passes.steps import with_steps
+from scheduler.pipelines.passes.traffic import Traffic
+from scheduler.pipelines.schedules.orders import Order
+from scheduler.policies.problem import MIB
+
+Generator = Callable[..., Sequence[Order]]
+
+BUCKET = 4 * MIB
+"""Bytes of a bucket, unless told otherwise."""
+
+# Modules and functions by name; imported on first use.
+_MODULES: dict[str, str] = {
+    "gpipe": "gpipe",
+    "1f1b": "one_f_one_b",
+    "interleaved": "interleaved",
+    "zero_bubble": "zero_bubble",
+    "pipedream": "pipedream",
+    "2bw": "two_bw",
+    "wpipe": "wpipe",
+    "ashpipe": "ashpipe",
+    "bundle": "bundle",
+}
+_ADDED: dict[str, Generator] = {}
+
+SYNCHRONOUS = frozenset({"gpipe", "1f1b", "interleaved", "zero_bubble", "bundle"})
+
+
+def names() -> list[str]:
+    """The names that ``get`` knows."""
+    return [*_MODULES, *_ADDED]
+
+
+def register(name: str, generator: Generator) -> None:
+    """Adds a generator of your own under a new name."""
+    if name in _MODULES or name in _ADDED:
+        raise ValueError(f"pipeline schedule {name!r} exists already; choose another name")
+    _ADDED[name] = generator
+
+
+def get(name: str) -> Generator:
+    """The generator of this name, in any case; a ``ValueError`` lists the names there are."""
+    wanted = name.lower().replace("-", "_")
+    if wanted in _ADDED:
+        return _ADDED[wanted]
+    if wanted not in _MODULES:
+        raise ValueError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(names())}")
+    module = _MODULES[wanted]
+    return getattr(import_module(f"scheduler.pipelines.schedules.{module}"), module)
+
+
+def generate(
+    schedule: str,
+    stages: int,
+    microbatches: int = 1,
+    *,
+    replicas: int | Sequence[int] = 1,
+    ranks: Sequence[Sequence[int]] | None = None,
+    profile: Profile | None = None,
+    cuts: Sequence[int] | None = None,
+    placement: str = "bubble",
+    bucket_bytes: float = BUCKET,
+    recompute: bool | Sequence[bool] = False,
+    warmup_epochs: int = 0,
+    memory: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Program:
+    """A pipeline program of ``stages`` positions.
+
+    ``replicas``: of every position, or of each; ``ranks`` instead says which ranks hold each position (by
+    default numbered position by position). ``profile`` and ``cuts`` (the first layer of each stage) give the
+    layers; without a profile every stage is one layer of 4 bytes. ``placement`` and ``bucket_bytes`` place
+    the data-parallel traffic: stages with slack of their own have one bucket unless placed ``eager``.
+    ``memory``: bytes allowed per rank. ``options`` go to the generator.
+    """
+    if stages < 1 or microbatches < 1:
+        raise ValueError(
+            f"a pipeline needs at least 1 stage and 1 micro-batch, got {stages} and {microbatches}"
+        )
+    orders = get(schedule)(stages, microbatches, **options)
+    count = len({action.stage for order in orders for action in order})
+    profile = profile or Profile("stages", tuple(Layer(f"stage{s}", 1.0, 2.0, 4) for s in range(count)))
+    held = _positions(stages, replicas, ranks)
+    layout = Layout(
+        cuts=_checked_cuts(tuple(range(count)) if cuts is None else tuple(cuts), count, profile),
+        ranks=tuple(held[stage % stages] for stage in range(count)),
+        microbatches=microbatches,
+        versions=(0,) * count,
+        activations=(0,) * count,
+        placement=placement,
+        reduction="masters" if schedule == "bundle" else "scatter",
+        recompute=(recompute,) * count if isinstance(recompute, bool) else tuple(recompute),
+        warmup_epochs=warmup_epochs,
+        memory=_limits(memory, sum(map(len, held))),
+    )
+    return assemble(schedule, orders, layout, profile, bucket_bytes)
+
+
+def assemble(
+    schedule: str, orders: Sequence[Order], layout: Layout, profile: Profile, bucket_bytes: float = BUCKET
+) -> Program:
+    """The program of these orders, one for each position: steps, messages and collectives are added, and the
+    layout declares as many versions and activations as the order needs.
+    """
+    position = {rank: stage for stage in range(layout.positions) for rank in layout.ranks[stage]}
+    late = layout.placement != "eager"
+    relaxed = {stage for stage in range(layout.stages) if late and layout.replicas(stage) > 1}
+    stepped = [with_steps(order, relaxed) for order in orders]
+    compute = [stepped[position[rank]] for rank in range(layout.world)]
+    buckets = [_buckets(layout, stage, profile, bucket_bytes) for stage in range(layout.stages)]
+    numbers: dict[int, range] = {}
+    everything: list[Bucket] = []
+    for stage in reversed(range(layout.stages)):
+        numbers[stage] = range(len(everything), len(everything) + len(buckets[stage]))
+        everything += buckets[stage]
+    kernel = Traffic(layout, compute, numbers).lanes()
+    prologue, epilogue = sections(kernel)
+    program = Program(
+        policy=schedule,
+        buckets=tuple(everything),
+        kernel=tuple(kernel),
+        layers=len(profile.layers),
+        ranks=layout.world,
+        gather="parameters" if layout.reduction == "scatter" else "gradients",
+        prologue=tuple(prologue),
+        epilogue=tuple(epilogue),
+        pipeline=layout,
+    )
+    versions, activations = live(program)
+    return replace(program, pipeline=replace(layout, versions=versions, activations=activations))
+
+
+def _positions(
+    stages: int, replicas: int | Sequence[int], ranks: Sequence[Sequence[int]] | None
+) -> list[tuple[int, ...]]:
+    if ranks is not None:
+        if len(ranks) != stages:
+            raise ValueError(f"ranks must list the ranks of each of {stages} positions, got {len(ranks)}")
+        return [tuple(held) for held in ranks]
+    counts = [replicas] * stages if isinstance(replicas, int) else list(replicas)
+    if len(counts) != stages or min(counts) < 1:
+        raise ValueError(f"replicas must be a count of at least 1 for each of {stages} positions: {counts}")
+    return [tuple(range(sum(counts[:at]), sum(counts[: at + 1]))) for at in range(stages)]
+
+
+def _limits(memory: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
+    if memory is None:
+        return None
+    return (memory,) * ranks if isinstance(memory, int) else tuple(memory)
+
+
+def _checked_cuts(cuts: tuple[int, ...], count: int, profile: Profile) -> tuple[int, ...]:
+    if len(cuts) != count:
+        raise ValueError(f"this schedule has {count} stages and needs as many cuts, got {list(cuts)}")
+    if not 0 <= cuts[-1] < len(profile.layers):
+        raise ValueError(
+            f"stage {count - 1} starts at layer {cuts[-1]}, profile {profile.name!r} has"
+            f" {len(profile.layers)} layers"
+        )
+    return cuts
+
+
+def _buckets(layout: Layout, stage: int, profile: Profile, limit: float) -> tuple[Bucket, ...]:
+    layers = layout.layers(stage, len(profile.layers))
+    sizes = [size if layer in layers else 0 for layer, size in enumerate(profile.sizes)]
+    groups = [layer.group for layer in profile.layers]
+    # Behind the first position there is slack after the backward; more buckets would only cost start-ups.
+    whole = layout.placement != "eager" and stage % layout.positions > 0
+    if whole:
+        return fuse_by_bytes(sizes, float("inf"), groups=groups)
+    return fuse_by_bytes(sizes, limit, part=limit, groups=groups)

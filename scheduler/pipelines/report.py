@@ -1,0 +1,104 @@
+"""What the simulator says about a pipeline: bubbles, memory, delays.
+
+report = examine(program, profile, Link.parse("10gbit"))
+print(report)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler.ir.layout import Layout
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import COMPUTE_LANE, Program
+from scheduler.ir.weight_versions import delays
+from scheduler.simulate.lower_pipeline import Wires, lower_pipeline
+from scheduler.simulate.pipeline_memory import peak_memory
+from scheduler.simulate.simulator import Result, run
+from scheduler.simulate.task_graph import COMPUTE
+
+
+@dataclass(frozen=True)
+class Report:
+    """``period``: seconds per optimizer step at rest. ``bubble``: the part of it in which a rank computes
+    nothing, by rank. ``memory``: bytes by rank. ``delays``, ``versions``, ``activations``: by stage.
+    ``result`` has the timeline.
+    """
+
+    schedule: str
+    period: float
+    bubble: tuple[float, ...]
+    memory: tuple[int, ...]
+    delays: tuple[int, ...]
+    versions: tuple[int, ...]
+    activations: tuple[int, ...]
+    result: Result = field(repr=False, compare=False)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which nothing is computed."""
+        return float(np.mean(self.bubble))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "period": self.period,
+            "bubble_fraction": self.bubble_fraction,
+            "bubble": list(self.bubble),
+            "memory": list(self.memory),
+            "delays": list(self.delays),
+            "versions": list(self.versions),
+            "activations": list(self.activations),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule}: {self.period:.4g} s per step, bubble {self.bubble_fraction:.1%}, peak memory"
+            f" {max(self.memory):,} bytes\n"
+            f"  delays      {_row(self.delays)}\n"
+            f"  versions    {_row(self.versions)}\n"
+            f"  activations {_row(self.activations)}"
+        )
+
+
+def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()) -> Report:
+    """Simulates a program with stages. ``link`` is one wire for everything a rank sends, a mapping with
+    ``link`` for collectives and ``send`` for the messages between stages, or a cluster. ``handling``: seconds
+    in which a rank, for each action, hands on what it has computed and takes up the next; no computation.
+    """
+    layout = program.pipeline
+    if layout is None:
+        raise ValueError("only programs with stages have bubbles; simulate() serves the others")
+    if program.layers != len(profile.layers):
+        raise ValueError(
+            f"the program is for a model of {program.layers} layers, profile {profile.name!r} has"
+            f" {len(profile.layers)}; make a program for this profile"
+        )
+    result = run(lower_pipeline(program, profile, link, handling))
+    return Report(
+        schedule=program.policy,
+        period=result.period,
+        bubble=_idle(result, program, layout, handling),
+        memory=peak_memory(program, profile),
+        delays=delays(program),
+        versions=layout.versions,
+        activations=layout.activations,
+        result=result,
+    )
+
+
+def _idle(result: Result, program: Program, layout: Layout, handling: Sequence[float]) -> tuple[float, ...]:
+    graph = result.graph
+    computing = graph.resource == COMPUTE
+    busy = np.bincount(graph.rank[computing], graph.duration[computing], layout.world)
+    for rank, seconds in enumerate(handling):
+        busy[rank] -= seconds * len(program.kernel[rank][COMPUTE_LANE])
+    return tuple(float(1 - seconds / result.period) for seconds in busy)
+
+
+def _row(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))

@@ -1,0 +1,70 @@
+"""What generators are made of: sequences of (stage, micro-batch), and two ways to interleave them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from scheduler.ir.actions import Action, Kind
+
+Item = tuple[int, int]
+"""Stage and micro-batch."""
+
+Order = tuple[Action, ...]
+"""What one rank computes in one period."""
+
+
+def one_stage(stage: int, microbatches: int) -> list[Item]:
+    return [(stage, microbatch) for microbatch in range(microbatches)]
+
+
+def lead(positions: int, stage: int, hop: int) -> int:
+    """How many micro-batches a stage runs ahead: ``hop`` for every stage behind it."""
+    if hop < 1:
+        raise ValueError(f"a stage must run at least 1 micro-batch ahead of the next one, got hop={hop}")
+    return hop * (positions - 1 - stage)
+
+
+def blocks(microbatches: int, size: int) -> list[range]:
+    """Micro-batches in blocks of at least ``size`` (where there are as many), as equal as can be, larger ones
+    first. A smaller block would be through its ranks before the first of them is free for its next stage.
+    """
+    count = max(1, microbatches // size)
+    small, larger = divmod(microbatches, count)
+    bounds = [0]
+    for number in range(count):
+        bounds.append(bounds[-1] + small + (number < larger))
+    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def block_by_block(stages: Sequence[int], groups: Sequence[range]) -> list[Item]:
+    """Each block of micro-batches through all of a rank's stages, before the next block."""
+    return [(stage, microbatch) for block in groups for stage in stages for microbatch in block]
+
+
+def flushed(forward: Sequence[Item], backward: Sequence[Item], ahead: int) -> Order:
+    """``ahead`` forwards, then forward and backward in turn, then the backwards left: nothing is under way
+    between two periods.
+    """
+    actions = [_compute(Kind.F, item) for item in forward[:ahead]]
+    for number, item in enumerate(backward):
+        actions += [_compute(Kind.F, next_) for next_ in forward[ahead + number : ahead + number + 1]]
+        actions.append(_compute(Kind.B, item))
+    return tuple(actions)
+
+
+def endless(
+    forward: Sequence[Item], backward: Sequence[Item], ahead: int, version: Mapping[int, int]
+) -> Order:
+    """Forward and backward in turn for ever, the forwards ``ahead`` of the backwards; ``version`` is
+    what each stage computes with, relative to the period.
+    """
+    actions = []
+    for number, item in enumerate(backward):
+        shift, position = divmod(number + ahead, len(forward))
+        actions.append(_compute(Kind.F, forward[position], version[forward[position][0]], shift))
+        actions.append(_compute(Kind.B, item, version[item[0]]))
+    return tuple(actions)
+
+
+def _compute(kind: Kind, item: Item, version: int = 0, shift: int = 0) -> Action:
+    return Action(kind, item[1], item[0], version or None, shift=shift)

@@ -1,0 +1,139 @@
+"""What a policy is asked to solve: a model, a link, and what the step looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.buckets import Bucket, check_cover, fuse_by_bytes, one_per_layer
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program, data_parallel_program
+from scheduler.simulate.step_model import StepModel
+
+MIB = 2**20
+FUSED = 25 * MIB
+"""The bucket size that DDP, Horovod's users and DeAR's authors start from."""
+
+LADDER = (None, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, FUSED, 50 * MIB, 100 * MIB)
+"""Bucket sizes that policies whose authors tune the size choose from; None is one bucket per layer."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A profile and a link, and how the step is done: what all-gathers move, and on how many ranks."""
+
+    profile: Profile
+    link: Link
+    gather: str = "gradients"
+    early_step: bool = False
+    ranks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.gather not in ("gradients", "parameters"):
+            raise ValueError(f"gather must be 'gradients' or 'parameters', got {self.gather!r}")
+        if self.early_step and self.gather != "parameters":
+            raise ValueError(
+                "early_step needs gather='parameters'; with gathered gradients the step never waits for it"
+            )
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """The keywords by which policies and bounds are told how the step is done."""
+        return {"gather": self.gather, "early_step": self.early_step, "ranks": self.ranks}
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether every AG must stand after the last RS: the update of the shards needs all gradients."""
+        return self.gather == "parameters" and not self.early_step
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(layer.group for layer in self.profile.layers)
+
+    def fuse(
+        self, limit: float | None, first: float | None = None, part: float | None = None
+    ) -> tuple[Bucket, ...]:
+        """Buckets of about ``limit`` bytes; None is one for each layer."""
+        if limit is None:
+            return one_per_layer(self.profile.sizes, self.groups)
+        return fuse_by_bytes(self.profile.sizes, limit, first, part, self.groups)
+
+    def checked(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The caller's buckets, or a ``ValueError`` that says why they are not this model's."""
+        check_cover(buckets, self.profile.sizes)
+        for number, bucket in enumerate(buckets):
+            for layer in bucket.layers:
+                if self.groups[layer] != bucket.group:
+                    raise ValueError(
+                        f"bucket {number} is of group {bucket.group} and holds layer {layer} of group"
+                        f" {self.groups[layer]}; one bucket holds one group"
+                    )
+        return tuple(buckets)
+
+    def candidates(
+        self,
+        buckets: Sequence[Bucket] | None,
+        bucket_bytes: float | None,
+        sizes: Sequence[float | None] = LADDER,
+    ) -> list[tuple[Bucket, ...]]:
+        """The caller's buckets, or those of the caller's size, or one set for each of ``sizes``."""
+        if buckets is not None:
+            return [self.checked(buckets)]
+        if bucket_bytes is not None:
+            return [self.fuse(bucket_bytes)]
+        return list(dict.fromkeys(self.fuse(size) for size in sizes))
+
+    def model(self, buckets: Sequence[Bucket]) -> StepModel:
+        return StepModel(self.profile, self.link, buckets, **self.step)
+
+    def period(self, program: Program) -> float:
+        """Seconds per iteration of a program for this problem."""
+        model = self.model(program.buckets)
+        return model.period(model.encode(program.link))
+
+    def program(
+        self, policy: str, buckets: Sequence[Bucket], order: Sequence[Action], **meta: Any
+    ) -> Program:
+        return data_parallel_program(
+            policy,
+            buckets,
+            order,
+            len(self.profile.layers),
+            self.ranks,
+            self.gather,
+            self.early_step,
+            meta=meta,
+        )
+
+    def fastest(self, programs: Iterable[Program]) -> Program:
+        """The program with the shortest period; of equals, the first."""
+        return min(programs, key=self.period)
+
+    def refuse_sharded(self, policy: str) -> None:
+        """All-reduce leaves no place for an update of shards."""
+        if self.gather == "parameters":
+            raise ValueError(
+                f"policy {policy!r} all-reduces gradients, and gather='parameters' updates between RS and AG;"
+                " use sequential, dear, pipedap or optimal, or gather='gradients'"
+            )
+
+
+def backward_order(buckets: Sequence[Bucket]) -> list[int]:
+    """The buckets' numbers in the order in which the backward completes them."""
+    return sorted(range(len(buckets)), key=lambda b: -buckets[b].ready_layer)
+
+
+def reduce_scatters(buckets: Iterable[int]) -> list[Action]:
+    return [Action(Kind.RS, bucket) for bucket in buckets]
+
+
+def all_gathers(buckets: Iterable[int]) -> list[Action]:
+    return [Action(Kind.AG, bucket) for bucket in buckets]
+
+
+def all_reduces(buckets: Iterable[int]) -> list[Action]:
+    return [Action(Kind.AR, bucket) for bucket in buckets]

@@ -1,0 +1,183 @@
+"""The search for buckets: where it starts, and what it hands to the compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler.bounds.bound import relaxed_cuts, startup_bound
+from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece, in_backward_order
+from scheduler.policies.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.policies.search.cut_kernel import Line
+    from scheduler.policies.search.order_kernel import Step
+
+ENOUGH = 1 + 1e-6
+"""A period this close to a bound is not worth more search."""
+
+SLACK = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+"""The relaxation's buckets are tried for its exposed time plus these parts of the compute."""
+
+PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""... and cut further, into about this many parts altogether."""
+
+CLASSES = (8, 32, 128)
+"""The search starts from the best cuts with at most so many buckets, for each of these and for any number."""
+
+NODES = 12
+"""Schrage schedules for one set of buckets during the search, and for the set found."""
+FINAL_NODES = 3000
+EXCHANGES = 20_000
+FEW = 5
+"""So many buckets are few enough to try every order."""
+
+
+def step_of(problem: Problem) -> Step:
+    from scheduler.policies.search.order_kernel import Step
+
+    model = problem.model(())
+    return Step(
+        model.forward, model.backward_end, model.update_in_compute, model.update_from, problem.gathers_late
+    )
+
+
+def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
+    """The best order of these buckets, in the step model's codes."""
+    enough = startup_bound(problem.profile, problem.link, **problem.step)
+    from scheduler.policies.search.order_kernel import Load, best_order
+
+    model, step = problem.model(buckets), step_of(problem)
+    load = Load(model.ready, model.cost, model.update)
+    order, _, _ = best_order(step, load, FINAL_NODES, enough)
+    if model.update.any():
+        from scheduler.policies.search.exchange_kernel import every_order, exchange
+
+        return (every_order(step, load) if len(buckets) <= FEW else exchange(step, load, order, EXCHANGES))[0]
+    return order
+
+
+class BucketSearch:
+    """All gradient bytes of a problem on a line (see ``_cutting.Line``), and the search for its best cuts."""
+
+    def __init__(self, problem: Problem, most: int) -> None:
+        self.problem = problem
+        sizes = problem.profile.sizes
+        layers = [layer for layer in reversed(range(len(sizes))) if sizes[layer]]
+        layers.sort(key=lambda layer: problem.groups[layer])  # stable: backward order within a group
+        self.layers = np.array(layers, np.int64)
+        self.groups = np.array([problem.groups[layer] for layer in layers], np.int64)
+        self.size = np.array([sizes[layer] for layer in layers], np.int64)
+        self.end = np.cumsum(self.size)
+        self.begin = self.end - self.size
+        self.fence = np.append(0, self.end[np.append(self.groups[1:] != self.groups[:-1], True)])
+        self.least = max(ALIGNMENT, problem.profile.total_bytes // (8 * most))
+        self.most = most + len(self.fence)
+
+    def run(self, known: Iterable[Sequence[Bucket]], seed: int, budget: int) -> tuple[Bucket, ...]:
+        """The best buckets found; ``known`` are others to start from too."""
+        from scheduler.policies.search.cut_kernel import improve_cuts, score_cuts
+
+        step, line = step_of(self.problem), self._line()
+        enough, target = self._goals()
+
+        def rank(cuts: np.ndarray) -> tuple[float, int]:
+            return max(score_cuts(step, line, cuts, NODES, enough)[0], target), len(cuts)
+
+        candidates = [*self._starts(line), *map(self._cuts_of, known)]
+        distinct = {cuts.tobytes(): cuts for cuts in candidates if len(cuts) <= self.most + 1}
+        ranked = sorted(distinct.values(), key=rank)
+        starts = {
+            cuts.tobytes(): cuts
+            for most in (*CLASSES, self.most)
+            for cuts in [cuts for cuts in ranked if len(cuts) <= most + 1][:1]
+        }
+        found = [
+            improve_cuts(step, line, cuts, NODES, enough, target, seed, budget // len(starts))[0]
+            for cuts in starts.values()
+        ]
+        return self._buckets(min(found, key=rank))
+
+    def _goals(self) -> tuple[float, float]:
+        """A period and a score (see ``score_cuts``) that cannot be beaten."""
+        from scheduler.policies.search.cut_kernel import CARE, DOUBT
+
+        link = self.problem.link
+        period, slower, faster = (
+            startup_bound(
+                self.problem.profile,
+                replace(link, alpha=link.alpha * factor, beta=link.beta * factor),
+                **self.problem.step,
+            )
+            for factor in (1, 1 + DOUBT, 1 - DOUBT)
+        )
+        return ENOUGH * period, ENOUGH * (period + CARE * (slower + faster)) / (1 + 2 * CARE)
+
+    def _line(self) -> Line:
+        from scheduler.policies.search.cut_kernel import Line
+
+        problem = self.problem
+        return Line(
+            self.end,
+            self.layers,
+            self.fence,
+            problem.link.alpha,
+            problem.link.beta,
+            problem.profile.update_per_byte / (problem.ranks if problem.gather == "parameters" else 1),
+            self.least,
+            ALIGNMENT,
+            self.most,
+        )
+
+    def _starts(self, line: Line) -> Iterable[np.ndarray]:
+        """The cuts of the relaxation, and equal ones, each with parts of several sizes."""
+        profile, link = self.problem.profile, self.problem.link
+        exposed, _ = relaxed_cuts(profile, link)
+        total = float(profile.total_bytes)
+        ends = [relaxed_cuts(profile, link, exposed + slack * profile.compute)[1] for slack in SLACK]
+        for bucket_ends in [*ends, [total]]:
+            for parts in PARTS:
+                yield self._cuts(line, _split(bucket_ends, total / parts))
+
+    def _cuts(self, line: Line, ends: Sequence[float]) -> np.ndarray:
+        """Cuts of the line for buckets that end ``ends`` bytes from layer 0 up, in each group alike."""
+        from scheduler.policies.search.cut_kernel import snap_all
+
+        sizes, groups = np.array(self.problem.profile.sizes), np.array(self.problem.groups)
+        upto = np.append(0, np.cumsum(sizes))
+        inside = [
+            border - np.interp(ends, upto, np.append(0, np.cumsum(np.where(groups == group, sizes, 0))))
+            for group, border in zip(np.unique(self.groups), self.fence[1:], strict=True)
+        ]
+        return np.unique(np.append(self.fence, snap_all(line, np.concatenate(inside))))
+
+    def _cuts_of(self, buckets: Sequence[Bucket]) -> np.ndarray:
+        """Cuts of the line where these buckets end."""
+        at = {int(layer): int(begin) for layer, begin in zip(self.layers, self.begin, strict=True)}
+        ends = {at[bucket.pieces[-1].layer] + bucket.pieces[-1].stop for bucket in buckets}
+        return np.array(sorted(ends | set(self.fence.tolist())), np.int64)
+
+    def _buckets(self, cuts: np.ndarray) -> tuple[Bucket, ...]:
+        buckets = []
+        for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+            first, last = np.searchsorted(self.end, [low, high - 1], side="right")
+            pieces = []
+            for at in range(first, last + 1):
+                start, stop = max(low - self.begin[at], 0), min(high - self.begin[at], self.size[at])
+                pieces.append(Piece(int(self.layers[at]), int(start), int(stop)))
+            buckets.append(Bucket(tuple(pieces), int(self.groups[first])))
+        return in_backward_order(buckets)
+
+
+def _split(ends: Sequence[float], part: float) -> list[float]:
+    """The same ends, and more between them, so that no bucket is much larger than ``part``."""
+    split: list[float] = []
+    begin = 0.0
+    for end in ends:
+        count = max(1, round((end - begin) / part))
+        split += [begin + (end - begin) * (i + 1) / count for i in range(count)]
+        begin = end
+    return split

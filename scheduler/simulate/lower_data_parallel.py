@@ -1,0 +1,175 @@
+"""From a data-parallel program to a task graph: durations, and who waits for whom.
+
+    F(l), B(l)      wait for the layer before them; B of the last layer for its F
+    RS(b), AR(b)    wait for the backward of every layer with bytes in bucket b (its W, where that is apart)
+    AG(b)           waits for RS(b); with gather="parameters" also for the update of b and, without
+                    early_step, for the whole backward
+    F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l
+
+Where a program does not list its updates, they run in the compute lane before the first forward that needs
+them (``gather="gradients"``), or in a lane of their own, in the order of the RS, on ``1 / ranks`` of the
+bytes (``gather="parameters"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from scheduler.ir.actions import COLLECTIVE, Action, Kind
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import COMPUTE_LANE, Lanes, Program
+from scheduler.simulate.task_graph import COMPUTE, EVERY_RANK, LINK, OTHER, GraphBuilder, Task, TaskGraph
+
+UPDATE_LANE = "update"
+
+Links = Link | Mapping[str, Link]
+"""One link for every lane of communication, or one for each by its lane's name."""
+
+_SUPPORTED = COLLECTIVE | {Kind.F, Kind.B, Kind.W, Kind.UPDATE}
+
+
+def lower(program: Program, profile: Profile, link: Links, ranks: int = 1) -> TaskGraph:
+    """The task graph of ``ranks`` ranks; where all do the same at the same speed, one stands for all.
+    A program with stages has all of its ranks.
+    """
+    if program.layers != len(profile.layers):
+        raise ValueError(
+            f"the plan is for a model of {program.layers} layers, profile {profile.name!r} has"
+            f" {len(profile.layers)}; make a plan for this profile"
+        )
+    if program.pipeline is not None:
+        from scheduler.simulate.lower_pipeline import lower_pipeline
+
+        return lower_pipeline(program, profile, link)
+    return _Lowering(program, profile, link).run(ranks)
+
+
+class _Lowering:
+    def __init__(self, program: Program, profile: Profile, link: Links) -> None:
+        self.program, self.profile, self.link = program, profile, link
+        self.graph = GraphBuilder()
+        self.shared: dict[tuple[Kind, int], int] = {}
+        self.split = any(action.kind is Kind.W for action in program.lanes().get(COMPUTE_LANE, ()))
+
+    def run(self, ranks: int) -> TaskGraph:
+        for rank in range(ranks):
+            lanes = _with_updates(self.program, self.profile, self.program.lanes(rank))
+            own: dict[tuple[Kind, int], int] = {}
+            numbers = {lane: self._place(rank, lane, actions, own) for lane, actions in lanes.items()}
+            for tasks in numbers.values():
+                self.graph.lane(tasks)
+            self._depend(own)
+        return self.graph.build()
+
+    def _place(
+        self, rank: int, lane: str, actions: Sequence[Action], own: dict[tuple[Kind, int], int]
+    ) -> list[int]:
+        """Adds a lane's tasks; a collective is added by the first rank that has it."""
+        numbers = []
+        for action in actions:
+            key = (action.kind, action.index)
+            if key in own:
+                raise ValueError(f"{action} stands twice in the kernel of rank {rank}; one action, one place")
+            if key in self.shared:
+                own[key] = self.shared[key]
+            else:
+                collective = action.kind in COLLECTIVE
+                task = Task(action, lane, EVERY_RANK if collective else rank)
+                own[key] = self.graph.task(task, self._seconds(action, lane), _resource(lane, collective))
+                if collective:
+                    self.shared[key] = own[key]
+            numbers.append(own[key])
+        return numbers
+
+    def _seconds(self, action: Action, lane: str) -> float:
+        kind, index = action.kind, action.index
+        if kind not in _SUPPORTED or action.stage is not None:
+            raise ValueError(f"{action} in lane {lane!r} is no action of a data-parallel program")
+        limit = self.program.layers if kind in (Kind.F, Kind.B, Kind.W) else len(self.program.buckets)
+        if index >= limit:
+            what = "layers" if kind in (Kind.F, Kind.B, Kind.W) else "buckets"
+            raise ValueError(f"{action} in lane {lane!r}: the program has {limit} {what}")
+        if kind in COLLECTIVE:
+            return self._link(lane).cost(kind, self.program.buckets[index].bytes)
+        if kind is Kind.UPDATE:
+            return _update_seconds(self.program, self.profile, index)
+        layer = self.profile.layers[index]
+        if kind is Kind.B:
+            return layer.backward - (layer.weight_backward if self.split else 0.0)
+        return layer.forward if kind is Kind.F else layer.weight_backward
+
+    def _link(self, lane: str) -> Link:
+        if isinstance(self.link, Link):
+            return self.link
+        if lane not in self.link:
+            raise ValueError(f"the program uses link {lane!r}; links were given for {sorted(self.link)}")
+        return self.link[lane]
+
+    def _depend(self, own: dict[tuple[Kind, int], int]) -> None:
+        """The edges between one rank's tasks that come from what they read and write."""
+
+        def wait(after: tuple[Kind, int], before: tuple[Kind, int], lag: int = 0) -> None:
+            if after in own and before in own:
+                self.graph.edge(own[before], own[after], lag)
+
+        for layer in range(self.program.layers):
+            wait((Kind.F, layer), (Kind.F, layer - 1))
+            wait((Kind.B, layer), (Kind.B, layer + 1))
+            wait((Kind.W, layer), (Kind.B, layer + 1))
+        wait((Kind.B, self.program.layers - 1), (Kind.F, self.program.layers - 1))
+        sharded = self.program.gather == "parameters"
+        # Compute runs in the order in which it was placed, so the last part of the backward stands for all of
+        # it.
+        backward = [key for key in own if key[0] in (Kind.B, Kind.W)]
+        for number, bucket in enumerate(self.program.buckets):
+            rs, ag, ar, update = ((kind, number) for kind in (Kind.RS, Kind.AG, Kind.AR, Kind.UPDATE))
+            for layer in bucket.layers:
+                gradient = (Kind.W, layer) if (Kind.W, layer) in own else (Kind.B, layer)
+                wait(rs, gradient)
+                wait(ar, gradient)
+            wait(ag, rs)
+            if sharded:
+                wait(update, rs)
+                wait(ag, update)
+                if not self.program.early_step and backward:
+                    wait(update, backward[-1])
+                    wait(ag, backward[-1])
+            else:
+                wait(update, ag)
+                wait(update, ar)
+            for layer in bucket.layers:
+                for last in (ag, ar) if sharded else (ag, ar, update):
+                    wait((Kind.F, layer), last, lag=1)
+
+
+def _resource(lane: str, collective: bool) -> int:
+    if collective:
+        return LINK
+    return COMPUTE if lane == COMPUTE_LANE else OTHER
+
+
+def _update_seconds(program: Program, profile: Profile, bucket: int) -> float:
+    share = program.ranks if program.gather == "parameters" else 1
+    return profile.update_per_byte * program.buckets[bucket].bytes / share
+
+
+def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:
+    """The lanes with the updates that the program leaves to us (see the top of this file)."""
+    stated = any(action.kind is Kind.UPDATE for actions in lanes.values() for action in actions)
+    if stated or profile.update_per_byte == 0:
+        return dict(lanes)
+    collectives = [action for actions in lanes.values() for action in actions if action.kind in COLLECTIVE]
+    if program.gather == "parameters":
+        reduces = [action for action in collectives if action.kind is Kind.RS]
+        return {**lanes, UPDATE_LANE: tuple(Action(Kind.UPDATE, a.index, shift=a.shift) for a in reduces)}
+    due: dict[int, list[int]] = {}
+    for action in collectives:
+        if action.kind is not Kind.RS and action.index < len(program.buckets):
+            due.setdefault(program.buckets[action.index].due_layer, []).append(action.index)
+    compute: list[Action] = []
+    for action in lanes.get(COMPUTE_LANE, ()):
+        if action.kind is Kind.F:
+            compute += [Action(Kind.UPDATE, b, shift=action.shift - 1) for b in due.get(action.index, ())]
+        compute.append(action)
+    return {**lanes, COMPUTE_LANE: tuple(compute)}

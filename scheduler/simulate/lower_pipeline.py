@@ -1,0 +1,298 @@
+"""From a pipeline program to a task graph: durations, and who waits for whom.
+
+    F        waits for its inputs (RECVF, or F of the stage before on the same rank) and for the STEP of its
+             version; with a sharded step for the AGs, bucket by bucket unless they are placed ``eager``
+    B        waits for F, and for RECVB (or B of the next stage on the same rank); W for B
+    SEND     waits for what it sends; RECV for the SEND of the peer
+    RS, AR   wait for the stage's gradient of every micro-batch, in the last backward only for their part;
+             ``aligned``: also for the message that the group's first stage is done
+    STEP     waits for all RS or AR of the stage, or for its gradient where there are no replicas
+    AG       waits for the STEP
+
+A collective is a task of each member; they begin together, once all that any of them waits for is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler.ir.actions import COLLECTIVE, RECVS, SENDS, TRANSFER, Action, Kind
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.layout import Layout
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
+from scheduler.pipelines.passes.steps import first_forward, last_gradient
+from scheduler.pipelines.passes.traffic import RECV_LANE, is_token
+from scheduler.simulate.stage_costs import stages_of
+from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, OTHER, GraphBuilder, Task, TaskGraph
+
+SEND_LANE = "send"
+"""A link of this name beside ``link`` gives the messages between stages wires of their own."""
+
+Name = tuple[int, Kind, int, int, int]
+"""Rank, kind, stage, index and peer (-1 for none): every action of a kernel has a name of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An action's tasks on one rank, one after the other: the parts of a backward that fills several buckets,
+    or of a forward that waits for them; one for everything else.
+    """
+
+    parts: tuple[int, ...]
+
+
+Wires = Link | Mapping[str, Link] | Cluster
+"""One wire for all that a rank sends; ``link`` for collectives and ``send`` for messages; or a cluster's."""
+
+
+def lower_pipeline(
+    program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()
+) -> TaskGraph:
+    """The task graph of all ranks of a program with stages. ``handling``: seconds that each rank needs for an
+    action of its compute lane beside the computation itself.
+    """
+    lowering = _Lowering(program, profile, link, handling)
+    lowering.place()
+    lowering.depend()
+    return lowering.graph.build()
+
+
+class _Lowering:
+    def __init__(self, program: Program, profile: Profile, link: Wires, handling: Sequence[float]) -> None:
+        assert program.pipeline is not None
+        self.program, self.layout = program, program.pipeline
+        self.stages = stages_of(profile, self.layout)
+        self.wires = {LINK_LANE: link} if isinstance(link, Link) else link
+        self.handling = handling or (0.0,) * program.ranks
+        self.graph = GraphBuilder()
+        self.nodes: dict[Name, Node] = {}
+        self.meetings: dict[tuple[Kind, int, int], int] = {}
+        self.split = {
+            action.stage
+            for lanes in program.kernel
+            for action in lanes[COMPUTE_LANE]
+            if action.kind is Kind.W
+        }
+        self.buckets = buckets_of(program)
+
+    # Tasks
+
+    def place(self) -> None:
+        for rank, lanes in enumerate(self.program.kernel):
+            order = lanes[COMPUTE_LANE]
+            held = [stage for stage in self.layout.held_by(rank) if any(a.stage == stage for a in order)]
+            filling = {last_gradient(order, stage) for stage in held}
+            waiting = {first_forward(order, stage) for stage in held}
+            for lane, actions in lanes.items():
+                for place, action in enumerate(actions):
+                    in_parts = lane == COMPUTE_LANE and place in (filling | waiting)
+                    self._add(rank, lane, action, self._weights(action) if in_parts else [1.0])
+
+    def _weights(self, action: Action) -> list[float]:
+        """How a backward divides among its buckets, in the order in which it fills them; a forward needs them
+        the other way round.
+        """
+        assert action.stage is not None
+        eager = self.layout.placement == "eager" and action.kind is Kind.F
+        if self.layout.replicas(action.stage) == 1 or eager or self.layout.reduction == "masters":
+            return [1.0]
+        sizes = [self.program.buckets[bucket].bytes for bucket in self.buckets[action.stage]]
+        total = sum(sizes)
+        weights = [size / total for size in sizes] or [1.0]
+        return weights[::-1] if action.kind is Kind.F else weights
+
+    def _add(self, rank: int, lane: str, action: Action, weights: list[float]) -> None:
+        name = _name(rank, action)
+        if name in self.nodes:
+            raise ValueError(f"{action} stands twice in the kernel of rank {rank}; one action, one place")
+        seconds = self._seconds(rank, action)
+        resource = {COMPUTE_LANE: COMPUTE, LINK_LANE: LINK}.get(lane, OTHER)
+        task = Task(action, lane, rank)
+        beside = self.handling[rank] / len(weights) if lane == COMPUTE_LANE else 0.0
+        parts = tuple(self.graph.task(task, seconds * weight + beside, resource) for weight in weights)
+        self.nodes[name] = Node(parts)
+        if action.kind in COLLECTIVE:
+            key = (action.kind, _stage(action), action.index)
+            if key not in self.meetings:
+                self.meetings[key] = self.graph.task(Task(action, HIDDEN_LANE, rank), 0.0, OTHER)
+            self.graph.edges.add((self.meetings[key], parts[0], 0))
+
+    def _seconds(self, rank: int, action: Action) -> float:
+        assert action.stage is not None
+        stage, replicas = self.stages[action.stage], self.layout.replicas(action.stage)
+        if action.kind is Kind.F:
+            return stage.seconds(stage.forward, replicas)
+        if action.kind is Kind.B:
+            later = stage.weight if action.stage in self.split else 0.0
+            return stage.seconds(stage.backward - later, replicas)
+        if action.kind is Kind.W:
+            return stage.seconds(stage.weight, replicas)
+        if action.kind is Kind.STEP:
+            return stage.step(replicas, sharded=self.layout.reduction == "scatter")
+        if action.kind in COLLECTIVE:
+            size = self.program.buckets[action.index].bytes
+            if isinstance(self.wires, Cluster):
+                return self.wires.collective(action.kind, self.layout.ranks[action.stage], size)
+            return self._wire(LINK_LANE).cost(action.kind, size)
+        if action.kind in RECVS:
+            return 0.0
+        assert action.peer is not None
+        if isinstance(self.wires, Cluster):
+            return self.wires.message(rank, action.peer, self._message(rank, action))
+        return self._wire(SEND_LANE).cost(Kind.RS, self._message(rank, action))
+
+    def _message(self, rank: int, action: Action) -> float:
+        """Bytes of a message between stages."""
+        assert action.stage is not None and action.peer is not None
+        if is_token(action, self.layout):
+            return 0.0
+        other = action.stage + (1 if action.kind is Kind.SENDF else -1)
+        size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
+        return size * self.layout.overlaps(action.stage, rank, other).get(action.peer, 0.0)
+
+    def _wire(self, lane: str) -> Link:
+        assert isinstance(self.wires, Mapping)
+        if lane in self.wires or LINK_LANE in self.wires:
+            return self.wires.get(lane) or self.wires[LINK_LANE]
+        raise ValueError(f"the program uses link {LINK_LANE!r}; links were given for {sorted(self.wires)}")
+
+    # Edges
+
+    def depend(self) -> None:
+        for rank, lanes in enumerate(self.program.kernel):
+            for lane, actions in lanes.items():
+                for queue in self._queues(lane, actions):
+                    self._in_turn(rank, queue)
+                for action in actions:
+                    self._waits(rank, action)
+
+    def _queues(self, lane: str, actions: tuple[Action, ...]) -> Iterable[list[Action]]:
+        """The actions of a lane that keep each other waiting: those on one wire, receives from one peer."""
+        if lane == RECV_LANE:
+            for peer in {action.peer for action in actions}:
+                yield [action for action in actions if action.peer == peer]
+        elif lane == LINK_LANE and isinstance(self.wires, Mapping) and SEND_LANE in self.wires:
+            yield [action for action in actions if action.kind in SENDS]
+            yield [action for action in actions if action.kind not in SENDS]
+        else:
+            yield list(actions)
+
+    def _in_turn(self, rank: int, queue: list[Action]) -> None:
+        for number, action in enumerate(queue):
+            parts = self.nodes[_name(rank, action)].parts
+            for before, after in zip(parts, parts[1:], strict=False):
+                self.graph.edges.add((before, after, 0))
+            following = queue[(number + 1) % len(queue)]
+            wraps = int(number + 1 == len(queue))
+            self.graph.edges.add((parts[-1], self._entry(rank, following), wraps))
+
+    def _entry(self, rank: int, action: Action, part: int = 0) -> int:
+        """The task that waits when this action waits: where all members meet, if it is a collective."""
+        if action.kind in COLLECTIVE:
+            return self.meetings[action.kind, _stage(action), action.index]
+        return self.nodes[_name(rank, action)].parts[part]
+
+    def _wait(
+        self, rank: int, action: Action, before: Name, lag: int = 0, part: int = 0, before_part: int = -1
+    ) -> None:
+        if before in self.nodes:
+            source = self.nodes[before].parts[before_part]
+            self.graph.edge(source, self._entry(rank, action, part), lag)
+
+    def _waits(self, rank: int, action: Action) -> None:
+        stage, index = _stage(action), action.index
+        if action.kind is Kind.F:
+            self._inputs(rank, action, Kind.RECVF, (rank, Kind.F, stage - 1, index, -1))
+            self._weights_ready(rank, action)
+        elif action.kind is Kind.B:
+            self._wait(rank, action, (rank, Kind.F, stage, index, -1))
+            self._inputs(rank, action, Kind.RECVB, (rank, Kind.B, stage + 1, index, -1))
+        elif action.kind is Kind.W:
+            self._wait(rank, action, (rank, Kind.B, stage, index, -1))
+        elif action.kind in TRANSFER:
+            self._wait(rank, action, self._sent(rank, action))
+        elif action.kind is Kind.STEP:
+            self._wait(rank, action, self._last_gradient(rank, stage))
+            for bucket in self.buckets[stage]:
+                for kind in (Kind.RS, Kind.AR):
+                    self._wait(rank, action, (rank, kind, stage, bucket, -1))
+        elif action.kind is Kind.AG:
+            self._wait(rank, action, (rank, Kind.STEP, stage, -1, -1))
+        else:
+            self._gradient_ready(rank, action)
+
+    def _inputs(self, rank: int, action: Action, received: Kind, local: Name) -> None:
+        self._wait(rank, action, local)
+        other = _stage(action) + (-1 if received is Kind.RECVF else 1)
+        if 0 <= other < self.layout.stages:
+            for peer in self.layout.overlaps(_stage(action), rank, other):
+                self._wait(rank, action, (rank, received, _stage(action), action.index, peer))
+
+    def _weights_ready(self, rank: int, action: Action) -> None:
+        stage, lag = _stage(action), 1 - (action.version or 0)
+        self._wait(rank, action, (rank, Kind.STEP, stage, -1, -1), lag)
+        parts = len(self.nodes[_name(rank, action)].parts)
+        for number, bucket in enumerate(reversed(self.buckets[stage])):
+            part = number if parts > 1 else 0
+            self._wait(rank, action, (rank, Kind.AG, stage, bucket, -1), lag, part)
+
+    def _sent(self, rank: int, action: Action) -> Name:
+        """What a send sends, or the send that a receive takes up."""
+        stage, peer = _stage(action), action.peer
+        assert peer is not None
+        if is_token(action, self.layout) and action.kind in SENDS:
+            return self._last_gradient(rank, stage)
+        if action.kind in SENDS:
+            return (rank, Kind.F if action.kind is Kind.SENDF else Kind.B, stage, action.index, -1)
+        if is_token(action, self.layout):
+            first = stage // self.layout.positions * self.layout.positions
+            return (peer, Kind.SENDF, first, action.index, rank)
+        if action.kind is Kind.RECVF:
+            return (peer, Kind.SENDF, stage - 1, action.index, rank)
+        return (peer, Kind.SENDB, stage + 1, action.index, rank)
+
+    def _gradient_ready(self, rank: int, action: Action) -> None:
+        stage = _stage(action)
+        number = list(self.buckets[stage]).index(action.index) if action.index in self.buckets[stage] else 0
+        name = self._last_gradient(rank, stage)
+        parts = len(self.nodes[name].parts)
+        self._wait(rank, action, name, before_part=number if parts > 1 else -1)
+        token = self.layout.microbatches + stage // self.layout.positions
+        for peer in self.layout.ranks[stage // self.layout.positions * self.layout.positions]:
+            self._wait(rank, action, (rank, Kind.RECVF, stage, token, peer))
+
+    def _last_gradient(self, rank: int, stage: int) -> Name:
+        """What completes a stage's gradient; all else that adds to it stands before it in the same lane."""
+        order = self.program.kernel[rank][COMPUTE_LANE]
+        return _name(rank, order[last_gradient(order, stage)])
+
+
+def buckets_of(program: Program) -> dict[int, list[int]]:
+    """The numbers of each stage's buckets, in the order in which its backward fills them."""
+    layout = program.pipeline
+    assert layout is not None
+    found: dict[int, list[int]] = {stage: [] for stage in range(layout.stages)}
+    for number, bucket in enumerate(program.buckets):
+        for stage in stages_in(layout, bucket.layers, program.layers):
+            found[stage].append(number)
+    return found
+
+
+def stages_in(layout: Layout, layers: Iterable[int], total: int) -> set[int]:
+    """The stages that hold these layers."""
+    wanted = set(layers)
+    return {stage for stage in range(layout.stages) if wanted & set(layout.layers(stage, total))}
+
+
+def _stage(action: Action) -> int:
+    if action.stage is None:
+        raise ValueError(f"{action} names no stage; every action of a pipeline program does")
+    return action.stage
+
+
+def _name(rank: int, action: Action) -> Name:
+    peer = -1 if action.peer is None else action.peer
+    return rank, action.kind, _stage(action), action.index, peer
