@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from scheduler.link import Level, Link
 from scheduler.pipeline import Layout, build, delays, generate
 from scheduler.pipeline.bundle import bundle_ranks
 from scheduler.pipeline.cluster import Cluster
-from scheduler.pipeline.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
 from scheduler.pipeline.lowering import lower_pipeline
 from scheduler.pipeline.orders import flushed, one_stage
 from scheduler.pipeline.unroll import depth, unroll
@@ -227,34 +225,3 @@ def test_importing_programs_loads_no_generator() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "scheduler.pipeline.layout" in loaded
     assert "scheduler.pipeline.build" not in loaded
-
-
-# hybrid_conf.json
-
-
-def test_hybrid_conf(tmp_path: Path) -> None:
-    path = tmp_path / "hybrid_conf.json"
-    path.write_text(
-        '{"module_to_stage_map": [0, 0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
-    )
-    cuts, ranks = read_hybrid_conf(path)
-    assert (cuts, ranks) == ((0, 2, 3), ((0, 1), (2,), (3,)))
-    validate(generate("ashpipe", 3, cuts=cuts, ranks=ranks, profile=FOUR), FOUR)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "expected a JSON object, got list"),
-        ({}, "'module_to_stage_map' must be a list of whole numbers, got None"),
-        ({"module_to_stage_map": [0, 2]}, "must start with stage 0 and rise by at most 1"),
-        ({"module_to_stage_map": [0, 1]}, "must list the ranks of stages 0 to 1, got None"),
-        (
-            {"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": ["a"]}},
-            "field '1' must be a list of whole numbers",
-        ),
-    ],
-)
-def test_damaged_hybrid_conf(data: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_hybrid_conf(data)
