@@ -94,9 +94,12 @@ def options_of(given: argparse.Namespace) -> Options:
     if given.kind == "bundle":
         _bundle(given, options)
     if not given.config:
-        alone = options.schedule in ("ashpipe", "bundle")
-        options.microbatches = given.num_microbatches or (1 if alone else 4)
+        options.microbatches = _microbatches(given, options.schedule)
     return options
+
+
+def _microbatches(given: argparse.Namespace, schedule: str) -> int:
+    return given.num_microbatches or (1 if schedule in ("ashpipe", "bundle") else 4)
 
 
 def _files(given: argparse.Namespace, options: Options) -> None:
@@ -105,8 +108,9 @@ def _files(given: argparse.Namespace, options: Options) -> None:
     from dnn_bench.pipeline.jobs import job_of
 
     sizes = Chain(job_of(given.model, given.layers).model).sizes
-    own = {"schedule": given.schedule, "microbatches": given.num_microbatches}
-    plan = read_plan(given.config, given.graph, sizes, **{k: v for k, v in own.items() if v})
+    own = {"schedule": given.schedule, "microbatches": _microbatches(given, given.schedule or "ashpipe")}
+    chosen = own if given.schedule or given.num_microbatches else {}
+    plan = read_plan(given.config, given.graph, sizes, **{name: v for name, v in chosen.items() if v})
     options.schedule, options.microbatches = plan.schedule, plan.microbatches
     options.cuts, options.ranks = list(plan.cuts), [list(row) for row in plan.rank_map]
     options.depth = len(plan.cuts)
