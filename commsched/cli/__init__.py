@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("commsched.cli.show", "print, check or draw a plan"),
     "profile": ("commsched.cli.profile", "measure a model layer by layer"),
     "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
+    "convert": ("commsched.cli.convert", "a plan as AshPipe's files, or AshPipe's files as a plan"),
     "train": ("commsched.cli.train", "train in stages, as a plan says"),
 }
 

@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline: a plan file for `commsched train`."""
+"""Cuts a model into the stages of a pipeline: a plan for `commsched train` and `convert`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commsched.cli.output import console, milliseconds, table
-from scheduler.formats.graph_txt import write_graph
+from scheduler.formats.graph_txt import Graph, write_graph
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 
@@ -101,5 +101,5 @@ def _report(made: Profile, arguments: argparse.Namespace) -> None:
         made.save(Path(arguments.output))
         out.print(f"written to {arguments.output}", markup=False)
     if arguments.graph:
-        write_graph(made, arguments.graph)
+        write_graph(Graph.chain(made), arguments.graph)
         out.print(f"written to {arguments.graph}", markup=False)

@@ -1,4 +1,4 @@
-"""Trains in stages, as a plan file says; started on every rank by torchrun, horovodrun or mpirun."""
+"""Trains in stages, as a plan or AshPipe's files say; started on every rank by torchrun or the like."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 from commsched.cli.profile import add_job
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from commsched.pipeline import Pipeline
+    from scheduler.formats.pipeline_plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
-    parser.add_argument("--plan", required=True, metavar="FILE", help="of `commsched partition`")
+    says = parser.add_mutually_exclusive_group(required=True)
+    says.add_argument("--plan", metavar="FILE", help="of `commsched partition`")
+    says.add_argument(
+        "--conf", metavar="FILE", help="a hybrid_conf.json of PipeDream or AshPipe; with --graph"
+    )
+    parser.add_argument("--graph", metavar="FILE", help="with --conf: the partitioned graph, gpus=N.txt")
     parser.add_argument(
         "--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas"
     )
@@ -31,12 +39,11 @@ def run(arguments: argparse.Namespace) -> None:
     import commsched
     from commsched.pipeline import Pipeline
     from commsched.pipeline.job import load_job
-    from scheduler.formats.pipeline_plan import Plan
 
-    plan = Plan.load(arguments.plan)
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     job = load_job(arguments.job)
+    plan = _plan(arguments, job.model)
     commsched.init()
     batches = iter(job.batches(arguments.rows))
     common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
@@ -50,14 +57,28 @@ def run(arguments: argparse.Namespace) -> None:
     seconds = _train(pipeline, batches, arguments.steps, pipeline.program.policy)
     state = pipeline.state_dict() if arguments.save else {}
     if commsched.rank() == 0:
+        expected = f"; the plan expects {plan.period:.4f} s ({plan.period / seconds - 1:+.1%})"
         print(
-            f"{seconds:.4f} s per step, {arguments.rows / seconds:.1f} rows per second; the plan expects"
-            f" {plan.period:.4f} s ({plan.period / seconds - 1:+.1%})"
+            f"{seconds:.4f} s per step, {arguments.rows / seconds:.1f} rows per second"
+            + (expected if plan.period else "")
         )
         if arguments.save:
             torch.save(state, arguments.save)
     pipeline.close()
     commsched.shutdown()
+
+
+def _plan(arguments: argparse.Namespace, model: nn.Module) -> Plan:
+    from commsched.pipeline.chain import Chain
+    from scheduler.formats.pipeline_plan import Plan
+    from scheduler.pipelines.planner.convert import read_plan
+
+    if arguments.plan:
+        if arguments.graph:
+            raise ValueError("--graph belongs to --conf; a plan of `commsched partition` needs no graph")
+        return Plan.load(arguments.plan)
+    sizes = None if arguments.graph else Chain(model).sizes
+    return read_plan(arguments.conf, arguments.graph, sizes)
 
 
 def _train(pipeline: Pipeline, batches: Any, steps: int, name: str) -> float:

@@ -78,7 +78,7 @@ class Pipeline:
         keep_freed_memory()
         chain = Chain(model, inside)
         if plan is not None:
-            self.program = start.planned(plan, chain)
+            self.program, chain = start.planned(plan, chain)
         elif isinstance(schedule, Program):
             self.program = schedule
         else:

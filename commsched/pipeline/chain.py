@@ -6,6 +6,7 @@ caller names; a layer is a module with parameters and all that follows it up to 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -60,6 +61,15 @@ class Chain:
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._starts = self._layer_starts()
         self.names = tuple(self._name(start) for start in self._starts)
+
+    def by_node(self) -> Chain:
+        """The same model with every traced node as a layer: cuts may stand before any module or function."""
+        finer = copy.copy(self)
+        finer._starts = list(range(len(self._body))) or [0]
+        finer.names = (
+            tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
+        )
+        return finer
 
     def __len__(self) -> int:
         return len(self._starts)

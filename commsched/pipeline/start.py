@@ -22,11 +22,29 @@ from scheduler.pipelines.build import generate, get
 from scheduler.validate.engine import validate
 
 
-def planned(plan: Plan | str | Path, chain: Chain) -> Program:
-    """The program of a plan file, if it is for this model."""
+def planned(plan: Plan | str | Path, chain: Chain) -> tuple[Program, Chain]:
+    """The program of a plan file, if it is for this model, and the chain whose layers the program counts."""
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if len(plan.sizes) > len(chain):
+        plan, chain = _on_nodes(plan, chain)
     plan.check_model(chain.sizes)
-    return plan.program_of(bare_profile(chain, plan.model, plan.cuts))
+    return plan.program_of(bare_profile(chain, plan.model, plan.cuts)), chain
+
+
+def _on_nodes(plan: Plan, chain: Chain) -> tuple[Plan, Chain]:
+    """A plan that counts the nodes of a graph.txt: on the nodes of the traced model where they are the same,
+    on its layers where the graph's nodes are finer.
+    """
+    nodes = chain.by_node()
+    # A graph has nodes for the model's inputs, a trace does not count them.
+    inputs = len(plan.sizes) - len(nodes)
+    if (
+        inputs >= 0
+        and plan.sizes == (0,) * inputs + nodes.sizes
+        and inputs < (*plan.cuts, len(plan.sizes))[1]
+    ):
+        return plan.after(inputs), nodes
+    return plan.on(chain.sizes), chain
 
 
 def generated(

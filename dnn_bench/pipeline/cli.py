@@ -2,7 +2,7 @@
 
 python -m dnn_bench pipeline --schedule wpipe --depth 4 --num-data-parallel 2 --model bert_tiny
 python -m dnn_bench pipeline bundle --num-hp 2 --world-size 2 --rank 0 --IP 10.0.0.1 [--DP-ONLY]
-python -m dnn_bench pipeline --config hybrid_conf.json --model vgg_tiny
+python -m dnn_bench pipeline --config hybrid_conf.json --graph gpus=4.txt --model vgg_tiny
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.pipeline.options import Options, Result
 from dnn_bench.runner.place import environment
 from dnn_bench.runner.ports import HeldPort
-from scheduler.formats.hybrid_conf import read_hybrid_conf
+from scheduler.pipelines.planner.convert import read_plan
 from scheduler.pipelines.schedules.bundle import bundle_ranks
 
 WORKER = [sys.executable, "-m", "dnn_bench.pipeline.worker"]
@@ -38,6 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=int, metavar="M", help="default 4 (ashpipe, bundle: 1)")
     parser.add_argument("--batch-size", type=int, default=0, metavar="N", help="rows of a step, all replicas")
     parser.add_argument("--config", metavar="FILE", help="hybrid_conf.json of PipeDream and AshPipe")
+    parser.add_argument("--graph", metavar="FILE", help="with --config: the partitioned graph, gpus=N.txt")
     parser.add_argument("--plan", default="", metavar="FILE", help="of `commsched partition`")
     parser.add_argument("--placement", default="bubble", choices=("eager", "bubble", "aligned"))
     parser.add_argument(
@@ -89,15 +90,31 @@ def options_of(given: argparse.Namespace) -> Options:
         peer=given.peer,
     )
     if given.config:
-        cuts, ranks = read_hybrid_conf(given.config)
-        options.schedule = given.schedule or "ashpipe"
-        options.cuts, options.ranks = list(cuts), [list(row) for row in ranks]
-        options.depth = len(cuts)
+        _files(given, options)
     if given.kind == "bundle":
         _bundle(given, options)
-    alone = options.schedule in ("ashpipe", "bundle")
-    options.microbatches = given.num_microbatches or (1 if alone else 4)
+    if not given.config:
+        options.microbatches = _microbatches(given, options.schedule)
     return options
+
+
+def _microbatches(given: argparse.Namespace, schedule: str) -> int:
+    return given.num_microbatches or (1 if schedule in ("ashpipe", "bundle") else 4)
+
+
+def _files(given: argparse.Namespace, options: Options) -> None:
+    """Stages, ranks and recomputation of AshPipe's files."""
+    from commsched.pipeline.chain import Chain
+    from dnn_bench.pipeline.jobs import job_of
+
+    sizes = Chain(job_of(given.model, given.layers).model).sizes
+    own = {"schedule": given.schedule, "microbatches": _microbatches(given, given.schedule or "ashpipe")}
+    chosen = own if given.schedule or given.num_microbatches else {}
+    plan = read_plan(given.config, given.graph, sizes, **{name: v for name, v in chosen.items() if v})
+    options.schedule, options.microbatches = plan.schedule, plan.microbatches
+    options.cuts, options.ranks = list(plan.cuts), [list(row) for row in plan.rank_map]
+    options.depth = len(plan.cuts)
+    options.recompute = given.recompute or list(plan.recompute)
 
 
 def _bundle(given: argparse.Namespace, options: Options) -> None:

@@ -24,7 +24,7 @@ class Options:
     rows: int = 0
     microbatches: int = 4
     placement: str = "bubble"
-    recompute: bool = False
+    recompute: bool | list[bool] = False
     warmup: int = 4
     steps: int = 10
     rounds: int = 1

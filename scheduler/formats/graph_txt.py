@@ -1,19 +1,24 @@
-"""Reads and writes PipeDream's and AshPipe's ``graph.txt``: nodes with times in milliseconds and sizes in
-bytes, then edges.
+"""Reads and writes PipeDream's and AshPipe's ``graph.txt`` and ``gpus=N.txt``.
 
-    node1 -- Linear -- forward_compute_time=1.2, backward_compute_time=2.4, activation_size=9,
-    parameter_size=7 node2 -- ReLU() -- forward_compute_time=...
+A node is one line: a name, a description, times in milliseconds and sizes in bytes. An edge is one line with
+a tab in front. A partitioned graph (``gpus=N.txt``) is a graph.txt whose nodes also carry a stage::
+
+    node1 -- Conv2d(3, 64) -- forward_compute_time=1.2, ..., parameter_size=7168.000 -- stage_id=0
+    node2 -- ReLU() -- forward_compute_time=0.1, ..., parameter_size=0.000 -- stage_id=1
         node1 -- node2
 
-A profile is a chain of layers, so a graph is read in topological order, ties in the order of the file.
-Written files keep every digit and name layers by their description; reading one back gives the same layers.
+A profile is a chain of layers, so a graph is read in topological order: the nodes of a lower stage first,
+then ties in the order of the file. Written files keep every digit, so reading one gives the same layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 
 from scheduler.ir.profile import Layer, Profile
@@ -38,31 +43,98 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order of the file, and edges between their numbers."""
+    """Nodes in the order of the file, and edges between their numbers. ``where`` names it in errors."""
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]
+    where: str = "graph.txt"
+
+    @classmethod
+    def chain(cls, profile: Profile) -> Graph:
+        """The layers of a profile, each reading the one before."""
+        nodes = [
+            Node(f"node{n}", la.name, la.forward, la.backward, la.activation_bytes, la.bytes)
+            for n, la in enumerate(profile.layers, 1)
+        ]
+        return cls(tuple(nodes), tuple(pairwise(range(len(nodes)))))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Graph:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from None
+        return parse_graph(text, str(path))
+
+    def profile(self, name: str, update_per_byte: float = 0.0) -> Profile:
+        """The nodes as layers, in the order in which they run."""
+        order = self.order()
+        try:
+            layers = tuple(_layer(self.nodes[number]) for number in order)
+            return Profile(name, layers, update_per_byte, f"imported from {self.where}")
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
+
+    def with_stages(self, cuts: Sequence[int]) -> Graph:
+        """The same graph, its nodes in the order in which they run, in stages that start at ``cuts``."""
+        order = self.order()
+        place = {number: at for at, number in enumerate(order)}
+        nodes = [
+            replace(self.nodes[number], stage=bisect_right(cuts, at) - 1) for at, number in enumerate(order)
+        ]
+        edges = tuple((place[source], place[target]) for source, target in self.edges)
+        return Graph(tuple(nodes), edges, self.where)
+
+    def cuts(self) -> tuple[int, ...]:
+        """The first node of each stage, counted in the order in which the nodes run."""
+        without = [node.name for node in self.nodes if node.stage is None]
+        if without or not self.nodes:
+            some = f"{len(without)} of {len(self.nodes)} nodes ({', '.join(without[:8])})"
+            raise ValueError(
+                f"{self.where}: {some} have no stage_id; a partitioned graph gives every node one: take the"
+                " gpus=N.txt that PipeDream's optimizer or `commsched convert` writes, not the profile"
+            )
+        for source, target in self.edges:
+            before, after = self.nodes[source], self.nodes[target]
+            if _stage_of(before) > _stage_of(after):
+                raise ValueError(
+                    f"{self.where}: {after.name} of stage {after.stage} reads {before.name} of the later"
+                    f" stage {before.stage}; edges must lead to the same stage or a later one"
+                )
+        stages = [_stage_of(self.nodes[number]) for number in self.order()]
+        missing = sorted(set(range(stages[-1] + 1)) - set(stages))
+        if missing:
+            raise ValueError(
+                f"{self.where}: no node has stage_id {', '.join(map(str, missing))}, but one has"
+                f" {stages[-1]}; stages are numbered from 0 without gaps"
+            )
+        return tuple(stages.index(stage) for stage in range(stages[-1] + 1))
 
     def order(self) -> list[int]:
-        """Node numbers, every one after all it reads; a ``ValueError`` names the nodes of a cycle."""
+        """Node numbers, every one after all it reads, lower stages first; a ``ValueError`` names the nodes of
+        a cycle.
+        """
         waiting = [0] * len(self.nodes)
         after: list[list[int]] = [[] for _ in self.nodes]
         for source, target in self.edges:
             waiting[target] += 1
             after[source].append(target)
-        free = [number for number, count in enumerate(waiting) if not count]
+        stage = [_stage_of(node) for node in self.nodes]
+        free = [(stage[number], number) for number, count in enumerate(waiting) if not count]
         heapify(free)
         done = []
         while free:
-            number = heappop(free)
+            _, number = heappop(free)
             done.append(number)
             for target in after[number]:
                 waiting[target] -= 1
                 if not waiting[target]:
-                    heappush(free, target)
+                    heappush(free, (stage[target], target))
         if len(done) < len(self.nodes):
             stuck = [self.nodes[number].name for number, count in enumerate(waiting) if count]
-            raise ValueError(f"the edges of {', '.join(stuck[:8])} form a cycle; a graph must have none")
+            raise ValueError(
+                f"{self.where}: the edges of {', '.join(stuck[:8])} form a cycle; a graph must have none"
+            )
         return done
 
 
@@ -70,23 +142,7 @@ def read_graph(path: str | Path, update_per_byte: float = 0.0) -> Profile:
     """The profile in a graph.txt; a ``ValueError`` names the file, the line, the field and the value at
     fault.
     """
-    path = Path(path)
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    return parse_graph_profile(text, path.stem, str(path), update_per_byte)
-
-
-def parse_graph_profile(
-    text: str, name: str, where: str = "graph.txt", update_per_byte: float = 0.0
-) -> Profile:
-    graph = parse_graph(text, where)
-    try:
-        layers = tuple(_layer(graph.nodes[number]) for number in graph.order())
-        return Profile(name, layers, update_per_byte, f"imported from {where}")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    return Graph.load(path).profile(Path(path).stem, update_per_byte)
 
 
 def parse_graph(text: str, where: str = "graph.txt") -> Graph:
@@ -105,7 +161,7 @@ def parse_graph(text: str, where: str = "graph.txt") -> Graph:
         if node.name in nodes:
             raise ValueError(f"{place}: node {node.name!r} stands twice; every node has one line")
         nodes[node.name] = (len(nodes), node)
-    return Graph(tuple(node for _, node in nodes.values()), tuple(edges))
+    return Graph(tuple(node for _, node in nodes.values()), tuple(edges), where)
 
 
 def _edge(parts: list[str], nodes: dict[str, tuple[int, Node]], place: str) -> tuple[int, int]:
@@ -161,6 +217,10 @@ def _number(text: str, field: str, place: str) -> Decimal:
     return value
 
 
+def _stage_of(node: Node) -> int:
+    return 0 if node.stage is None else node.stage
+
+
 def _layer(node: Node) -> Layer:
     return Layer(
         node.description,
@@ -171,27 +231,32 @@ def _layer(node: Node) -> Layer:
     )
 
 
-def format_graph(profile: Profile) -> str:
-    """A profile as a graph.txt: a chain of nodes."""
-    nodes = [
-        _SEPARATOR.join(
-            (
-                f"node{number}",
-                layer.name.replace("\n", "").replace(_SEPARATOR, " - "),
-                f"forward_compute_time={_milliseconds(layer.forward)},"
-                f" backward_compute_time={_milliseconds(layer.backward)},"
-                f" activation_size={layer.activation_bytes:.1f}, parameter_size={layer.bytes:.3f}",
-            )
-        )
-        for number, layer in enumerate(profile.layers, 1)
+def format_graph(graph: Graph) -> str:
+    """The text of a graph.txt."""
+    nodes = [_node_line(node) for node in graph.nodes]
+    edges = [
+        f"\t{graph.nodes[source].name}{_SEPARATOR}{graph.nodes[target].name}"
+        for source, target in graph.edges
     ]
-    edges = [f"\tnode{number}{_SEPARATOR}node{number + 1}" for number in range(1, len(profile.layers))]
     return "\n".join([*nodes, *edges]) + "\n"
+
+
+def _node_line(node: Node) -> str:
+    parts = [
+        node.name,
+        node.description.replace("\n", "").replace(_SEPARATOR, " - "),
+        f"forward_compute_time={_milliseconds(node.forward)},"
+        f" backward_compute_time={_milliseconds(node.backward)},"
+        f" activation_size={node.activation_size:.1f}, parameter_size={node.parameter_size:.3f}",
+    ]
+    if node.stage is not None:
+        parts.append(f"stage_id={node.stage}")
+    return _SEPARATOR.join(parts)
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{Decimal(repr(float(seconds))).scaleb(-_MILLI):f}"
 
 
-def write_graph(profile: Profile, path: str | Path) -> None:
-    Path(path).write_text(format_graph(profile))
+def write_graph(graph: Graph, path: str | Path) -> None:
+    Path(path).write_text(format_graph(graph))

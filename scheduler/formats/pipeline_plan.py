@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ FORMAT = 1
 class Plan:
     """A pipeline for one model. ``sizes``: weight bytes of its layers, by which the model is recognised.
     ``cuts``: each stage's first layer. ``devices``: the cluster's device of each rank. ``period``: seconds
-    per step as simulated; ``bottleneck``: of the slowest stage; ``memory``: bytes by rank, without optimizer
-    state.
+    per step as simulated; ``bottleneck``: of the slowest stage (both 0 where nothing was simulated);
+    ``memory``: bytes by rank, without optimizer state. ``rank_map``: the ranks that hold each stage, by
+    default numbered stage by stage.
     """
 
     model: str
@@ -35,6 +38,7 @@ class Plan:
     period: float
     bottleneck: float
     memory: tuple[int, ...]
+    rank_map: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("sizes", "cuts", "replicas", "recompute", "devices", "memory"):
@@ -48,6 +52,14 @@ class Plan:
         ):
             if len(getattr(self, name)) != wanted:
                 raise ValueError(f"field {name!r} must have {wanted} entries, got {len(getattr(self, name))}")
+        ends = list(accumulate(self.replicas, initial=0))
+        held = tuple(map(tuple, self.rank_map)) or tuple(tuple(range(*pair)) for pair in pairwise(ends))
+        object.__setattr__(self, "rank_map", held)
+        if tuple(map(len, held)) != self.replicas or sorted(chain.from_iterable(held)) != list(range(ranks)):
+            raise ValueError(
+                f"field 'rank_map' must give the stages {list(self.replicas)} ranks, each of 0 to {ranks - 1}"
+                f" once, got {[list(row) for row in held]}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -67,6 +79,40 @@ class Plan:
                     f" {has}; profile this model and make a plan for it"
                 )
 
+    def after(self, nodes: int) -> Plan:
+        """Without so many nodes at the start of the first stage."""
+        cuts = (0, *(cut - nodes for cut in self.cuts[1:]))
+        return replace(self, sizes=self.sizes[nodes:], cuts=cuts)
+
+    def on(self, sizes: tuple[int, ...] | list[int]) -> Plan:
+        """The same stages of a model whose layers are coarser than the plan's, as where the plan counts the
+        nodes of a graph.txt. Weights decide: each stage keeps its own, and nodes without weights at the start
+        of a stage go to the stage before.
+        """
+        if len(sizes) >= len(self.sizes):
+            self.check_model(sizes)
+            return self
+        before, mine = (list(accumulate(each, initial=0)) for each in (self.sizes, sizes))
+        if before[-1] != mine[-1] or not set(mine) <= set(before):
+            self.check_model(sizes)
+        cuts = [0]
+        for stage, cut in enumerate(self.cuts[1:], 1):
+            layer = bisect_right(mine, before[cut]) - 1
+            if mine[layer] != before[cut]:
+                raise ValueError(
+                    f"stage {stage} of the plan starts inside layer {layer} of this model: before it are"
+                    f" {before[cut]:,} bytes of weights, before the layer {mine[layer]:,}; cut between"
+                    " layers, or let the model be cut inside this module (inside=)"
+                )
+            if layer in (cuts[-1], len(sizes)):
+                empty = stage if layer == len(sizes) else stage - 1
+                raise ValueError(
+                    f"stage {empty} of the plan has no weights, so no layer of this model (a module with"
+                    " weights and what follows it) is in it; give its nodes to a neighbouring stage"
+                )
+            cuts.append(layer)
+        return replace(self, sizes=tuple(sizes), cuts=tuple(cuts))
+
     def program(self, profile: Profile) -> Program:
         """The program of this plan for a profile of the same model."""
         self.check_model(profile.sizes)
@@ -78,7 +124,7 @@ class Plan:
             self.schedule,
             len(self.cuts),
             self.microbatches,
-            replicas=self.replicas,
+            ranks=self.rank_map,
             profile=profile,
             cuts=self.cuts,
             recompute=self.recompute,
@@ -106,8 +152,8 @@ class Plan:
             )
         names = {field.name for field in fields(cls)}
         content = {name: value for name, value in data.items() if name not in ("format", "hash")}
-        if set(content) != names:
-            missing, unknown = sorted(names - set(content)), sorted(set(content) - names)
+        missing, unknown = sorted(names - set(content) - {"rank_map"}), sorted(set(content) - names)
+        if missing or unknown:
             raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
         stated = data.get("hash", _digest({"format": FORMAT, **content}))
         if stated != _digest({"format": FORMAT, **content}):

@@ -50,14 +50,17 @@ def run(*words: str) -> str:
 
 
 def test_profile_partition_train(tmp_path: Path) -> None:
-    """The planner's chain, end to end, on two ranks."""
-    profile, plan, saved = (str(tmp_path / name) for name in ("profile.json", "plan.json", "model.pt"))
+    """The planner's chain as AshPipe has it, end to end, on two ranks: the graph and the conf say it all."""
+    profile, plan, saved = (str(tmp_path / name) for name in ("graph.txt", "plan.json", "model.pt"))
     job = "dnn_bench.pipeline.jobs:mlp_tiny"
     script = [sys.executable, "-c", "import sys; from commsched.cli import main; sys.exit(main())"]
-    run(*script, "profile", "--job", job, "--rows", "8", "--repeat", "1", "-o", profile)
+    run(*script, "profile", "--job", job, "--rows", "8", "--repeat", "1", "--graph", profile)
     schedule = ["--schedule", "2bw", "--microbatches", "2", "-o", plan]
     run(*script, "partition", "--profile", profile, "--devices", "2", "--link", "10gbit", *schedule)
-    words = ["train", "--job", job, "--plan", plan, "--rows", "16", "--steps", "6", "--warmup-steps", "2"]
+    run(*script, "convert", "--plan", plan, "--profile", profile, "-o", str(tmp_path))
+    (graph,) = tmp_path.glob("gpus=*.txt")
+    files = ["--graph", str(graph), "--conf", str(tmp_path / "hybrid_conf.json")]
+    words = ["train", "--job", job, *files, "--rows", "16", "--steps", "6", "--warmup-steps", "2"]
     program = tmp_path / "train.py"
     program.write_text("import sys\nfrom commsched.cli import main\nsys.exit(main())\n")
     ranks = run_ranks(program, 2, [*words, "--save", saved], check=True)

@@ -7,20 +7,15 @@ from pathlib import Path
 import pytest
 
 from scheduler import profiles
-from scheduler.formats.graph_txt import (
-    format_graph,
-    parse_graph,
-    parse_graph_profile,
-    read_graph,
-    write_graph,
-)
+from scheduler.formats.graph_txt import Graph, format_graph, parse_graph, read_graph, write_graph
 from scheduler.ir.profile import Layer, Profile
 
 META = "forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
+SINK = "node4 -- Add(inplace) -- " + META.format("0.125", "0.250", "16.0", "0.000")
 # A diamond, written out of order, as PipeDream's profiler writes it: stages, several outputs, an input node.
 DIAMOND = "\n".join(
     [
-        "node4 -- Add(inplace) -- " + META.format("0.125", "0.250", "16.0", "0.000") + " -- stage_id=1",
+        SINK + " -- stage_id=1",
         "node1 -- Input0 -- " + META.format("0.000", "0.000", "8.0", "0.000") + " -- stage_id=0",
         "node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- "
         + META.format("1.500", "3.000", "[4.0; 8.0]", "93184.000")
@@ -36,7 +31,7 @@ DIAMOND = "\n".join(
 
 
 def test_reads_what_pipedream_writes() -> None:
-    assert parse_graph_profile(DIAMOND, "diamond").layers == (
+    assert parse_graph(DIAMOND).profile("diamond").layers == (
         Layer("Input0", 0.0, 0.0, 0, 8),
         Layer("Conv2d(3, 64, kernel_size=(3, 3))", 0.0015, 0.003, 93184, 12),
         Layer("ReLU()", 1e-6, 2e-6, 0, 4),
@@ -47,7 +42,7 @@ def test_reads_what_pipedream_writes() -> None:
 
 def test_writes_a_chain() -> None:
     profile = Profile("p", (Layer("a", 0.0015, 0.003, 8, 4), Layer("b -- c\n", 1e-7, 0.0, 0)))
-    assert format_graph(profile) == (
+    assert format_graph(Graph.chain(profile)) == (
         "node1 -- a -- forward_compute_time=1.5, backward_compute_time=3, activation_size=4.0,"
         " parameter_size=8.000\n"
         "node2 -- b - c -- forward_compute_time=0.0001, backward_compute_time=0, activation_size=0.0,"
@@ -60,7 +55,7 @@ def test_writes_a_chain() -> None:
 def test_round_trip_loses_no_digit(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.txt"
     profile = profiles.shipped(name)
-    write_graph(profile, path)
+    write_graph(Graph.chain(profile), path)
 
     def told(layer: Layer) -> tuple[str, float, float, int, int]:
         return layer.name, layer.forward, layer.backward, layer.bytes, layer.activation_bytes
@@ -104,6 +99,43 @@ def test_cycle_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the edges of node4, node2 form a cycle") as error:
         read_graph(path)
     assert str(path) in str(error.value)
+
+
+# Partitioned graphs
+
+
+def test_a_lower_stage_comes_first() -> None:
+    """Both branches are free at once; the one of stage 1 stands first in the file."""
+    graph = parse_graph(DIAMOND.replace("93184.000 -- stage_id=0", "93184.000 -- stage_id=1"))
+    assert [graph.nodes[number].name for number in graph.order()] == ["node1", "node3", "node2", "node4"]
+    assert graph.cuts() == (0, 2)
+    assert parse_graph(DIAMOND).cuts() == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        (" -- stage_id=0", "", r"3 of 4 nodes \(node1, node2, node3\) have no stage_id; .*gpus=N.txt"),
+        (SINK + " -- stage_id=1", SINK, r"1 of 4 nodes \(node4\) have no stage_id"),
+        ("stage_id=1", "stage_id=2", "no node has stage_id 1, but one has 2"),
+        (
+            "93184.000 -- stage_id=0",
+            "93184.000 -- stage_id=2",
+            "node4 of stage 1 reads node2 of the later stage 2",
+        ),
+    ],
+)
+def test_stages_that_are_none(tmp_path: Path, was: str, now: str, message: str) -> None:
+    path = tmp_path / "gpus=2.txt"
+    path.write_text(DIAMOND.replace(was, now))
+    with pytest.raises(ValueError, match=message) as error:
+        Graph.load(path).cuts()
+    assert str(path) in str(error.value)
+
+
+def test_a_graph_without_nodes_has_no_stages() -> None:
+    with pytest.raises(ValueError, match="0 of 0 nodes"):
+        parse_graph("").cuts()
 
 
 def test_missing_file(tmp_path: Path) -> None:

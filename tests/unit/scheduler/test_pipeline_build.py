@@ -6,13 +6,11 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scheduler import pipelines
-from scheduler.formats.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
 from scheduler.ir.actions import Kind
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Level, Link
@@ -47,7 +45,7 @@ def test_names_and_spellings() -> None:
     assert set(pipelines.names()) >= {
         "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream", "2bw", "wpipe", "ashpipe", "bundle",
     }  # fmt: skip
-    assert pipelines.get("Zero-Bubble") is pipeline.get("zero_bubble")
+    assert pipelines.get("Zero-Bubble") is pipelines.get("zero_bubble")
     with pytest.raises(ValueError, match="no pipeline schedule 'pipe'; the schedules are gpipe, 1f1b"):
         generate("pipe", 2)
 
@@ -228,34 +226,3 @@ def test_importing_programs_loads_no_generator() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "scheduler.ir.layout" in loaded
     assert "scheduler.pipelines.build" not in loaded
-
-
-# hybrid_conf.json
-
-
-def test_hybrid_conf(tmp_path: Path) -> None:
-    path = tmp_path / "hybrid_conf.json"
-    path.write_text(
-        '{"module_to_stage_map": [0, 0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
-    )
-    cuts, ranks = read_hybrid_conf(path)
-    assert (cuts, ranks) == ((0, 2, 3), ((0, 1), (2,), (3,)))
-    validate(generate("ashpipe", 3, cuts=cuts, ranks=ranks, profile=FOUR), FOUR)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "expected a JSON object, got list"),
-        ({}, "'module_to_stage_map' must be a list of whole numbers, got None"),
-        ({"module_to_stage_map": [0, 2]}, "must start with stage 0 and rise by at most 1"),
-        ({"module_to_stage_map": [0, 1]}, "must list the ranks of stages 0 to 1, got None"),
-        (
-            {"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": ["a"]}},
-            "field '1' must be a list of whole numbers",
-        ),
-    ],
-)
-def test_damaged_hybrid_conf(data: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_hybrid_conf(data)
