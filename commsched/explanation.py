@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm_core.engine import OPS
-from scheduler.bounds.bound import lower_bound
+from scheduler.bounds import lower_bound
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.simulate.simulator import simulate

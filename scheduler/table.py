@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler import policies, profiles
-from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate

@@ -7,7 +7,7 @@ import argparse
 from commsched.cli import options
 from commsched.cli.output import console
 from scheduler.formats.graph_txt import Graph
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.pipelines.planner.convert import expecting, read_plan, write_files
 
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     out = console()
     if arguments.plan:
-        for path in write_files(Plan.load(arguments.plan), _graph(arguments.profile), arguments.output):
+        plan = PipelinePlan.load(arguments.plan)
+        for path in write_files(plan, _graph(arguments.profile), arguments.output):
             out.print(f"written to {path}", markup=False, highlight=False)
         return
     own = {"schedule": arguments.schedule} if arguments.schedule else {}

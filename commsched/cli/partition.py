@@ -12,6 +12,7 @@ from commsched.cli.output import console
 from scheduler import profiles
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Level
+from scheduler.pipelines.build import program_of
 from scheduler.pipelines.planner.partition import RECOMPUTE, partition
 from scheduler.pipelines.report import examine
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         devices = plan.replicas[stage]
         several = "s" if devices > 1 else ""
         out.print(f"stage {stage}: layers {first}..{end - 1}, {devices} device{several}{again}")
-    report = examine(plan.program(profile), profile, cluster.at(plan.devices))
+    report = examine(program_of(plan, profile), profile, cluster.at(plan.devices))
     out.print(str(report), markup=False, highlight=False)
     if arguments.output:
         out.print(f"written to {arguments.output}", markup=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from commsched.cli import options
 from commsched.cli.output import console, plan_table
 from scheduler import policies
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         program.save(Path(arguments.output))
     if arguments.json:
-        print(program.to_json())
+        print(json.dumps(program.to_dict(), indent=1))
         return
     out = console()
     out.print(plan_table(program))

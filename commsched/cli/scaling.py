@@ -12,7 +12,7 @@ from typing import Any
 from commsched.cli import options
 from commsched.cli.output import console, milliseconds, ratio, table
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound
+from scheduler.bounds import lower_bound
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate
 

@@ -13,7 +13,7 @@ from scheduler.ir.program import Program
 from scheduler.render import chrome_trace, gantt, svg
 from scheduler.simulate.memory import peak_memory
 from scheduler.simulate.simulator import Result, simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 FORMATS = ("text", "svg", "chrome", "json")
 

@@ -11,13 +11,13 @@ from typing import Any
 from commsched.cli import options, scaling
 from commsched.cli.output import console, milliseconds, ratio, table
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound
+from scheduler.bounds import lower_bound
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from commsched.pipeline import Pipeline
-    from scheduler.formats.pipeline_plan import Plan
+    from scheduler.formats.pipeline_plan import PipelinePlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,15 +68,15 @@ def run(arguments: argparse.Namespace) -> None:
     commsched.shutdown()
 
 
-def _plan(arguments: argparse.Namespace, model: nn.Module) -> Plan:
+def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan:
     from commsched.pipeline.chain import Chain
-    from scheduler.formats.pipeline_plan import Plan
+    from scheduler.formats.pipeline_plan import PipelinePlan
     from scheduler.pipelines.planner.convert import read_plan
 
     if arguments.plan:
         if arguments.graph:
             raise ValueError("--graph belongs to --conf; a plan of `commsched partition` needs no graph")
-        return Plan.load(arguments.plan)
+        return PipelinePlan.load(arguments.plan)
     sizes = None if arguments.graph else Chain(model).sizes
     return read_plan(arguments.conf, arguments.graph, sizes)
 

@@ -197,7 +197,7 @@ class Planner:
                 f"the program is for {program.ranks} ranks, this job has {self.wire.size}; plan it for"
                 f" {self.wire.size}"
             )
-        from scheduler.validate.engine import validate
+        from scheduler.validate import validate
 
         validate(program, profile)
         if any(a.kind is Kind.AR for a in program.link) and self.options["gather"] == "parameters":

@@ -23,7 +23,7 @@ from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory, OnStep
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.program import Program
 from scheduler.ir.unroll import reach
 from scheduler.ir.weight_versions import delays
@@ -61,7 +61,7 @@ class Pipeline:
         *,
         loss: Loss,
         optimizer: Factory,
-        plan: Plan | str | Path | None = None,
+        plan: PipelinePlan | str | Path | None = None,
         ranks: Sequence[Sequence[int]] | None = None,
         cuts: Sequence[int] | None = None,
         inside: Iterable[type[nn.Module]] = (),

@@ -19,9 +19,8 @@ from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
 from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.profile import Layer, Profile
-from scheduler.ir.program import LINK_LANE, Program
+from scheduler.ir.program import LINK_LANE, Program, buckets_of
 from scheduler.ir.unroll import depth
-from scheduler.simulate.lower_pipeline import buckets_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_rando
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
 from scheduler.ir.actions import RECVS, Action, Kind
-from scheduler.ir.program import LINK_LANE
-from scheduler.pipelines.passes.traffic import RECV_LANE, is_token
+from scheduler.ir.layout import is_token
+from scheduler.ir.program import LINK_LANE, RECV_LANE
 
 if TYPE_CHECKING:
     from commsched.pipeline.api import Pipeline

@@ -18,8 +18,7 @@ from commsched.pipeline.messages import Description, Leaf
 from commsched.pipeline.rows import Range, Share, common
 from commsched.pipeline.stage import Job, Stage
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.layout import Layout
-from scheduler.pipelines.passes.traffic import is_token
+from scheduler.ir.layout import Layout, is_token
 
 Place = tuple[int, Job]
 """Stage, and micro-batch and period."""

@@ -21,12 +21,11 @@ from commsched.pipeline.spans import Span
 from commsched.pipeline.stage import Head, Job, Stage, flattened
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.layout import Layout
-from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
+from scheduler.ir.endless_order import last_gradient
+from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program
 from scheduler.ir.unroll import reach, version
 from scheduler.ir.weight_versions import delays
-from scheduler.pipelines.passes.steps import last_gradient
-from scheduler.pipelines.passes.traffic import RECV_LANE, is_token
 
 Feed = Callable[[int, Range], Any]
 """Period and rows -> the arguments of the first stage, or the targets of the last."""

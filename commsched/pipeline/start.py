@@ -14,24 +14,24 @@ from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Stage
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
 from scheduler.ir.weight_versions import delays
-from scheduler.pipelines.build import generate, get
-from scheduler.validate.engine import validate
+from scheduler.pipelines.build import generate, get, program_of
+from scheduler.validate import validate
 
 
-def planned(plan: Plan | str | Path, chain: Chain) -> tuple[Program, Chain]:
+def planned(plan: PipelinePlan | str | Path, chain: Chain) -> tuple[Program, Chain]:
     """The program of a plan file, if it is for this model, and the chain whose layers the program counts."""
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan = plan if isinstance(plan, PipelinePlan) else PipelinePlan.load(plan)
     if len(plan.sizes) > len(chain):
         plan, chain = _on_nodes(plan, chain)
     plan.check_model(chain.sizes)
-    return plan.program_of(bare_profile(chain, plan.model, plan.cuts)), chain
+    return program_of(plan, bare_profile(chain, plan.model, plan.cuts), check_sizes=False), chain
 
 
-def _on_nodes(plan: Plan, chain: Chain) -> tuple[Plan, Chain]:
+def _on_nodes(plan: PipelinePlan, chain: Chain) -> tuple[PipelinePlan, Chain]:
     """A plan that counts the nodes of a graph.txt: on the nodes of the traced model where they are the same,
     on its layers where the graph's nodes are finer.
     """

@@ -16,7 +16,7 @@ from commsched.cuda.device import Device
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_path
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate

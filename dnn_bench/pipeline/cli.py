@@ -131,9 +131,9 @@ def _bundle(given: argparse.Namespace, options: Options) -> None:
 def size_of(options: Options) -> int:
     """How many ranks there are."""
     if options.plan:
-        from scheduler.formats.pipeline_plan import Plan
+        from scheduler.formats.pipeline_plan import PipelinePlan
 
-        return Plan.load(options.plan).ranks
+        return PipelinePlan.load(options.plan).ranks
     if options.ranks:
         return len({rank for row in options.ranks for rank in row})
     return sum(options.replicas)

@@ -10,7 +10,7 @@ from typing import Any
 from dnn_bench.baselines.registry import LIMIT
 from dnn_bench.runner.results import Row
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound
+from scheduler.bounds import lower_bound
 from scheduler.ir.link import Link, Network, fit
 from scheduler.ir.profile import Layer, Profile
 from scheduler.simulate.simulator import simulate

@@ -22,9 +22,10 @@ from commsched.spatial.channel import Channel, Parcel, SilentChannel
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile
+from scheduler.ir.borders import Border
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
-from scheduler.pipelines.spatial import Border, predict
+from scheduler.pipelines.tile_step import predict
 
 Pair = tuple[float, float]
 """Seconds of the forward and of the backward."""

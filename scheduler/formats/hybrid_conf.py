@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scheduler.ir.profile import read_json
+from scheduler.ir.codec import read_json
 
 OURS = "commsched"
 """The field for the parts of a plan that the format has no field for; the other runtimes ignore it."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from scheduler.ir.profile import Profile, read_json
-from scheduler.ir.program import Program
-from scheduler.pipelines.build import generate
-
-FORMAT = 1
+from scheduler.ir.codec import JsonFile
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan(JsonFile):
     """A pipeline for one model. ``sizes``: weight bytes of its layers, by which the model is recognised.
     ``cuts``: each stage's first layer. ``devices``: the cluster's device of each rank. ``period``: seconds
     per step as simulated; ``bottleneck``: of the slowest stage (both 0 where nothing was simulated);
     ``memory``: bytes by rank, without optimizer state. ``rank_map``: the ranks that hold each stage, by
     default numbered stage by stage.
     """
+
+    HASHED: ClassVar[bool] = True
 
     model: str
     sizes: tuple[int, ...]
@@ -79,12 +74,12 @@ class Plan:
                     f" {has}; profile this model and make a plan for it"
                 )
 
-    def after(self, nodes: int) -> Plan:
+    def after(self, nodes: int) -> PipelinePlan:
         """Without so many nodes at the start of the first stage."""
         cuts = (0, *(cut - nodes for cut in self.cuts[1:]))
         return replace(self, sizes=self.sizes[nodes:], cuts=cuts)
 
-    def on(self, sizes: tuple[int, ...] | list[int]) -> Plan:
+    def on(self, sizes: tuple[int, ...] | list[int]) -> PipelinePlan:
         """The same stages of a model whose layers are coarser than the plan's, as where the plan counts the
         nodes of a graph.txt. Weights decide: each stage keeps its own, and nodes without weights at the start
         of a stage go to the stage before.
@@ -112,57 +107,3 @@ class Plan:
                 )
             cuts.append(layer)
         return replace(self, sizes=tuple(sizes), cuts=tuple(cuts))
-
-    def program(self, profile: Profile) -> Program:
-        """The program of this plan for a profile of the same model."""
-        self.check_model(profile.sizes)
-        return self.program_of(profile)
-
-    def program_of(self, profile: Profile) -> Program:
-        """For a profile whose sizes are not the model's, as where several stages share parameters."""
-        return generate(
-            self.schedule,
-            len(self.cuts),
-            self.microbatches,
-            ranks=self.rank_map,
-            profile=profile,
-            cuts=self.cuts,
-            recompute=self.recompute,
-            placement=self.placement,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        content = {"format": FORMAT, **asdict(self)}
-        return {**content, "hash": _digest(content)}
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        return cls.from_dict(read_json(path), str(path))
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "plan") -> Plan:
-        if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        if data.get("format") != FORMAT:
-            raise ValueError(
-                f"{where}: field 'format' is {data.get('format')!r}; this version reads format {FORMAT}"
-            )
-        names = {field.name for field in fields(cls)}
-        content = {name: value for name, value in data.items() if name not in ("format", "hash")}
-        missing, unknown = sorted(names - set(content) - {"rank_map"}), sorted(set(content) - names)
-        if missing or unknown:
-            raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
-        stated = data.get("hash", _digest({"format": FORMAT, **content}))
-        if stated != _digest({"format": FORMAT, **content}):
-            raise ValueError(f"{where}: field 'hash' does not fit the content; the file was changed")
-        try:
-            return cls(**content)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from None
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

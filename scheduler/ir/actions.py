@@ -99,6 +99,14 @@ class Action:
         return "".join(parts)
 
 
+def traffic_class(action: Action) -> int:
+    """How urgent a message is: 0 for a halo, 1 for an activation, 2 for a gradient."""
+    for urgency, kinds in enumerate((HALOS, TRANSFER, COLLECTIVE)):
+        if action.kind in kinds:
+            return urgency
+    raise ValueError(f"{action} is no message: halos, activations and gradients are")
+
+
 # Longest names first, or `SENDF` would be read as something shorter.
 _KINDS = "|".join(sorted((k.value for k in Kind), key=len, reverse=True))
 _TEXT = re.compile(

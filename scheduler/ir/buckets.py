@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+from scheduler.ir.codec import register
+
 ALIGNMENT = 64
 """Tensors are split at multiples of this many bytes."""
 
@@ -28,6 +30,9 @@ class Piece:
     @property
     def bytes(self) -> int:
         return self.stop - self.start
+
+
+register(Piece, lambda piece: [piece.layer, piece.start, piece.stop], lambda row: Piece(*map(int, row)))
 
 
 @dataclass(frozen=True)

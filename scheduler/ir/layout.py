@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+
+from scheduler.ir.actions import Action, Kind
 
 PLACEMENTS = ("eager", "bubble", "aligned")
 REDUCTIONS = ("scatter", "masters")
@@ -32,7 +33,6 @@ class Layout:
     placement: str = "bubble"
     reduction: str = "scatter"
     recompute: tuple[bool, ...] = ()
-    warmup_epochs: int = 0
     memory: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -96,16 +96,6 @@ class Layout:
         shares = _shares(mine, self.replicas(stage), self.replicas(other))
         return {self.ranks[other][number]: share for number, share in shares}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        unknown = sorted(set(data) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown fields {unknown}")
-        return cls(**{name: _frozen(value) for name, value in data.items()})
-
 
 @lru_cache(maxsize=4096)
 def _shares(number: int, replicas: int, others: int) -> tuple[tuple[int, float], ...]:
@@ -121,9 +111,12 @@ def _shares(number: int, replicas: int, others: int) -> tuple[tuple[int, float],
     return tuple(shares)
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+def is_token(action: Action, layout: Layout) -> bool:
+    """Whether a message carries no data but the news that a backward has ended."""
+    return action.kind in (Kind.SENDF, Kind.RECVF) and action.index >= layout.microbatches
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, (tuple, list)) else value
+def stages_in(layout: Layout, layers: Iterable[int], total: int) -> set[int]:
+    """The stages that hold these layers."""
+    wanted = set(layers)
+    return {stage for stage in range(layout.stages) if wanted & set(layout.layers(stage, total))}

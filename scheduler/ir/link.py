@@ -8,20 +8,16 @@ timed messages into one.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.profile import read_json
-
-FORMAT = 1
+from scheduler.ir.codec import JsonFile
 
 STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
@@ -34,7 +30,7 @@ _UNITS = {"mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Link(JsonFile):
     """``alpha`` seconds to start one RS or AG, ``beta`` seconds for each byte of its message. ``error`` is
     the fit's, relative.
     """
@@ -54,34 +50,6 @@ class Link:
 
     def __str__(self) -> str:
         return f"alpha={self.alpha:g},beta={self.beta:g}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "link") -> Link:
-        if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        if data.get("format") != FORMAT:
-            raise ValueError(
-                f"{where}: field 'format' is {data.get('format')!r}; this version reads format {FORMAT}"
-            )
-        values = {key: value for key, value in data.items() if key != "format"}
-        unknown = sorted(set(values) - {"alpha", "beta", "name", "error"})
-        missing = [key for key in ("alpha", "beta") if key not in values]
-        if missing or unknown:
-            raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
-        try:
-            return cls(**values)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Link:
-        return cls.from_dict(read_json(path), str(path))
 
     @classmethod
     def parse(cls, text: str) -> Link:
@@ -138,6 +106,20 @@ class Level:
     def share(self) -> float:
         """The part of a message that leaves each member in one RS or AG."""
         return (self.ranks - 1) / self.ranks
+
+
+Links = Link | Mapping[str, Link]
+"""One link for all traffic, or links by name."""
+
+
+def named_link(links: Links, *names: str) -> Link:
+    """The link of the first of these names that there is one for; a lone link serves every name."""
+    if isinstance(links, Link):
+        return links
+    for name in names:
+        if name in links:
+            return links[name]
+    raise ValueError(f"the program uses link {names[-1]!r}; links were given for {sorted(links)}")
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-FORMAT = 1
+from scheduler.ir.codec import JsonFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(JsonFile):
     """A model as the scheduler sees it. ``update_per_byte`` is optimizer seconds per gradient byte on one
     rank. ``traffic_per_byte``: seconds that a rank cannot compute for each byte it sends in RS and AG, where
     the processor that computes also copies, sums and sends.
@@ -113,63 +109,3 @@ class Profile:
             update_per_byte=self.update_per_byte * time,
             traffic_per_byte=self.traffic_per_byte * time,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "source": self.source,
-            "update_per_byte": self.update_per_byte,
-            "traffic_per_byte": self.traffic_per_byte,
-            "layers": [asdict(layer) for layer in self.layers],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "profile") -> Profile:
-        if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        if data.get("format") != FORMAT:
-            raise ValueError(
-                f"{where}: field 'format' is {data.get('format')!r}; this version reads format {FORMAT}"
-            )
-        if not isinstance(data.get("layers"), list):
-            raise ValueError(f"{where}: field 'layers' must be a list, got {data.get('layers')!r}")
-        try:
-            return cls(
-                name=str(data.get("name", "")),
-                layers=tuple(_layers(data["layers"])),
-                update_per_byte=float(data.get("update_per_byte", 0.0)),
-                traffic_per_byte=float(data.get("traffic_per_byte", 0.0)),
-                source=str(data.get("source", "")),
-            )
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from None
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        return cls.from_dict(read_json(path), str(path))
-
-
-def _layers(rows: list[Any]) -> Iterable[Layer]:
-    known = {field.name for field in fields(Layer)}
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"layers[{number}] must be an object, got {row!r}")
-        missing = [key for key in ("name", "forward", "backward", "bytes") if key not in row]
-        unknown = sorted(set(row) - known)
-        if missing or unknown:
-            raise ValueError(f"layers[{number}]: missing fields {missing}, unknown fields {unknown}")
-        yield Layer(**row)
-
-
-def read_json(path: str | Path) -> Any:
-    """The JSON in a file, or a ``ValueError`` that names the file and the place of the damage."""
-    try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not valid JSON ({error})") from None

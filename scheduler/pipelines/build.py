@@ -7,11 +7,11 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.buckets import Bucket, fuse_by_bytes
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
-from scheduler.ir.unroll import sections
 from scheduler.ir.weight_versions import live
 from scheduler.pipelines.passes.steps import with_steps
 from scheduler.pipelines.passes.traffic import Traffic
@@ -36,8 +36,6 @@ _MODULES: dict[str, str] = {
     "bundle": "bundle",
 }
 _ADDED: dict[str, Generator] = {}
-
-SYNCHRONOUS = frozenset({"gpipe", "1f1b", "interleaved", "zero_bubble", "bundle"})
 
 
 def names() -> list[str]:
@@ -75,7 +73,6 @@ def generate(
     placement: str = "bubble",
     bucket_bytes: float = BUCKET,
     recompute: bool | Sequence[bool] = False,
-    warmup_epochs: int = 0,
     memory: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Program:
@@ -104,7 +101,6 @@ def generate(
         placement=placement,
         reduction="masters" if schedule == "bundle" else "scatter",
         recompute=(recompute,) * count if isinstance(recompute, bool) else tuple(recompute),
-        warmup_epochs=warmup_epochs,
         memory=_limits(memory, sum(map(len, held))),
     )
     return assemble(schedule, orders, layout, profile, bucket_bytes)
@@ -128,7 +124,6 @@ def assemble(
         numbers[stage] = range(len(everything), len(everything) + len(buckets[stage]))
         everything += buckets[stage]
     kernel = Traffic(layout, compute, numbers).lanes()
-    prologue, epilogue = sections(kernel)
     program = Program(
         policy=schedule,
         buckets=tuple(everything),
@@ -136,12 +131,28 @@ def assemble(
         layers=len(profile.layers),
         ranks=layout.world,
         gather="parameters" if layout.reduction == "scatter" else "gradients",
-        prologue=tuple(prologue),
-        epilogue=tuple(epilogue),
         pipeline=layout,
     )
     versions, activations = live(program)
     return replace(program, pipeline=replace(layout, versions=versions, activations=activations))
+
+
+def program_of(plan: PipelinePlan, profile: Profile, *, check_sizes: bool = True) -> Program:
+    """The program of a plan for a profile of the same model. Without ``check_sizes`` the profile's sizes may
+    differ from the model's, as where several stages share parameters.
+    """
+    if check_sizes:
+        plan.check_model(profile.sizes)
+    return generate(
+        plan.schedule,
+        len(plan.cuts),
+        plan.microbatches,
+        ranks=plan.rank_map,
+        profile=profile,
+        cuts=plan.cuts,
+        recompute=plan.recompute,
+        placement=plan.placement,
+    )
 
 
 def _positions(

@@ -4,62 +4,57 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.layout import Layout
 from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.unroll import unroll
+from scheduler.simulate.simulator import run
+from scheduler.simulate.task_graph import OTHER, GraphBuilder, Task, TaskGraph
+
+_BEFORE = {Kind.B: (Kind.F,), Kind.W: (Kind.B,)}
 
 Slot = list[tuple[int, Action]]
 """What runs at the same time: rank and action (whose shift is its period)."""
 
 
-def replay(program: Program, periods: int) -> Iterator[Slot]:
+def replay(program: Program, periods: int) -> list[Slot]:
     """The slots of a run. A step takes no time: it stands in the slot of the action before it."""
-    layout = program.pipeline
-    if layout is None:
-        raise ValueError("only programs with stages can be replayed slot by slot")
-    queues = [list(reversed(lanes[COMPUTE_LANE])) for lanes in unroll(program, periods)]
-    done: set[tuple[int, Action]] = set()
-    while any(queues):
-        slot: Slot = []
-        for rank, queue in enumerate(queues):
-            if queue and _ready(layout, rank, queue[-1], done):
-                slot.append((rank, queue.pop()))
-                while queue and queue[-1].kind is Kind.STEP:
-                    slot.append((rank, queue.pop()))
-        if not slot:
-            heads = ", ".join(f"{queue[-1]} of rank {rank}" for rank, queue in enumerate(queues) if queue)
-            raise ValueError(f"the program deadlocks: nothing can run before {heads}")
-        done |= {(rank, _bare(action)) for rank, action in slot}
-        yield slot
+    graph = _run_graph(program, periods)
+    # An action's slot is the one in which it ends; those of one slot follow each other as they start.
+    result = run(graph, 1)
+    slots: list[Slot] = [[] for _ in range(round(result.end.max(initial=0.0)))]
+    for number, task in enumerate(graph.tasks):
+        slots[round(result.end[0, number]) - 1].append((task.rank, task.action))
+    return slots
 
 
-def _ready(layout: Layout, rank: int, action: Action, done: set[tuple[int, Action]]) -> bool:
-    stage = action.stage
-    assert stage is not None
-    other = {Kind.F: stage - 1, Kind.B: stage + 1}.get(action.kind)
-    if other is not None and 0 <= other < layout.stages:
-        wanted = Action(action.kind, action.index, other, shift=action.shift)
-        if not all((peer, wanted) in done for peer in layout.overlaps(stage, rank, other)):
-            return False
-    before = {Kind.B: Kind.F, Kind.W: Kind.B}.get(action.kind)
-    if before is None:
-        return True
-    return (rank, Action(before, action.index, stage, shift=action.shift)) in done
-
-
-def _bare(action: Action) -> Action:
-    return Action(action.kind, action.index, action.stage, shift=action.shift)
+def _run_graph(program: Program, periods: int) -> TaskGraph:
+    """Every computation of a run as a task of one slot, tied to what it needs."""
+    layout, graph = program.layout, GraphBuilder()
+    known: dict[tuple[int, Kind, int | None, int, int], int] = {}
+    for rank, lanes in enumerate(unroll(program, periods, (COMPUTE_LANE,))):
+        before = -1
+        for action in lanes[COMPUTE_LANE]:
+            task = Task(action, COMPUTE_LANE, rank)
+            number = graph.task(task, 0.0 if action.kind is Kind.STEP else 1.0, OTHER)
+            if before >= 0:
+                graph.edges.add((before, number, 0))
+            before = known[rank, action.kind, action.stage, action.index, action.shift] = number
+    for (rank, kind, stage, index, shift), number in known.items():
+        assert stage is not None
+        needs = [(rank, before, stage) for before in _BEFORE.get(kind, ())]
+        other = stage + {Kind.F: -1, Kind.B: 1}.get(kind, 0)
+        if other != stage and 0 <= other < layout.stages:
+            needs += [(peer, kind, other) for peer in layout.overlaps(stage, rank, other)]
+        for peer, before_kind, place in needs:
+            graph.edges.add((known[peer, before_kind, place, index, shift], number, 0))
+    return graph.build()
 
 
 def table(program: Program, periods: int = 1) -> str:
     """A run as a table: a row per rank, a column per slot. Micro-batches are numbered through all periods;
     the stage stands in front where a rank holds several, and ``!`` behind the last action before a step.
     """
-    layout = program.pipeline
-    assert layout is not None
+    layout = program.layout
     several = layout.stages > layout.positions
     rows: list[list[str]] = [[] for _ in range(layout.world)]
     for slot in replay(program, periods):

@@ -17,7 +17,7 @@ from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.weight_versions import delays
 from scheduler.simulate.lower_pipeline import Wires, lower_pipeline
-from scheduler.simulate.pipeline_memory import peak_memory
+from scheduler.simulate.pipeline_memory import memory_by_rank
 from scheduler.simulate.simulator import Result, run
 from scheduler.simulate.task_graph import COMPUTE
 
@@ -83,7 +83,7 @@ def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[
         schedule=program.policy,
         period=result.period,
         bubble=_idle(result, program, layout, handling),
-        memory=peak_memory(program, profile),
+        memory=memory_by_rank(program, profile),
         delays=delays(program),
         versions=layout.versions,
         activations=layout.activations,

@@ -1,4 +1,4 @@
-"""The hot loops, compiled by numba. Only functions that are about to run one of them import this module."""
+"""The event loop of the simulator, compiled by numba. Imported only by functions that are about to run it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ def run_events(
     lag: np.ndarray,
     factor: np.ndarray,
     slowdown: float,
+    server_row: np.ndarray,
+    server: np.ndarray,
+    urgency: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Start and end of every task in every iteration, and how many have ended.
+
+    Task ``i`` competes for the servers ``server[server_row[i] : server_row[i + 1]]`` (mostly none): of the
+    tasks that are ready and whose servers are all free, the one with the least urgency number starts, then
+    the one of the earliest iteration, then the one that stands first.
 
     ``factor[k, r]`` multiplies what rank r computes in iteration k. While a link of a rank is busy its
     compute runs at ``1 / (1 + slowdown)`` of its speed. Task ``i`` of iteration ``k`` is number ``k * tasks +
@@ -35,9 +42,8 @@ def run_events(
             waiting[k * tasks + successor[edge]] += 1
 
     busy = np.zeros(ranks, np.int64)  # links in use, by rank
-    left = np.zeros(
-        iterations * tasks
-    )  # seconds of work left at full speed, for tasks whose speed may change
+    # Seconds of work left at full speed, for tasks whose speed may change.
+    left = np.zeros(iterations * tasks)
     since = np.zeros(iterations * tasks)  # when `left` was right
     running = np.full(ranks, -1, np.int64)  # the compute task of each rank
     queue = [(0.0, np.int64(-1))]
@@ -48,12 +54,20 @@ def run_events(
         if waiting[number] == 0:
             ready.append(number)
 
+    taken = np.zeros(server.max() + 1 if len(server) > 0 else 0, np.bool_)
+    competing = [(np.int64(0), np.int64(-1))]
+    competing.pop()
+    granted = np.zeros(iterations * tasks, np.bool_)
+
     done = 0
     now = 0.0
     while True:
         while len(ready) > 0:
             number = ready.pop()
             task = number % tasks
+            if server_row[task + 1] > server_row[task] and not granted[number]:
+                heapq.heappush(competing, (urgency[task], number))
+                continue
             start[number] = now
             work = duration[task]
             if resource[task] == 1:
@@ -67,6 +81,11 @@ def run_events(
             heapq.heappush(queue, (end[number], number))
             if resource[task] == 2 and slowdown > 0.0:
                 _use_link(1, rank[task], now, slowdown, busy, running, left, since, end, queue)
+        # What else ends at this very moment may free a server or make something more urgent ready.
+        if len(competing) > 0 and (len(queue) == 0 or queue[0][0] > now):
+            _grant(competing, granted, ready, taken, tasks, server_row, server)
+            if len(ready) > 0:
+                continue
         if len(queue) == 0:
             return start.reshape(iterations, tasks), end.reshape(iterations, tasks), done
         now, number = heapq.heappop(queue)
@@ -79,12 +98,44 @@ def run_events(
             running[rank[task]] = -1
         if resource[task] == 2 and slowdown > 0.0:
             _use_link(-1, rank[task], now, slowdown, busy, running, left, since, end, queue)
+        for place in range(server_row[task], server_row[task + 1]):
+            taken[server[place]] = False
         for edge in range(row[task], row[task + 1]):
             after = number + lag[edge] * tasks + successor[edge] - task
             if after < iterations * tasks:
                 waiting[after] -= 1
                 if waiting[after] == 0:
                     ready.append(after)
+
+
+@njit(cache=True)
+def _grant(
+    competing: list,
+    granted: np.ndarray,
+    ready: list,
+    taken: np.ndarray,
+    tasks: int,
+    server_row: np.ndarray,
+    server: np.ndarray,
+) -> None:
+    """Gives free servers to the most urgent tasks and makes those ready."""
+    refused = [competing[0]]
+    refused.pop()
+    while len(competing) > 0:
+        urgency, number = heapq.heappop(competing)
+        task = number % tasks
+        free = True
+        for place in range(server_row[task], server_row[task + 1]):
+            free = free and not taken[server[place]]
+        if not free:
+            refused.append((urgency, number))
+            continue
+        for place in range(server_row[task], server_row[task + 1]):
+            taken[server[place]] = True
+        granted[number] = True
+        ready.append(number)
+    for item in refused:
+        heapq.heappush(competing, item)
 
 
 @njit(cache=True)
@@ -113,60 +164,3 @@ def _use_link(
         since[number] = now
         end[number] = now + max(left[number], 0.0) * (1.0 + slowdown if slow else 1.0)
         heapq.heappush(queue, (end[number], number))
-
-
-@njit(cache=True)
-def step_period(
-    forward: np.ndarray,
-    backward_end: np.ndarray,
-    ready: np.ndarray,
-    due: np.ndarray,
-    cost: np.ndarray,
-    update: np.ndarray,
-    order: np.ndarray,
-    update_in_compute: bool,
-    update_from: float,
-) -> float:
-    """Seconds of one data-parallel iteration; ``StepModel`` prepares the arrays.
-
-    ``order`` holds ``b`` for RS of bucket b, ``n + b`` for its AG and ``2 * n + b`` for its AR.
-    """
-    buckets, layers = len(ready), len(forward)
-    gathered = np.zeros(buckets)
-    usable = np.zeros(buckets)
-    head = np.full(
-        layers, -1, np.int64
-    )  # buckets first due at each layer, a chained list in the order of their AGs
-    tail = np.full(layers, -1, np.int64)
-    following = np.full(buckets, -1, np.int64)
-    link, updater = 0.0, update_from
-    for operation in order:
-        bucket = operation % buckets
-        if operation < buckets:
-            link = max(link, backward_end[ready[bucket]]) + cost[bucket]
-            usable[bucket] = link
-            if not update_in_compute:
-                updater = max(updater, link) + update[bucket]
-                usable[bucket] = updater
-            continue
-        if operation < 2 * buckets:
-            link = max(link, usable[bucket]) + cost[bucket]
-        else:
-            link = max(link, backward_end[ready[bucket]]) + 2.0 * cost[bucket]
-        gathered[bucket] = link
-        layer = due[bucket]
-        if head[layer] < 0:
-            head[layer] = bucket
-        else:
-            following[tail[layer]] = bucket
-        tail[layer] = bucket
-    now = backward_end[0]
-    for layer in range(layers):
-        bucket = head[layer]
-        while bucket >= 0:
-            now = max(now, gathered[bucket])
-            if update_in_compute:
-                now += update[bucket]
-            bucket = following[bucket]
-        now += forward[layer]
-    return now

@@ -13,35 +13,21 @@ bytes (``gather="parameters"``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from scheduler.ir.actions import COLLECTIVE, Action, Kind
-from scheduler.ir.link import Link
+from scheduler.ir.link import Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Lanes, Program
 from scheduler.simulate.task_graph import COMPUTE, EVERY_RANK, LINK, OTHER, GraphBuilder, Task, TaskGraph
 
 UPDATE_LANE = "update"
 
-Links = Link | Mapping[str, Link]
-"""One link for every lane of communication, or one for each by its lane's name."""
-
 _SUPPORTED = COLLECTIVE | {Kind.F, Kind.B, Kind.W, Kind.UPDATE}
 
 
-def lower(program: Program, profile: Profile, link: Links, ranks: int = 1) -> TaskGraph:
-    """The task graph of ``ranks`` ranks; where all do the same at the same speed, one stands for all.
-    A program with stages has all of its ranks.
-    """
-    if program.layers != len(profile.layers):
-        raise ValueError(
-            f"the plan is for a model of {program.layers} layers, profile {profile.name!r} has"
-            f" {len(profile.layers)}; make a plan for this profile"
-        )
-    if program.pipeline is not None:
-        from scheduler.simulate.lower_pipeline import lower_pipeline
-
-        return lower_pipeline(program, profile, link)
+def lower_data_parallel(program: Program, profile: Profile, link: Links, ranks: int = 1) -> TaskGraph:
+    """The task graph of ``ranks`` ranks that all do a data-parallel step."""
     return _Lowering(program, profile, link).run(ranks)
 
 
@@ -91,20 +77,13 @@ class _Lowering:
             what = "layers" if kind in (Kind.F, Kind.B, Kind.W) else "buckets"
             raise ValueError(f"{action} in lane {lane!r}: the program has {limit} {what}")
         if kind in COLLECTIVE:
-            return self._link(lane).cost(kind, self.program.buckets[index].bytes)
+            return named_link(self.link, lane).cost(kind, self.program.buckets[index].bytes)
         if kind is Kind.UPDATE:
             return _update_seconds(self.program, self.profile, index)
         layer = self.profile.layers[index]
         if kind is Kind.B:
             return layer.backward - (layer.weight_backward if self.split else 0.0)
         return layer.forward if kind is Kind.F else layer.weight_backward
-
-    def _link(self, lane: str) -> Link:
-        if isinstance(self.link, Link):
-            return self.link
-        if lane not in self.link:
-            raise ValueError(f"the program uses link {lane!r}; links were given for {sorted(self.link)}")
-        return self.link[lane]
 
     def _depend(self, own: dict[tuple[Kind, int], int]) -> None:
         """The edges between one rank's tasks that come from what they read and write."""

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 
 from scheduler.ir.actions import COLLECTIVE, RECVS, SENDS, TRANSFER, Action, Kind
 from scheduler.ir.cluster import Cluster
-from scheduler.ir.layout import Layout
-from scheduler.ir.link import Link
+from scheduler.ir.endless_order import first_forward, last_gradient
+from scheduler.ir.layout import is_token
+from scheduler.ir.link import Links, named_link
 from scheduler.ir.profile import Profile
-from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
-from scheduler.pipelines.passes.steps import first_forward, last_gradient
-from scheduler.pipelines.passes.traffic import RECV_LANE, is_token
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, buckets_of
 from scheduler.simulate.stage_costs import stages_of
 from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, OTHER, GraphBuilder, Task, TaskGraph
 
@@ -44,7 +43,7 @@ class Node:
     parts: tuple[int, ...]
 
 
-Wires = Link | Mapping[str, Link] | Cluster
+Wires = Links | Cluster
 """One wire for all that a rank sends; ``link`` for collectives and ``send`` for messages; or a cluster's."""
 
 
@@ -62,10 +61,9 @@ def lower_pipeline(
 
 class _Lowering:
     def __init__(self, program: Program, profile: Profile, link: Wires, handling: Sequence[float]) -> None:
-        assert program.pipeline is not None
-        self.program, self.layout = program, program.pipeline
+        self.program, self.layout = program, program.layout
         self.stages = stages_of(profile, self.layout)
-        self.wires = {LINK_LANE: link} if isinstance(link, Link) else link
+        self.wires = link
         self.handling = handling or (0.0,) * program.ranks
         self.graph = GraphBuilder()
         self.nodes: dict[Name, Node] = {}
@@ -136,13 +134,13 @@ class _Lowering:
             size = self.program.buckets[action.index].bytes
             if isinstance(self.wires, Cluster):
                 return self.wires.collective(action.kind, self.layout.ranks[action.stage], size)
-            return self._wire(LINK_LANE).cost(action.kind, size)
+            return named_link(self.wires, LINK_LANE).cost(action.kind, size)
         if action.kind in RECVS:
             return 0.0
         assert action.peer is not None
         if isinstance(self.wires, Cluster):
             return self.wires.message(rank, action.peer, self._message(rank, action))
-        return self._wire(SEND_LANE).cost(Kind.RS, self._message(rank, action))
+        return named_link(self.wires, SEND_LANE, LINK_LANE).cost(Kind.RS, self._message(rank, action))
 
     def _message(self, rank: int, action: Action) -> float:
         """Bytes of a message between stages."""
@@ -152,12 +150,6 @@ class _Lowering:
         other = action.stage + (1 if action.kind is Kind.SENDF else -1)
         size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
         return size * self.layout.overlaps(action.stage, rank, other).get(action.peer, 0.0)
-
-    def _wire(self, lane: str) -> Link:
-        assert isinstance(self.wires, Mapping)
-        if lane in self.wires or LINK_LANE in self.wires:
-            return self.wires.get(lane) or self.wires[LINK_LANE]
-        raise ValueError(f"the program uses link {LINK_LANE!r}; links were given for {sorted(self.wires)}")
 
     # Edges
 
@@ -268,23 +260,6 @@ class _Lowering:
         """What completes a stage's gradient; all else that adds to it stands before it in the same lane."""
         order = self.program.kernel[rank][COMPUTE_LANE]
         return _name(rank, order[last_gradient(order, stage)])
-
-
-def buckets_of(program: Program) -> dict[int, list[int]]:
-    """The numbers of each stage's buckets, in the order in which its backward fills them."""
-    layout = program.pipeline
-    assert layout is not None
-    found: dict[int, list[int]] = {stage: [] for stage in range(layout.stages)}
-    for number, bucket in enumerate(program.buckets):
-        for stage in stages_in(layout, bucket.layers, program.layers):
-            found[stage].append(number)
-    return found
-
-
-def stages_in(layout: Layout, layers: Iterable[int], total: int) -> set[int]:
-    """The stages that hold these layers."""
-    wanted = set(layers)
-    return {stage for stage in range(layout.stages) if wanted & set(layout.layers(stage, total))}
 
 
 def _stage(action: Action) -> int:

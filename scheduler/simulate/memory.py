@@ -1,10 +1,11 @@
-"""Peak memory of a data-parallel program, by the order in which it computes."""
+"""Peak memory of a program, by the order in which it computes."""
 
 from __future__ import annotations
 
 from scheduler.ir.actions import Kind
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Program
+from scheduler.simulate.pipeline_memory import memory_by_rank
 
 
 def peak_memory(program: Program, profile: Profile) -> int:
@@ -15,9 +16,7 @@ def peak_memory(program: Program, profile: Profile) -> int:
     made). Optimizer state is not counted. Of a program with stages: what the fullest rank holds.
     """
     if program.pipeline is not None:
-        from scheduler.simulate import pipeline_memory as memory
-
-        return max(memory.peak_memory(program, profile))
+        return max(memory_by_rank(program, profile))
     layers = profile.layers
     live = sum(layer.activation_bytes for layer in layers)  # the kernel starts behind the forward
     peak = live

@@ -13,13 +13,11 @@ from scheduler.ir.weight_versions import moments, settled
 from scheduler.simulate.stage_costs import Stage, stages_of
 
 
-def peak_memory(program: Program, profile: Profile) -> tuple[int, ...]:
+def memory_by_rank(program: Program, profile: Profile) -> tuple[int, ...]:
     """Bytes that each rank holds at its worst moment: all weight versions alive, one gradient, and the
     activations between forward and backward. Optimizer state and buffers of messages are not counted.
     """
-    layout = program.pipeline
-    if layout is None:
-        raise ValueError("this is the memory of programs with stages; see simulate.memory for the others")
+    layout = program.layout
     stages = stages_of(profile, layout)
     lanes = unroll(program, settled(program), (COMPUTE_LANE,))
     return tuple(

@@ -18,7 +18,7 @@ import numpy as np
 from scheduler.ir.actions import Action
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.simulate.lower_data_parallel import Links, lower
+from scheduler.simulate.lower import Links, lower
 from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, TaskGraph
 
 MOST_ITERATIONS = 128
@@ -160,6 +160,9 @@ def _execute(
         graph.lag,
         factor,
         float(slowdown),
+        graph.server_row,
+        graph.server,
+        graph.urgency,
     )
     if done < start.size:
         stuck = graph.stuck()

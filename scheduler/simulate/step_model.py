@@ -56,7 +56,7 @@ class StepModel:
 
     def period(self, order: np.ndarray) -> float:
         """Seconds per iteration; ``order`` must hold each bucket's RS before its AG, or its AR, once."""
-        from scheduler.simulate.event_kernel import step_period
+        from scheduler.simulate.step_kernel import step_period
 
         return float(
             step_period(

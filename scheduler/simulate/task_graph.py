@@ -3,7 +3,8 @@
 A task does one action of one rank once in every iteration. An edge ``(before, after, lag)`` says that
 ``after`` of iteration ``k`` waits for ``before`` of iteration ``k - lag``. What keeps two tasks apart on one
 resource is an edge too: lanes are ordered lists, so "one at a time" is "each after the one before it", the
-first one after the last one of the previous iteration.
+first one after the last one of the previous iteration. Where the order is not decided yet, tasks compete for
+**servers** instead: whenever one is free, the most urgent task that is ready takes it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class TaskGraph:
     row: np.ndarray
     successor: np.ndarray
     lag: np.ndarray
+    server_row: np.ndarray
+    server: np.ndarray
+    urgency: np.ndarray
 
     @property
     def ranks(self) -> int:
@@ -100,11 +104,18 @@ class GraphBuilder:
     duration: list[float] = field(default_factory=list)
     resource: list[int] = field(default_factory=list)
     edges: set[tuple[int, int, int]] = field(default_factory=set)
+    servers: list[tuple[int, ...]] = field(default_factory=list)
+    urgency: list[int] = field(default_factory=list)
 
-    def task(self, task: Task, duration: float, resource: int) -> int:
+    def task(
+        self, task: Task, duration: float, resource: int, servers: Sequence[int] = (), urgency: int = 0
+    ) -> int:
+        """``servers``: what the task occupies; of tasks that compete the one of least ``urgency`` wins."""
         self.tasks.append(task)
         self.duration.append(duration)
         self.resource.append(resource)
+        self.servers.append(tuple(servers))
+        self.urgency.append(urgency)
         return len(self.tasks) - 1
 
     def edge(self, before: int, after: int, lag: int = 0) -> None:
@@ -137,4 +148,7 @@ class GraphBuilder:
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             np.ascontiguousarray(edges[:, 1]),
             np.ascontiguousarray(edges[:, 2]),
+            np.concatenate([[0], np.cumsum([len(needs) for needs in self.servers])]).astype(np.int64),
+            np.array([server for needs in self.servers for server in needs], np.int64),
+            np.array(self.urgency, np.int64),
         )

@@ -1,0 +1,37 @@
+"""Whether a program is one that every rank can run for ever.
+
+    validate(program, profile)        # InvalidProgram, a ValueError, shows the actions at fault in a grid
+    violations(program, profile)      # the same as a list
+
+One engine and, for each kind of program, a set of rules.
+"""
+
+from __future__ import annotations
+
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+from scheduler.validate import data_parallel, pipeline, tiles
+from scheduler.validate.engine import InvalidProgram, RuleSet, Violation, check
+from scheduler.validate.grid import grid
+
+__all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
+
+
+def validate(program: Program, profile: Profile | None = None) -> None:
+    """Raises ``InvalidProgram`` unless the program keeps every rule; with a profile, also that it is for this
+    model.
+    """
+    found = violations(program, profile)
+    if found:
+        raise InvalidProgram(program, found)
+
+
+def violations(program: Program, profile: Profile | None = None) -> list[Violation]:
+    """The violations of the first group of rules that the program breaks."""
+    return check(program, profile, _rules_for(program))
+
+
+def _rules_for(program: Program) -> RuleSet:
+    if program.pipeline is not None:
+        return pipeline.RULES
+    return tiles.RULES if program.borders else data_parallel.RULES

@@ -1,40 +1,11 @@
-"""The pass that puts each stage's STEP between its last backward and the first forward that needs it.
-
-Positions here are those of an endless run, counted from the start of period 0's iteration: an action at place
-``i`` of a kernel of ``n`` actions, with shift ``k``, serves period 0 at position ``i - k * n``.
-"""
+"""The pass that puts each stage's STEP between its last backward and the first forward that needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
 from scheduler.ir.actions import Action, Kind
-
-GRADIENTS = frozenset({Kind.B, Kind.W})
-
-
-def position(order: Sequence[Action], place: int, period: int = 0) -> int:
-    """Where the action at ``place`` serves ``period``."""
-    return place + (period - order[place].shift) * len(order)
-
-
-def last_gradient(order: Sequence[Action], stage: int) -> int:
-    """The place of the action that completes a stage's gradient."""
-    places = (
-        place for place, action in enumerate(order) if action.stage == stage and action.kind in GRADIENTS
-    )
-    return max(places, key=lambda place: position(order, place))
-
-
-def first_forward(order: Sequence[Action], stage: int) -> int:
-    """The place of the forward that is the first to use the version which period 0's step makes."""
-    places = (place for place, action in enumerate(order) if action.stage == stage and action.kind is Kind.F)
-    return min(places, key=lambda place: _first_use(order, place))
-
-
-def _first_use(order: Sequence[Action], place: int) -> int:
-    # The version after period 0 is number 1: the forwards of period 1 - version use it.
-    return position(order, place, 1 - (order[place].version or 0))
+from scheduler.ir.endless_order import first_forward, first_use, last_gradient, position
 
 
 def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action, ...]:
@@ -44,7 +15,7 @@ def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action
     inserted: dict[int, list[Action]] = {}
     for stage in sorted({action.stage for action in order if action.stage is not None}):
         last = position(order, last_gradient(order, stage))
-        due = _first_use(order, first_forward(order, stage))
+        due = first_use(order, first_forward(order, stage))
         if due <= last:
             raise ValueError(
                 f"{order[first_forward(order, stage)]} needs a version of stage {stage} whose gradient"

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from scheduler.ir.actions import SENDS, Action, Kind
-from scheduler.ir.layout import Layout
-from scheduler.ir.program import COMPUTE_LANE, LINK_LANE
-from scheduler.pipelines.passes.steps import last_gradient, position
+from scheduler.ir.endless_order import last_gradient, position
+from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE
 
-RECV_LANE = "recv"
 Key = tuple[Kind, int, int]
 """Kind, stage and index of an action."""
 
@@ -137,8 +136,3 @@ class Traffic:
                 f"rank {peer} sends {sent}, but rank {rank} never does {stage}{kind}{sent.index}"
             )
         return position(order, place)
-
-
-def is_token(action: Action, layout: Layout) -> bool:
-    """Whether a message carries nothing but the news that a backward has ended."""
-    return action.kind in (Kind.SENDF, Kind.RECVF) and action.index >= layout.microbatches

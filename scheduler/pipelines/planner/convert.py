@@ -16,13 +16,13 @@ from typing import Any
 
 from scheduler.formats.graph_txt import Graph, write_graph
 from scheduler.formats.hybrid_conf import OURS, HybridConf, read_hybrid_conf
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.weight_versions import delays
-from scheduler.pipelines.build import generate
+from scheduler.pipelines.build import generate, program_of
 from scheduler.pipelines.report import examine
-from scheduler.simulate.pipeline_memory import peak_memory
+from scheduler.simulate.pipeline_memory import memory_by_rank
 from scheduler.simulate.stage_costs import stages_of
 
 CONF = "hybrid_conf.json"
@@ -30,7 +30,7 @@ REST = ("model", "schedule", "microbatches", "placement", "devices", "period", "
 """The fields of a plan that neither file has a place for."""
 
 
-def to_conf(plan: Plan) -> HybridConf:
+def to_conf(plan: PipelinePlan) -> HybridConf:
     stages = len(plan.cuts)
     return HybridConf(
         modules=tuple(range(stages)),
@@ -41,7 +41,7 @@ def to_conf(plan: Plan) -> HybridConf:
     )
 
 
-def write_files(plan: Plan, graph: Graph, folder: str | Path) -> tuple[Path, Path]:
+def write_files(plan: PipelinePlan, graph: Graph, folder: str | Path) -> tuple[Path, Path]:
     """Writes ``gpus=N.txt`` and ``hybrid_conf.json``; ``graph`` is of the profile that was partitioned."""
     plan.check_model(graph.profile(plan.model).sizes)
     folder = Path(folder)
@@ -54,7 +54,7 @@ def write_files(plan: Plan, graph: Graph, folder: str | Path) -> tuple[Path, Pat
 
 def read_plan(
     conf: str | Path, graph: str | Path | None = None, sizes: Sequence[int] | None = None, **options: Any
-) -> Plan:
+) -> PipelinePlan:
     """The plan in a ``hybrid_conf.json`` and its graph. ``sizes``: weight bytes of the layers of the model
     that it is for, needed without a graph. ``options``: fields of the plan (``schedule``, ...) to be used
     instead of the file's.
@@ -69,12 +69,12 @@ def read_plan(
     return _plan(found, Profile("model", layers), found.cuts_alone(len(layers)), options)
 
 
-def to_plan(conf: HybridConf, graph: Graph, **options: Any) -> Plan:
+def to_plan(conf: HybridConf, graph: Graph, **options: Any) -> PipelinePlan:
     cuts = conf.cuts(graph.cuts(), graph.where)
     return _plan(conf, graph.profile(Path(graph.where).stem), cuts, options)
 
 
-def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: dict[str, Any]) -> Plan:
+def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: dict[str, Any]) -> PipelinePlan:
     world = sum(map(len, conf.ranks))
     known: dict[str, Any] = {
         "model": profile.name,
@@ -92,7 +92,7 @@ def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: di
         # The expected times were those of the file's own schedule.
         options = {"period": 0.0, "bottleneck": 0.0, **options}
     try:
-        plan = Plan(
+        plan = PipelinePlan(
             sizes=profile.sizes,
             cuts=cuts,
             replicas=tuple(map(len, conf.ranks)),
@@ -103,12 +103,12 @@ def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: di
     except (TypeError, ValueError) as error:
         raise ValueError(f"{conf.where}: {error}") from None
     _check_depths(conf, plan)
-    return plan if conf.ours else replace(plan, memory=peak_memory(plan.program(profile), profile))
+    return plan if conf.ours else replace(plan, memory=memory_by_rank(program_of(plan, profile), profile))
 
 
-def expecting(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
+def expecting(plan: PipelinePlan, profile: Profile, cluster: Cluster) -> PipelinePlan:
     """The plan with the times that the simulator expects on this cluster."""
-    program = plan.program(profile)
+    program = program_of(plan, profile)
     report = examine(program, profile, cluster.at(plan.devices))
     assert program.pipeline is not None
     seconds = []
@@ -118,12 +118,12 @@ def expecting(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     return replace(plan, period=report.period, bottleneck=max(seconds), memory=report.memory)
 
 
-def _depths(plan: Plan) -> tuple[int, ...]:
+def _depths(plan: PipelinePlan) -> tuple[int, ...]:
     """How many minibatches each stage is ahead of the last step that it has taken: its delay."""
     return delays(generate(plan.schedule, len(plan.cuts), plan.microbatches))
 
 
-def _check_depths(conf: HybridConf, plan: Plan) -> None:
+def _check_depths(conf: HybridConf, plan: PipelinePlan) -> None:
     needed = _depths(plan)
     if conf.depths is not None and conf.depths != needed:
         raise ValueError(

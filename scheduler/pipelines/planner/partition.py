@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.pipelines.build import BUCKET, generate
 from scheduler.simulate.lower_pipeline import lower_pipeline
-from scheduler.simulate.pipeline_memory import peak_memory
+from scheduler.simulate.pipeline_memory import memory_by_rank
 from scheduler.simulate.simulator import run
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
@@ -201,7 +201,7 @@ def partition(
     max_stages: int | None = None,
     candidates: int = 4,
     placement: str = "bubble",
-) -> Plan:
+) -> PipelinePlan:
     """The fastest plan: ``profile`` is of one micro-batch on one device.
 
     ``state``: bytes of optimizer state per byte of weights. ``recompute``: ``never``, ``always``, or where it
@@ -250,9 +250,9 @@ def _simulated(problem: Problem, cut: Cut, placement: str) -> Candidate:
     return Candidate(cut, devices, program, result.period)
 
 
-def _plan(problem: Problem, candidate: Candidate, placement: str) -> Plan:
+def _plan(problem: Problem, candidate: Candidate, placement: str) -> PipelinePlan:
     cut = candidate.cut
-    return Plan(
+    return PipelinePlan(
         model=problem.profile.name,
         sizes=problem.profile.sizes,
         schedule=problem.schedule,
@@ -264,7 +264,7 @@ def _plan(problem: Problem, candidate: Candidate, placement: str) -> Plan:
         devices=tuple(candidate.devices),
         period=candidate.period,
         bottleneck=cut.bottleneck,
-        memory=peak_memory(candidate.program, problem.profile),
+        memory=memory_by_rank(candidate.program, problem.profile),
     )
 
 

@@ -1,8 +1,7 @@
 """AshPipe: PipeDream's order with one micro-batch per step, and stages replicated as each one needs.
 
 Replicas split every minibatch by rows; neighbouring stages may have different numbers of them. The gradient
-goes upstream before it is reduced (placement ``bubble``). ``recompute`` and ``warmup_epochs`` belong to the
-layout.
+goes upstream before it is reduced (placement ``bubble``). ``recompute`` belongs to the layout.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ something stands behind it, on every rank, so nothing waits for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from scheduler.ir.actions import Action, Kind
+from scheduler.ir.program import COMPUTE_LANE
+from scheduler.simulate.simulator import run
+from scheduler.simulate.task_graph import OTHER, GraphBuilder, Task, TaskGraph
 
 Holders = Sequence[Sequence[Sequence[int]]]
 """By replica and stage: the ranks that hold it."""
@@ -34,7 +37,11 @@ def interleaved_replicas(holders: Holders, microbatches: int) -> tuple[Action, .
             f"orders need at least 1 micro-batch and replicas of equally many stages, got {microbatches} and"
             f" replicas of {[len(replica) for replica in holders]} stages"
         )
-    return tuple(_Clock(holders, microbatches).actions())
+    graph = _competition(holders, microbatches)
+    result = run(graph, 1)
+    numbers = range(len(graph.tasks))
+    order = sorted(numbers, key=lambda task: (result.start[0, task], graph.urgency[task]))
+    return tuple(graph.tasks[task].action for task in order)
 
 
 def share_of(rank: int, holders: Holders, order: Sequence[Action]) -> tuple[Action, ...]:
@@ -43,51 +50,30 @@ def share_of(rank: int, holders: Holders, order: Sequence[Action]) -> tuple[Acti
     return tuple(a for a in order if rank in holders[a.stage // stages][a.stage % stages])  # type: ignore[operator]
 
 
-class _Clock:
-    """Starts one action after the other, each as soon as its ranks and what it waits for allow."""
-
-    def __init__(self, holders: Holders, microbatches: int) -> None:
-        self.holders, self.microbatches = holders, microbatches
-        self.stages = len(holders[0])
-        self.free = {rank: 0.0 for replica in holders for ranks in replica for rank in ranks}
-        self.done: dict[tuple[Kind, int, int], list[float]] = {
-            (kind, r, s): []
-            for kind in (Kind.F, Kind.B)
-            for r in range(len(holders))
-            for s in range(self.stages)
-        }
-
-    def actions(self) -> Iterator[Action]:
-        for _ in range(len(self.done) * self.microbatches):
-            # Backwards first, then the oldest micro-batch: what frees memory.
-            start, _, microbatch, replica, stage, kind = min(self._candidates())
-            end = start + _TIME[Kind(kind)]
-            self.done[Kind(kind), replica, stage].append(end)
-            for rank in self.holders[replica][stage]:
-                self.free[rank] = end
-            yield Action(Kind(kind), microbatch, replica * self.stages + stage)
-
-    def _candidates(self) -> Iterator[tuple[float, bool, int, int, int, str]]:
-        for (kind, replica, stage), ends in self.done.items():
-            if len(ends) == self.microbatches:
-                continue
-            ready = self._ready(kind, replica, stage, len(ends))
-            if ready is not None:
-                start = max(ready, *(self.free[rank] for rank in self.holders[replica][stage]))
-                yield start, kind is Kind.F, len(ends), replica, stage, kind.value
-
-    def _ready(self, kind: Kind, replica: int, stage: int, microbatch: int) -> float | None:
-        """When what this waits for has ended; None while that is not known."""
-        waits: list[tuple[Kind, int]] = []
-        if kind is Kind.F:
-            waits += [(Kind.F, stage - 1)] if stage else []
-            under_way = microbatch - len(self.done[Kind.B, replica, stage])
-            if under_way >= self.stages - stage:
-                return None
-        else:
-            waits += [(Kind.F, stage)]
-            waits += [(Kind.B, stage + 1)] if stage + 1 < self.stages else []
-        ends = [self.done[kind, replica, other] for kind, other in waits]
-        if any(len(times) <= microbatch for times in ends):
-            return None
-        return max((times[microbatch] for times in ends), default=0.0)
+def _competition(holders: Holders, microbatches: int) -> TaskGraph:
+    """Forwards and backwards of all replicas, competing for their ranks: backwards first, then the oldest
+    micro-batch, which frees memory.
+    """
+    stages, graph = len(holders[0]), GraphBuilder()
+    everything = [
+        (kind is Kind.F, index, replica, stage, kind)
+        for kind in (Kind.F, Kind.B)
+        for index in range(microbatches)
+        for replica in range(len(holders))
+        for stage in range(stages)
+    ]
+    tasks: dict[tuple[Kind, int, int, int], int] = {}
+    for urgency, (_, index, replica, stage, kind) in enumerate(sorted(everything)):
+        task = Task(Action(kind, index, replica * stages + stage), COMPUTE_LANE, 0)
+        ranks = tuple(holders[replica][stage])
+        tasks[kind, replica, stage, index] = graph.task(task, _TIME[kind], OTHER, ranks, urgency)
+    for (kind, replica, stage, index), number in tasks.items():
+        ahead = index - (stages - stage)
+        before = {
+            Kind.F: [(Kind.F, stage - 1, index), (Kind.F, stage, index - 1), (Kind.B, stage, ahead)],
+            Kind.B: [(Kind.F, stage, index), (Kind.B, stage + 1, index), (Kind.B, stage, index - 1)],
+        }[kind]
+        for other, place, batch in before:
+            if (other, replica, place, batch) in tasks:
+                graph.edge(tasks[other, replica, place, batch], number)
+    return graph.build()

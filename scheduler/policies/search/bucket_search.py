@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.bounds.bound import relaxed_cuts, startup_bound
+from scheduler.bounds import relaxed_cuts, startup_bound
 from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece, in_backward_order
 from scheduler.policies.problem import Problem
 

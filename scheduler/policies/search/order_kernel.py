@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from scheduler.simulate.event_kernel import step_period
+from scheduler.simulate.step_kernel import step_period
 
 
 class Step(NamedTuple):

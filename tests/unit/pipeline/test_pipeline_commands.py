@@ -19,7 +19,7 @@ from commsched.pipeline.spans import Span, handling
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
 from scheduler.formats.graph_txt import Graph, read_graph, write_graph
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.profile import Layer, Profile
 from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
@@ -158,7 +158,7 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     assert made.sizes == graph.sizes == (8 * (WIDTH * WIDTH + WIDTH),) * 4
     words = ["partition", "--profile", str(files[0]), "--devices", "2", "--link", "10gbit"]
     assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0
-    assert Plan.load(files[2]).sizes == made.sizes
+    assert PipelinePlan.load(files[2]).sizes == made.sizes
     assert "written to" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from commsched.cli import train as command
 from commsched.pipeline import Chain
 from commsched.pipeline.start import planned
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.pipelines.planner.convert import read_plan
 from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, train
 
@@ -76,7 +76,7 @@ def test_layers_that_are_coarser_than_nodes(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_both_files_or_a_plan(tmp_path: Path) -> None:
-    def given(**words: Any) -> Plan:
+    def given(**words: Any) -> PipelinePlan:
         empty = {"plan": None, "conf": None, "graph": None}
         return command._plan(argparse.Namespace(**(empty | words)), chain_model(3))
 

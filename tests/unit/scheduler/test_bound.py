@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.bounds.bound import lower_bound, relaxed_cuts, startup_bound, trivial_bound
+from scheduler.bounds import lower_bound, relaxed_cuts, startup_bound, trivial_bound
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile

@@ -182,9 +182,8 @@ def test_plan_is_written_and_shown(capsys: pytest.CaptureFixture[str], small: st
     data = json.loads(output(capsys, "show", file, "--profile", small, "--link", LINK, "--json"))
     assert (data["plan"], data["hash"]) == (program.plan, program.hash)
     assert data["simulated"]["period"] == pytest.approx(program.meta["period"])
-    assert Program.from_json(
-        output(capsys, "plan", "--profile", small, "--link", LINK, "--policy", "dear", "--json")
-    )
+    text = output(capsys, "plan", "--profile", small, "--link", LINK, "--policy", "dear", "--json")
+    assert Program.from_dict(json.loads(text))
 
 
 @pytest.mark.parametrize(

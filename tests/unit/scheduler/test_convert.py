@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commsched.cli import main
 from scheduler.formats.graph_txt import Graph, Node, format_graph, parse_graph
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -46,7 +46,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @st.composite
-def plans(draw: st.DrawFn, graph: Graph) -> Plan:
+def plans(draw: st.DrawFn, graph: Graph) -> PipelinePlan:
     """Any plan of this graph: cuts, unequal replicas on ranks in any order."""
     sizes = graph.profile("model").sizes
     inner = draw(st.sets(st.integers(1, len(sizes) - 1), max_size=4)) if len(sizes) > 1 else set()
@@ -55,7 +55,7 @@ def plans(draw: st.DrawFn, graph: Graph) -> Plan:
     ranks = draw(st.permutations(range(sum(replicas))))
     seconds = st.floats(0, 10, allow_nan=False)
     schedule = draw(st.sampled_from(["ashpipe", "pipedream", "2bw", "1f1b", "gpipe"]))
-    return Plan(
+    return PipelinePlan(
         model="model",
         sizes=sizes,
         schedule=schedule,
@@ -81,7 +81,7 @@ def test_a_plan_survives_its_files(data: st.DataObject) -> None:
         files = write_files(plan, graph, folder)
         assert [file.name for file in files] == [f"gpus={plan.ranks}.txt", "hybrid_conf.json"]
         assert read_plan(files[1], files[0]) == plan
-        assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+        assert PipelinePlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
         assert Graph.load(files[0]).profile("model").layers == graph.profile("model").layers
 
 
@@ -117,17 +117,17 @@ def test_the_other_systems_fields() -> None:
 
 
 def test_plans_that_read_files_of_before() -> None:
-    """Plan files without ``rank_map`` number the ranks stage by stage, as they did."""
+    """PipelinePlan files without ``rank_map`` number the ranks stage by stage, as they did."""
     data = {name: value for name, value in NODES.to_dict().items() if name not in ("hash", "rank_map")}
-    assert Plan.from_dict(data) == NODES and NODES.rank_map == ((0,), (1,), (2,))
+    assert PipelinePlan.from_dict(data) == NODES and NODES.rank_map == ((0,), (1,), (2,))
     with pytest.raises(ValueError, match=r"give the stages \[1, 1, 1\] ranks, each of 0 to 2 once, got"):
         replace(NODES, rank_map=((0,), (1,), (1,)))
 
 
 # A plan of a graph's nodes, for models with other layers
 
-NODES = Plan("nodes", (0, 8, 0, 4, 4, 0, 0, 6), "ashpipe", 1, (0, 3, 6), (1, 1, 1), (False,) * 3, "bubble",
-             (0, 1, 2), 0.0, 0.0, (0, 0, 0))  # fmt: skip
+NODES = PipelinePlan("nodes", (0, 8, 0, 4, 4, 0, 0, 6), "ashpipe", 1, (0, 3, 6), (1, 1, 1), (False,) * 3,
+                     "bubble", (0, 1, 2), 0.0, 0.0, (0, 0, 0))  # fmt: skip
 
 
 def test_stages_keep_their_weights_on_coarser_layers() -> None:
@@ -176,7 +176,7 @@ def test_from_a_graph_to_files_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(Graph.load(files[0]).edges) == 7
     words = ["convert", "--graph", str(files[0]), "--conf", str(files[1]), "-o", again]
     assert main(words) == 0
-    assert Plan.load(again) == Plan.load(first)
+    assert PipelinePlan.load(again) == PipelinePlan.load(first)
     assert main([*words, "--schedule", "2bw"]) == 2  # its depths are others
     assert "choose another schedule" in capsys.readouterr().err
 
@@ -189,14 +189,14 @@ def test_what_files_of_others_may_take(tmp_path: Path) -> None:
     graph.write_text(format_graph(Graph.chain(profile).with_stages((0, 3))))
     words = ["convert", "--graph", str(graph), "--conf", str(conf), "-o", str(out)]
     assert main(words) == 0
-    plan = Plan.load(out)
+    plan = PipelinePlan.load(out)
     assert (plan.cuts, plan.rank_map, plan.period) == ((0, 3), ((2, 0), (1,)), 0.0)
     assert main([*words, "--link", "alpha=0,beta=0"]) == 0
     free = Cluster.flat(3, Link(0.0, 0.0))
-    assert Plan.load(out) == expecting(plan, Graph.load(graph).profile("gpus=3"), free)
+    assert PipelinePlan.load(out) == expecting(plan, Graph.load(graph).profile("gpus=3"), free)
     # Three layers of 3 ms on two replicas.
-    assert Plan.load(out).bottleneck == pytest.approx(4.5e-3)
-    assert Plan.load(out).period == pytest.approx(4.5e-3)
+    assert PipelinePlan.load(out).bottleneck == pytest.approx(4.5e-3)
+    assert PipelinePlan.load(out).period == pytest.approx(4.5e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import pytest
 from scheduler.formats.graph_txt import Graph
 from scheduler.formats.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
 from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines.build import program_of
 from scheduler.pipelines.planner.convert import read_plan, to_plan
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 
 def conf(modules: list[int], ranks: list[list[int]], **fields: Any) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def test_files_as_they_are_shipped(
     assert (found.cuts, found.replicas) == (cuts, replicas)
     assert [list(row) for row in found.rank_map] == list(data["stage_to_rank_map"].values())
     profile = graph(*nodes).profile("chain")
-    program = found.program(profile)
+    program = program_of(found, profile)
     validate(program, profile)
     assert program.pipeline is not None and program.pipeline.ranks == found.rank_map
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound, startup_bound
+from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -19,7 +19,7 @@ from scheduler.ir.program import Program
 from scheduler.policies.problem import MIB, Problem
 from scheduler.profiles import shipped
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 from tests.support.problems import links, make_profile, profiles
 
 OTHERS = [name for name in policies.names() if name != "optimal"]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from commsched.cli import main
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.profile import Layer, Profile
-from scheduler.validate.engine import validate
+from scheduler.pipelines.build import program_of
+from scheduler.validate import validate
 
 
 @pytest.fixture
@@ -30,17 +31,17 @@ def test_plan_file(alex: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "stage 0: layers 0..3, 3 devices" in out and "stage 1: layers 4..5, 1 device\n" in out
     assert "delays      1 0" in out and "versions    2 1" in out
-    plan = Plan.load(path)
+    plan = PipelinePlan.load(path)
     assert plan.replicas == (3, 1)
     profile = Profile.load(alex)
-    validate(plan.program(profile), profile)
+    validate(program_of(plan, profile), profile)
 
 
 def test_hosts_and_json(alex: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition", "--profile", alex, "--devices", "4", "--link", "1gbit", "--json"]
     memory = ["--memory", "64m,64m,128m,128mib", "--recompute", "auto", "--microbatches", "4"]
     assert main([*words, "--per-host", "2", "--inside", "10gbit", "--schedule", "1f1b", *memory]) == 0
-    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
+    plan = PipelinePlan.from_dict(json.loads(capsys.readouterr().out))
     assert plan.microbatches == 4 and max(plan.memory) <= 128 << 20
 
 

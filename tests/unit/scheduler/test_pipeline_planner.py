@@ -14,14 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Level, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
+from scheduler.pipelines.build import program_of
 from scheduler.pipelines.planner.partition import Problem, kept, partition
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 SCHEDULES = [("pipedream", 1), ("pipedream", 2), ("2bw", 3), ("1f1b", 4), ("gpipe", 2)]
 
@@ -168,7 +169,7 @@ def test_counts_are_those_of_the_generated_programs(schedule: str, count: int) -
 def test_plan_becomes_a_valid_program_within_its_memory() -> None:
     profile = model(6, 3)
     plan = partition(profile, two_levels((400,) * 4), "pipedream", recompute="auto")
-    program = plan.program(profile)
+    program = program_of(plan, profile)
     validate(program, profile)
     assert max(plan.memory) <= 400
     assert plan.ranks == program.ranks
@@ -229,8 +230,8 @@ def test_plan_file(tmp_path: Path) -> None:
     plan = partition(profile, Cluster.flat(3, Link(0.1, 0.01)), "2bw", microbatches=3)
     path = tmp_path / "plan.json"
     plan.save(path)
-    assert Plan.load(path) == plan
-    assert Plan.load(path).program(profile) == plan.program(profile)
+    assert PipelinePlan.load(path) == plan
+    assert program_of(PipelinePlan.load(path), profile) == program_of(plan, profile)
 
 
 @pytest.mark.parametrize(
@@ -243,29 +244,29 @@ def test_plan_file(tmp_path: Path) -> None:
 )
 def test_damaged_plans(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan.from_dict(data)
+        PipelinePlan.from_dict(data)
 
 
 def test_changed_plans(tmp_path: Path) -> None:
     plan = partition(model(4), Cluster.flat(2, Link(0.1, 0.01)))
     with pytest.raises(ValueError, match="the file was changed"):
-        Plan.from_dict({**plan.to_dict(), "schedule": "gpipe"})
+        PipelinePlan.from_dict({**plan.to_dict(), "schedule": "gpipe"})
     with pytest.raises(ValueError, match="unknown fields .'extra'."):
-        Plan.from_dict({**plan.to_dict(), "extra": 1})
+        PipelinePlan.from_dict({**plan.to_dict(), "extra": 1})
     with pytest.raises(ValueError, match=r"field 'replicas' must have \d entries, got 9"):
         replace(plan, replicas=(1,) * 9)
     path = tmp_path / "plan.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
-        Plan.load(path)
+        PipelinePlan.load(path)
 
 
 def test_plan_for_another_model() -> None:
     plan = partition(model(4), Cluster.flat(2, Link(0.1, 0.01)))
     with pytest.raises(ValueError, match="of 4 layers, this model has 5"):
-        plan.program(model(5))
+        program_of(plan, model(5))
     with pytest.raises(ValueError, match="whose layer 0 has .* bytes; this model's has"):
-        plan.program(model(4, seed=9))
+        program_of(plan, model(4, seed=9))
 
 
 def test_impossible_memory_says_so() -> None:

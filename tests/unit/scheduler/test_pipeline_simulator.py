@@ -16,7 +16,7 @@ from scheduler.pipelines.report import Report, examine
 from scheduler.render import chrome_trace, gantt
 from scheduler.simulate.memory import peak_memory
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 
 FREE = Link(0.0, 0.0)
 FORWARD, BACKWARD = 1.0, 2.0

@@ -158,5 +158,5 @@ def test_runs_shorter_than_the_pipeline_are_cut_out_of_it() -> None:
 
 
 def test_only_programs_with_stages_are_replayed() -> None:
-    with pytest.raises(ValueError, match="only programs with stages"):
+    with pytest.raises(ValueError, match="this is for pipeline programs"):
         list(replay(data_parallel_program("x", (), (), 2), 1))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import policies
-from scheduler.bounds.bound import lower_bound
+from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind, parse_actions
 from scheduler.ir.buckets import Bucket, Piece, one_per_layer
 from scheduler.ir.link import Link
@@ -17,7 +17,7 @@ from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import MIB, Problem
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import validate
+from scheduler.validate import validate
 from tests.support.problems import links, make_profile, profiles
 
 # Four layers of 2 bytes, 1 s of forward and 3 s of backward each; RS = AG = 0.5 + 2 = 2.5 s. Buckets 0..3
@@ -151,7 +151,7 @@ def test_any_profile_gives_a_valid_program(
     options = {"budget": 20_000} if name == "optimal" else {}
     program = policies.plan(profile, link, name, bucket_bytes=bucket_bytes, **step, **options)
     validate(program, profile)
-    assert Program.from_json(program.to_json()) == program
+    assert Program.from_dict(program.to_dict()) == program
     assert parse_actions(program.plan) == program.link
     period = simulate(program, profile, link).period
     assert period == pytest.approx(Problem(profile, link, **step).period(program), rel=1e-9, abs=1e-12)

@@ -58,8 +58,8 @@ def test_bad_number_names_file_field_and_value(tmp_path: Path, field: str, value
     ("change", "message"),
     [
         ({"layers": []}, "has no layers"),
-        ({"layers": "x"}, "field 'layers' must be a list"),
-        ({"layers": [3]}, r"layers\[0\] must be an object, got 3"),
+        ({"layers": "x"}, "layers: must be a list, got 'x'"),
+        ({"layers": [3]}, r"layers\[0\]: must be an object, got 3"),
         (
             {"layers": [{"name": "a", "forward": 1, "backward": 1}]},
             r"layers\[0\]: missing fields \['bytes'\]",

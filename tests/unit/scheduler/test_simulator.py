@@ -15,7 +15,7 @@ from scheduler.ir.buckets import one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
-from scheduler.simulate.lower_data_parallel import lower
+from scheduler.simulate.lower import lower
 from scheduler.simulate.simulator import run, simulate
 from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
 
@@ -228,7 +228,7 @@ def test_thousand_buckets_in_a_millisecond(limit: float) -> None:
 def test_import_neither_compiles_nor_imports_numba() -> None:
     """A tool that only parses a plan must not wait for a compiler."""
     modules = (
-        "scheduler.simulate.simulator, scheduler.validate.engine, scheduler.policies, scheduler.render,"
+        "scheduler.simulate.simulator, scheduler.validate, scheduler.policies, scheduler.render,"
         " scheduler.simulate.step_model"
     )
     code = f"import sys, {modules}; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.ir.actions import Kind, parse_action
+from scheduler.ir.actions import Kind, parse_action, traffic_class
+from scheduler.ir.borders import Border
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
-from scheduler.pipelines.passes.traffic_priority import largest_chunk, traffic_class
-from scheduler.pipelines.spatial import Border, plan_spatial, predict, simulate_spatial
+from scheduler.pipelines.passes.traffic_priority import largest_chunk
+from scheduler.pipelines.tile_step import plan_tiles, predict
+from scheduler.simulate.simulator import simulate
+from scheduler.validate import InvalidProgram, validate, violations
 
 LINK = Link(1e-4, 1e-8)  # 100 MB/s
 
@@ -35,32 +42,55 @@ def test_chunks_are_as_long_as_a_halo_may_wait() -> None:
     assert largest_chunk(LINK, 1.1e-3) == pytest.approx(100_000)
     with pytest.raises(ValueError, match="starting a message alone"):
         largest_chunk(LINK, 1e-4)
-    program = plan_spatial(model(), borders(), LINK, longest_wait=1.1e-3)
+    program = plan_tiles(model(), borders(), LINK, longest_wait=1.1e-3)
     assert max(bucket.bytes for bucket in program.buckets) <= 100_000
     assert sum(bucket.bytes for bucket in program.buckets) == 1_600_000
 
 
 def test_every_message_once_and_halos_in_the_order_of_the_layers() -> None:
-    program = plan_spatial(model(), borders(), LINK)
+    program = plan_tiles(model(), borders(), LINK)
     halos = [str(a) for a in program.link if a.kind in (Kind.HALO, Kind.HALOB)]
     assert halos == ["HALO0", "HALO1", "HALO2", "HALO3", "HALOB3", "HALOB2", "HALOB1"]
     kinds = [a.kind for a in program.link]
     assert kinds.count(Kind.RS) == kinds.count(Kind.AG) == len(program.buckets)
     assert Program.from_dict(program.to_dict()) == program
+    validate(program, model())
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (lambda link: [a for a in link if str(a) != "HALO2"], "once"),
+        (lambda link: [*link, link[0]], "once"),
+        (lambda link: sorted(link, key=lambda action: action.kind is not Kind.AG), "order"),
+        (lambda link: [parse_action("HALOB1"), *(a for a in link if str(a) != "HALOB1")], "deadlock"),
+    ],
+)
+def test_broken_programs_of_tiles_are_refused(edit: Callable[[Any], Any], rule: str) -> None:
+    program = plan_tiles(model(), borders(), LINK)
+    broken = replace(program, kernel=({**program.lanes(), "link": tuple(edit(program.link))},))
+    assert {violation.rule for violation in violations(broken, model())} == {rule}
+
+
+def test_halos_may_have_a_wire_of_their_own() -> None:
+    """A message between neighbours costs less than a collective."""
+    program = plan_tiles(model(), borders(), LINK)
+    links = {"link": LINK, "halo": Link(LINK.alpha, LINK.beta / 4)}
+    assert simulate(program, model(), links).period < simulate(program, model(), LINK).period
 
 
 def test_the_link_of_a_small_step_as_text() -> None:
     """Gradients of the last layer are sent under the backward of the first, around its halo."""
     profile = Profile("two", (Layer("a", 10e-3, 20e-3, 0), Layer("b", 10e-3, 20e-3, 1_000_000)))
-    program = plan_spatial(profile, borders(2), LINK, longest_wait=5.1e-3)
+    program = plan_tiles(profile, borders(2), LINK, longest_wait=5.1e-3)
     assert program.plan == "HALO0 HALO1 HALOB1 RS0 RS1 RS2 AG0 AG1 AG2"
 
 
 def test_no_halo_waits_longer_than_a_chunk() -> None:
     """As the simulator shows them: between a halo's being ready and its start lies at most one gradient."""
     profile, edges, wait = model(gradient=1_500_000), borders(), 2e-3
-    program = plan_spatial(profile, edges, LINK, longest_wait=wait)
-    events = simulate_spatial(program, profile, edges, LINK).timeline
+    program = plan_tiles(profile, edges, LINK, longest_wait=wait)
+    events = simulate(program, profile, LINK).timeline
     # The border of a backward ends where its first of two tasks does; forwards' halos follow a whole forward.
     ends: dict[str, list[float]] = {}
     for event in events:
@@ -103,26 +133,27 @@ def test_the_step_that_waits_is_longer_by_every_halo() -> None:
 def test_gradients_first_would_be_slower() -> None:
     """The same messages in another order: a gradient of 1.5 MB in front of the halos of every layer."""
     profile, edges = model(forward=2e-3, gradient=300_000), borders(size=100_000)
-    program = plan_spatial(profile, edges, LINK)
-    best = simulate_spatial(program, profile, edges, LINK).period
+    program = plan_tiles(profile, edges, LINK)
+    best = simulate(program, profile, LINK).period
     gradients = [a for a in program.link if a.kind in (Kind.RS, Kind.AG)]
     halos = [a for a in program.link if a not in gradients]
     # All gradients at the start of the next step, before its halos.
     late = tuple(
         [parse_action(f"{a.kind}{a.index}-1") for a in sorted(gradients, key=lambda a: a.kind == "AG")]
     )
-    other = Program(
-        "late", program.buckets, ({"compute": program.lanes()["compute"], "link": (*late, *halos)},), 4
-    )
-    assert simulate_spatial(other, profile, edges, LINK).period > 1.1 * best
+    other = replace(program, kernel=({**program.lanes(), "link": (*late, *halos)},))
+    validate(other, profile)
+    assert simulate(other, profile, LINK).period > 1.1 * best
 
 
 def test_a_program_for_other_borders_is_refused() -> None:
-    program = plan_spatial(model(), borders(), LINK)
-    with pytest.raises(ValueError, match=r"HALO3"):
-        simulate_spatial(program, model(), [*borders()[:3], None], LINK)
+    program = plan_tiles(model(), borders(), LINK)
+    with pytest.raises(InvalidProgram, match="HALO3 does not belong to rank 0"):
+        validate(replace(program, borders=(*borders()[:3], None)), model())
+    with pytest.raises(ValueError, match="layer 3 has no border"):
+        simulate(replace(program, borders=(*borders()[:3], None)), model(), LINK)
     with pytest.raises(ValueError, match="4 layers, got 3"):
-        plan_spatial(model(), borders(3), LINK)
+        plan_tiles(model(), borders(3), LINK)
     with pytest.raises(ValueError, match="share from 0 to 1"):
         Border(1, 1, 1.5)
 

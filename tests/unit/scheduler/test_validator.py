@@ -15,7 +15,7 @@ from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
 from scheduler.simulate.memory import peak_memory
 from scheduler.simulate.simulator import simulate
-from scheduler.validate.engine import InvalidProgram, grid, problems, validate
+from scheduler.validate import InvalidProgram, grid, validate, violations
 
 FOUR = Profile("four", tuple(Layer(f"l{i}", 1.0, 2.0, 10, activation_bytes=100) for i in range(4)))
 BUCKETS = one_per_layer(FOUR.sizes)
@@ -64,7 +64,7 @@ def test_gather_before_its_reduction_is_shown() -> None:
 
 
 def test_gather_before_the_step_is_shown() -> None:
-    (problem,) = problems(program("RS0 RS1 AG0 RS2 RS3 AG3 AG2 AG1", gather="parameters"))
+    (problem,) = violations(program("RS0 RS1 AG0 RS2 RS3 AG3 AG2 AG1", gather="parameters"))
     assert problem.rule == "step"
     assert problem.places == {(0, "link", 2), (0, "link", 4)}
 
@@ -74,9 +74,9 @@ def test_gather_before_the_step_is_shown() -> None:
     [
         ("RS0 RS1 RS2 RS3 AG3 AG2 AG1", {}, "once", "rank 0 never does AG0"),
         ("RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0 AG0", {}, "once", "AG0 stands 2 times"),
-        ("AR0 RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0", {}, "once", "RS0 does not belong to this program"),
-        ("RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0 RS4", {}, "once", "RS4 does not belong to this program"),
-        ("RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0 0SENDF1>1", {}, "once", "SENDF1 does not belong"),
+        ("AR0 RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0", {}, "once", "RS0 does not belong to rank 0"),
+        ("RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0 RS4", {}, "once", "RS4 does not belong to rank 0"),
+        ("RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0 0SENDF1>1", {}, "once", "0SENDF1>1 does not belong"),
         ("AR0 RS1 RS2 RS3 AG3 AG2 AG1", {"gather": "parameters"}, "once", "AR0 gathers gradients"),
         ("RS0 RS1 RS2 RS3 AG0-1 AG3 AG2 AG1", {}, "deadlock", "F3.1 of rank 0 waits for AG0-1"),
         ("AR0 AR1 AR2", {"buckets": BUCKETS[:3]}, "cover", "cover 0 of the 10 bytes of layer 0"),
@@ -95,7 +95,7 @@ def test_gather_before_the_step_is_shown() -> None:
     ],
 )
 def test_broken_rule(order: str, options: dict[str, Any], rule: str, message: str) -> None:
-    found = problems(program(order, **options), FOUR)
+    found = violations(program(order, **options), FOUR)
     assert rule in {problem.rule for problem in found}
     with pytest.raises(InvalidProgram, match=message):
         validate(program(order, **options), FOUR)
@@ -103,7 +103,7 @@ def test_broken_rule(order: str, options: dict[str, Any], rule: str, message: st
 
 def test_compute_against_its_data_deadlocks() -> None:
     kernel = lanes("B3 B1 B2 B0 F0+1 F1+1 F2+1 F3+1", link="AR0 AR1 AR2 AR3")
-    (problem,) = problems(Program("test", BUCKETS, (kernel,), 4), FOUR)
+    (problem,) = violations(Program("test", BUCKETS, (kernel,), 4), FOUR)
     assert problem.rule == "deadlock"
     assert (0, "compute", 1) in problem.places
     assert ">B1< >B2<" in grid(Program("test", BUCKETS, (kernel,), 4), problem.places)
@@ -112,7 +112,7 @@ def test_compute_against_its_data_deadlocks() -> None:
 def test_deadlock_across_two_links() -> None:
     """Each lane is in order by itself; together the AG in front of each waits for the RS behind the other."""
     kernel = lanes(one="AG1 RS0 AG2 AG3", two="AG0 RS1 RS2 RS3")
-    found = problems(Program("test", BUCKETS, (kernel,), 4), FOUR)
+    found = violations(Program("test", BUCKETS, (kernel,), 4), FOUR)
     assert {problem.rule for problem in found} == {"deadlock"}
     with pytest.raises(ValueError, match="deadlocks"):
         simulate(Program("test", BUCKETS, (kernel,), 4), FOUR, Link(0.0, 1.0))
@@ -124,7 +124,8 @@ def test_ranks_in_different_orders_are_named() -> None:
     with pytest.raises(InvalidProgram) as error:
         validate(Program("test", BUCKETS, (first, first, other), 4, ranks=3))
     assert str(error.value) == (
-        "collective 4 of lane 'link' is AG3 on rank 0 and AG2 on rank 2; all ranks must have one order\n"
+        "collective 4 of lane 'link' is AG3 on rank 0 and AG2 on rank 2;"
+        " the ranks of a group must have one order\n"
         "  rank 0 link | RS0 RS1 RS2 RS3 >AG3< AG2 AG1 AG0\n"
         "  rank 2 link | RS0 RS1 RS2 RS3 >AG2< AG3 AG1 AG0"
     )
@@ -133,9 +134,9 @@ def test_ranks_in_different_orders_are_named() -> None:
 def test_rank_without_a_collective_is_named() -> None:
     first = lanes(link="AR0 AR1 AR2 AR3")
     other = lanes(link="AR0 AR1 AR2 AR3", second="")
-    assert problems(Program("test", BUCKETS, (first, other), 4, ranks=2)) == []
+    assert violations(Program("test", BUCKETS, (first, other), 4, ranks=2)) == []
     split = lanes(link="AR0 AR1 AR2", second="AR3")
-    (problem, *_) = problems(Program("test", BUCKETS, (first, split), 4, ranks=2))
+    (problem, *_) = violations(Program("test", BUCKETS, (first, split), 4, ranks=2))
     assert problem.rule == "one order"
 
 
@@ -147,7 +148,7 @@ def test_plan_for_another_model() -> None:
 def test_long_programs_are_cut_around_the_fault() -> None:
     profile = Profile("many", FOUR.layers * 25)
     order = [Action(Kind.AR, i) for i in range(100)] + [Action(Kind.AR, 60)]
-    (problem,) = problems(data_parallel_program("x", one_per_layer(profile.sizes), order, 100), profile)
+    (problem,) = violations(data_parallel_program("x", one_per_layer(profile.sizes), order, 100), profile)
     assert grid(data_parallel_program("x", one_per_layer(profile.sizes), order, 100), problem.places) == (
         "  rank 0 link | ... AR56 AR57 AR58 AR59 >AR60< AR61 AR62 AR63 AR64 AR65 AR66 AR67 AR68 AR69 AR70"
         " AR71 AR72 ...\n"
@@ -158,7 +159,7 @@ def test_long_programs_are_cut_around_the_fault() -> None:
 def test_any_order_is_valid_just_if_each_gather_is_behind_its_reduction(order: list[str]) -> None:
     made = program(" ".join(order))
     right = all(order.index(f"RS{b}") < order.index(f"AG{b}") for b in range(4))
-    assert (problems(made, FOUR) == []) == right
+    assert (violations(made, FOUR) == []) == right
     if right:
         assert simulate(made, FOUR, Link(0.1, 0.1)).settled
 

@@ -1,0 +1,173 @@
+"""The codec of every JSON file of ours: dataclasses to JSON and back, guided by their type hints.
+
+    class Profile(JsonFile): ...            # a frozen dataclass
+    profile.save("p.json"); Profile.load("p.json")
+
+A file is an object with the dataclass's fields, ``format`` and, where the class is ``HASHED``, ``hash``.
+Every error is a ``ValueError`` that names the file, the field's path in it, what was expected and what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Self = TypeVar("Self", bound="JsonFile")
+
+_SCALARS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_FORMS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
+
+
+class JsonFile:
+    """A frozen dataclass that is saved as a JSON file."""
+
+    __slots__ = ()
+    FORMAT: ClassVar[int] = 1
+    HASHED: ClassVar[bool] = False
+    UNHASHED: ClassVar[frozenset[str]] = frozenset()
+
+    def to_dict(self) -> dict[str, Any]:
+        content = {"format": self.FORMAT, **encode(self, type(self))}
+        return {**content, "hash": _digest(content, self.UNHASHED)} if self.HASHED else content
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls: type[Self], data: Any, where: str = "") -> Self:
+        where = where or cls.__name__.lower()
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        if data.get("format") != cls.FORMAT:
+            raise ValueError(
+                f"{where}: field 'format' is {data.get('format')!r}; this version reads format {cls.FORMAT}"
+            )
+        content = {name: value for name, value in data.items() if name != "hash" or not cls.HASHED}
+        value: Self = decode({name: content[name] for name in content if name != "format"}, cls, where)
+        if cls.HASHED and "hash" in data and data["hash"] != _digest(content, cls.UNHASHED):
+            raise ValueError(
+                f"{where}: field 'hash' is {data['hash']!r}, the content's hash is"
+                f" {_digest(content, cls.UNHASHED)!r}; the file was changed"
+            )
+        return value
+
+    @classmethod
+    def load(cls: type[Self], path: str | Path) -> Self:
+        return cls.from_dict(read_json(path), str(path))
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON in a file, or a ``ValueError`` that names the file and the place of the damage."""
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not valid JSON ({error})") from None
+
+
+def register(kind: Any, to_json: Callable[[Any], Any], from_json: Callable[[Any], Any]) -> None:
+    """Gives a type a form of its own in files."""
+    _FORMS[kind] = to_json, from_json
+
+
+def encode(value: Any, kind: Any) -> Any:
+    """``value``, which has the type ``kind``, as JSON."""
+    if kind in _FORMS:
+        return _FORMS[kind][0](value)
+    if _is_record(kind):
+        return {name: encode(getattr(value, name), hint) for name, (_, hint) in _fields(kind).items()}
+    if value is not None and (inner := _without_none(kind)) is not kind:
+        return encode(value, inner)
+    if get_origin(kind) is tuple:
+        return [encode(item, hint) for item, hint in zip(value, _items(kind, len(value)), strict=True)]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def decode(data: Any, kind: Any, where: str) -> Any:
+    """The value of type ``kind`` that ``data`` encodes; ``where`` is its place in words."""
+    try:
+        if kind in _FORMS:
+            return _FORMS[kind][1](data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where}: cannot be read ({type(error).__name__}: {error})") from None
+    if _is_record(kind):
+        return _decode_fields(data, kind, where)
+    if (inner := _without_none(kind)) is not kind:
+        return None if data is None else decode(data, inner, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(data, (list, tuple)):
+            raise ValueError(f"{where}: must be a list, got {data!r}")
+        hints = _items(kind, len(data))
+        if len(hints) != len(data):
+            raise ValueError(f"{where}: must have {len(hints)} entries, got {len(data)}")
+        return tuple(decode(item, hint, f"{where}[{n}]") for n, (item, hint) in enumerate(zip(data, hints)))
+    if kind in _SCALARS:
+        return _decode_scalar(data, kind, where)
+    return data
+
+
+def _decode_fields(data: Any, kind: Any, where: str) -> Any:
+    known = _fields(kind)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: must be an object, got {data!r}")
+    missing = [name for name, (field, _) in known.items() if name not in data and _is_required(field)]
+    unknown = sorted(set(data) - set(known))
+    if missing or unknown:
+        raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+    separator = ": " if issubclass(kind, JsonFile) else "."
+    values = {name: decode(data[name], known[name][1], f"{where}{separator}{name}") for name in data}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _decode_scalar(data: Any, kind: Any, where: str) -> Any:
+    whole = isinstance(data, float) and data.is_integer()
+    fits = {
+        int: isinstance(data, int) or whole,
+        float: isinstance(data, (int, float)),
+    }.get(kind, isinstance(data, kind))
+    if not fits or (isinstance(data, bool) and kind is not bool):
+        raise ValueError(f"{where}: must be {_SCALARS[kind]}, got {data!r}")
+    return int(data) if kind is int else data
+
+
+def _is_record(kind: Any) -> bool:
+    return bool(is_dataclass(kind))
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
+    hints = get_type_hints(kind)
+    return {field.name: (field, hints[field.name]) for field in fields(kind)}
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _without_none(kind: Any) -> Any:
+    """``X`` for ``X | None``; other types as they are."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(each for each in get_args(kind) if each is not type(None))
+    return kind
+
+
+def _items(kind: Any, count: int) -> tuple[Any, ...]:
+    """The types of a tuple's items."""
+    hints = get_args(kind)
+    return (hints[0],) * count if hints[-1:] == (...,) else hints
+
+
+def _digest(content: Mapping[str, Any], without: frozenset[str]) -> str:
+    """Sixteen hex digits that differ whenever the content differs."""
+    hashed = {name: value for name, value in content.items() if name not in without}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
