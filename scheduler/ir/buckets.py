@@ -15,6 +15,8 @@ from itertools import pairwise
 
 from scheduler.ir.codec import register
 
+MIB = 2**20
+
 ALIGNMENT = 64
 """Tensors are split at multiples of this many bytes."""
 

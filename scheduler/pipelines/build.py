@@ -16,7 +16,7 @@ from scheduler.ir.weight_versions import live
 from scheduler.pipelines.passes.steps import with_steps
 from scheduler.pipelines.passes.traffic import Traffic
 from scheduler.pipelines.schedules.orders import Order
-from scheduler.policies.problem import MIB
+from scheduler.ir.buckets import MIB
 
 Generator = Callable[..., Sequence[Order]]
 

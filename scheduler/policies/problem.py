@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.buckets import Bucket, check_cover, fuse_by_bytes, one_per_layer
+from scheduler.ir.buckets import MIB, Bucket, check_cover, fuse_by_bytes, one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program, data_parallel_program
 from scheduler.simulate.step_model import StepModel
 
-MIB = 2**20
 FUSED = 25 * MIB
 """The bucket size that DDP, Horovod's users and DeAR's authors start from."""
 

@@ -1,4 +1,6 @@
-"""Imports go one way: dnn_bench -> commsched -> scheduler and comm_core; and what scheduler may not use."""
+"""Imports go one way: dnn_bench -> commsched -> scheduler and comm_core, without circles; and what scheduler
+may not use.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -12,6 +14,18 @@ ALLOWED = {
     "comm_core": set(),
     "commsched": {"scheduler", "comm_core"},
     "dnn_bench": {"commsched", "scheduler", "comm_core"},
+}
+# The folders of the scheduler, and which of the others each may import.
+FLOORS = {
+    "ir": set(),
+    "simulate": {"ir"},
+    "validate": {"ir", "simulate"},
+    "bounds": {"ir"},
+    "formats": {"ir"},
+    "render": {"ir", "simulate"},
+    "policies": {"ir", "simulate", "bounds"},
+    "profiles": {"ir", "formats"},
+    "pipelines": {"ir", "simulate", "formats"},
 }
 # The scheduler decides from its arguments alone: no tensors, no processes, no clocks, no network.
 IMPURE = {
@@ -63,6 +77,84 @@ def test_imports_point_one_way(package: str) -> None:
         for line, name in violations(package, path.read_text())
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the four packages by its dotted name."""
+    found = {f"comm_core.{name}": ROOT / f"comm_core/{name}.pyi" for name in ("_C", "_cuda")}
+    for package in ALLOWED:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name: str, source: str, known: set[str]) -> set[str]:
+    """The modules that a module imports, in functions too; ``from package import module`` is the module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".")[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                found.add(whole if whole in known else base)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if getattr(node.func, "id", getattr(node.func, "attr", "")) in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+    return found & known - {name}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or not."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for after in graph[waiting.pop()] - seen:
+                seen.add(after)
+                waiting.append(after)
+        return seen
+
+    behind = {name: reached(name) for name in graph}
+    groups = {
+        tuple(sorted(other for other in graph if other in behind[name] and name in behind[other]))
+        for name in graph
+        if name in behind[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_no_files_import_each_other() -> None:
+    """Down to imports inside functions. A package's ``__init__`` may list what its files define."""
+    known = modules()
+    graph = {name: imports_of(name, path.read_text(), set(known)) for name, path in known.items()}
+    found = circles(graph)
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert imports_of("p.a", "def f():\n    from . import b\n    from p.c import d", {"p.b", "p.c"}) == {"p.b", "p.c"}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_floors_of_the_scheduler(floor: str) -> None:
+    """``ir`` and ``simulate`` know no policy, schedule, format or picture."""
+    known = modules()
+    for name, path in known.items():
+        if name.split(".")[:2] == ["scheduler", floor]:
+            others = {
+                other.split(".")[1]
+                for other in imports_of(name, path.read_text(), set(known))
+                if other.startswith("scheduler.")
+            }
+            assert others <= FLOORS[floor] | {floor}, f"{name} imports {sorted(others - FLOORS[floor] - {floor})}"
 
 
 @pytest.mark.parametrize(
