@@ -125,12 +125,11 @@ NATIVE: set[Any] = {
 # Answered by the local part. `grad_fn` is not here: the tile's own tells that an autograd function bypassed
 # us.
 ON_LOCAL: set[Any] = {
-    *_getters("grad", "requires_grad", "is_leaf"),
-    *(_T.backward, _T.register_hook, _T.retain_grad, _T.stride, _T.is_contiguous),
-    *(torch.autograd.grad, torch.autograd.backward),
+    *_getters("requires_grad", "is_leaf", "retains_grad", "_version"),
+    *(_T.retain_grad, _T.stride, _T.is_contiguous),
 }
 _RANDOM = """
-    rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal normal_ uniform_ random_
+    rand_like randn_like randint_like multinomial normal normal_ uniform_ random_
     exponential_ geometric_
     cauchy_ log_normal_ poisson rrelu rrelu_ gumbel_softmax alpha_dropout feature_alpha_dropout
     fractional_max_pool2d fractional_max_pool3d

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.intervals import Split, pad_want
-from commsched.spatial.layout import enter, take
+from commsched.spatial.intervals import Split, Want, pad_want
+from commsched.spatial.layout import enter, replicate, take
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
 
 
@@ -63,6 +63,39 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
             )
         if size + before + after < 0 or (mode != "constant" and min(before, after) < 0):
             raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")
+
+
+@handles(torch.roll, torch.Tensor.roll)
+def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
+    """Pixels that leave at one end come in at the other: a fetch that wraps around."""
+    moves, along = _ints(shifts), _ints(() if dims is None else dims)
+    if not along:  # over the flattened tensor
+        return torch.roll(replicate(input), moves)
+    if len(moves) != len(along):
+        raise ValueError(f"{input.mesh.where('roll')}: {len(moves)} shifts for {len(along)} dimensions")
+    amounts: dict[int, int] = {}
+    for shift, dim in zip(moves, along):
+        dim = dim if dim < 0 else dim - input.ndim
+        amounts[dim] = amounts.get(dim, 0) + shift
+    cuts, wants = list(input.cuts), {}
+    for axis, cut in cut_axes(input.cuts):
+        shift = amounts.pop(cut.dim, 0) % cut.split.size
+        if shift:
+            cuts[axis] = Cut(cut.dim, cut.split.with_margin((0, 0)))
+            wants[axis] = tuple(_shifted(cut.split, part, shift) for part in range(cut.split.parts))
+    local = take(input, wants) if wants else enter(input, input.mesh, input.cuts)
+    if amounts:
+        local = torch.roll(local, tuple(amounts.values()), tuple(amounts))
+    return Tile.make(local, input.mesh, tuple(cuts))
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _shifted(split: Split, part: int, shift: int) -> Want:
+    lo, hi = split.owned(part)
+    return pad_want(lo - shift, hi - shift, split.size, "circular")
 
 
 @handles(torch.Tensor.__getitem__)

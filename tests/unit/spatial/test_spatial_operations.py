@@ -110,6 +110,11 @@ def padding() -> dict[str, nn.Module]:
         "crop": Lambda(lambda x: x[:, 1:3, 2:-1, :-3].relu()),
         "index": Lambda(lambda x: x[:, None, 0]),
         "odd u-net": Lambda(_odd_unet),
+        "roll": Lambda(lambda x: torch.roll(x, (-2, 5, 1), (2, -1, 1)) * x),
+        "roll beyond a tile": Lambda(
+            lambda x, conv: conv(x.roll(10, -1).roll((3, 8, -30), (-2, -2, -1))), nn.Conv2d(C, 2, 3)
+        ),
+        "roll flattened": Lambda(lambda x: x * x.roll(7)),
     }
 
 
