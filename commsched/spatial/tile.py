@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +188,10 @@ def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
+        result = copy(tree)  # keeps the class: outputs of published models are dicts with attributes
+        for key, value in tree.items():
+            result[key] = tree_map(function, value)
+        return result
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(function, value) for value in tree))
     if isinstance(tree, (list, tuple)):

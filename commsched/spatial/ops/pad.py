@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.intervals import Split, Want, pad_want
+from commsched.spatial.intervals import Split, Want, Window, pad_want
 from commsched.spatial.layout import enter, replicate, take
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
 
@@ -100,7 +100,7 @@ def _shifted(split: Split, part: int, shift: int) -> Want:
 
 @handles(torch.Tensor.__getitem__)
 def getitem(tile: Any, index: Any) -> Any:
-    """Indexing that leaves the split dimensions whole or crops them by slices of step 1."""
+    """Indexing that leaves the split dimensions whole, crops them, or takes every so many pixels of them."""
     if not isinstance(tile, Tile):
         return unsupported(torch.Tensor.__getitem__, (tile, index), {}, "the index is split")
     entries = index if isinstance(index, tuple) else (index,)
@@ -121,12 +121,14 @@ def getitem(tile: Any, index: Any) -> Any:
         dims[position] = kept
         axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim + tile.ndim == position), None)
         if axis is not None:
-            if isinstance(entry, int) or entry.step not in (None, 1):
+            if isinstance(entry, int):
                 return unsupported(
                     torch.Tensor.__getitem__, (tile, index), {}, f"dimension {position} is split"
                 )
-            lo, hi, _ = entry.indices(tile.shape[position])
-            if (lo, hi) != (0, tile.shape[position]):
+            lo, hi, step = entry.indices(tile.shape[position])
+            if step != 1:
+                tile = _strided(tile, axis, range(lo, hi, step))
+            elif (lo, hi) != (0, tile.shape[position]):
                 crops[position - tile.ndim] = (-lo, max(hi, lo) - tile.shape[position])
             entry = slice(None)
         local_index.append(entry)
@@ -140,6 +142,20 @@ def getitem(tile: Any, index: Any) -> Any:
         None if cut is None else Cut(dims[cut.dim + tile.ndim] - kept, cut.split) for cut in tile.cuts
     )
     return Tile.make(result, tile.mesh, cuts)
+
+
+def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
+    """``pixels`` along ``axis``: each stays with its owner, so nothing is sent."""
+    cut = tile.cuts[axis]
+    assert cut is not None
+    split = Window(1, pixels.step, before=-pixels.start).split(cut.split, len(pixels))
+    part = tile.mesh.coord[axis]
+    chosen, start = pixels[slice(*split.owned(part))], cut.split.held(part)[0]
+    own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)
+    after = (slice(None),) * (-1 - cut.dim)
+    local = enter(tile, tile.mesh, tile.cuts)[(..., own, *after)]
+    cuts = tuple(Cut(cut.dim, split) if a == axis else other for a, other in enumerate(tile.cuts))
+    return Tile.make(local, tile.mesh, cuts)
 
 
 def _explicit(entries: tuple, ndim: int) -> tuple:

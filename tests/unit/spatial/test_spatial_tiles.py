@@ -178,9 +178,11 @@ def test_ordinary_code(name: str) -> None:
 
 
 def test_what_the_backward_needs_must_not_be_changed_in_place() -> None:
-    """Also where the other side is fetched first: the sum lands in the storage that autograd watches."""
+    """Also where the other side is fetched: the sum lands in the storage that autograd watches."""
 
     def overwrites(x: Tensor, w: Tensor, saved: Callable[[Tensor], Tensor]) -> Tensor:
+        if isinstance(x, spatial.Tile):
+            x = recut(x, {1: Split((0, 2, 7, 9), margin=(1, 1))})
         y = saved(x)
         out = F.conv2d(y, w, padding=1) if saved is torch.relu else y
         y += F.pad(x, (2, 0, 0, 0))[..., :9]
@@ -334,5 +336,27 @@ def test_every_way_to_differentiate_reaches_the_local_part() -> None:
         (grad,) = torch.autograd.grad(loss, [leaf], retain_graph=True)
         loss.backward()
         assert torch.equal(grad, leaf.grad) and torch.equal(first, grad) and grad.abs().sum() > 0
+
+    on_threads(2, run)
+
+
+def test_a_model_returns_its_own_class_of_output() -> None:
+    """Dicts with attributes, as published models return them, came out as plain dicts."""
+
+    class Output(dict):
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            self.__dict__[key] = value
+
+    class Model(nn.Conv2d):
+        def forward(self, x: Tensor) -> Output:
+            output = Output()
+            output["logits"] = super().forward(x)
+            return output
+
+    def run(channel: Channel) -> None:
+        model = spatial.shard(Model(1, 1, 3, padding=1), (1, 2), channel=channel, fuse_halo="off")
+        output = model(spatial.scatter(torch.zeros(1, 1, 4, 6)))
+        assert type(output) is Output and output.logits is output["logits"]
 
     on_threads(2, run)
