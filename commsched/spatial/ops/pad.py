@@ -152,8 +152,8 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     part = tile.mesh.coord[axis]
     chosen, start = pixels[slice(*split.owned(part))], cut.split.held(part)[0]
     own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)
-    after = (slice(None),) * (-1 - cut.dim)
-    local = enter(tile, tile.mesh, tile.cuts)[(..., own, *after)]
+    index = (..., own, *((slice(None),) * (-1 - cut.dim)))
+    local = enter(tile, tile.mesh, tile.cuts)[index]
     cuts = tuple(Cut(cut.dim, split) if a == axis else other for a, other in enumerate(tile.cuts))
     return Tile.make(local, tile.mesh, cuts)
 
