@@ -149,13 +149,16 @@ class _Forward:
         generators = SharedGenerators(tiles[0].device)
         note = f"image {shapes} over grid {mesh.grid}, {modes}"
         digests = agree(mesh.channel, f"{self._name}: forward", note, generators.digest())
-        known = (shapes, modes)
-        if known not in self._fusions:
-            self._fusions[known] = choose(module, args, kwargs, mesh, self._fuse_halo)
-        mesh.fusion = self._fusions[known]
         if mesh.channel.own_generator and len(set(digests)) > 1:
             generators.share(mesh, self._name)
-            self._generators = generators
+        try:
+            known = (shapes, modes)
+            if known not in self._fusions:
+                self._fusions[known] = choose(module, args, kwargs, mesh, self._fuse_halo)
+        except BaseException:
+            generators.restore()
+            raise
+        mesh.fusion, self._generators = self._fusions[known], generators
 
     def _check(self, tiles: list[Tile]) -> None:
         if not tiles:
