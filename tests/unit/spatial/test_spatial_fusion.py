@@ -188,6 +188,25 @@ def test_auto_measures_once_and_agrees() -> None:
     assert first == second and all(rate >= 0 for rate in first)
 
 
+def test_auto_chooses_the_same_on_every_rank() -> None:
+    """Each rank chose by its own cost: a tile between two others computes more margin than one at the border.
+
+    Their messages then had different sizes. Here a fused pair saves 400 and costs 288 a neighbour.
+    """
+    model = nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1) for _ in range(4)))
+    image = torch.ones(1, 1, 32, 48)
+    expected = model(image)
+
+    def run(channel: Channel) -> dict:
+        mine = spatial.shard(copy.deepcopy(model), (1, 3), channel=channel)
+        spatial.current_mesh().rates = Rates(400.0, 0.0, 1.0)
+        torch.testing.assert_close(spatial.gather(mine(spatial.scatter(image))).local, expected)
+        return spatial.current_mesh().fusion
+
+    first, *others = on_threads(3, run)
+    assert first and all(other == first for other in others)
+
+
 @pytest.mark.parametrize("value", [0, "always", 1.5])
 def test_fuse_halo_is_checked(value: object) -> None:
     with pytest.raises(ValueError, match="fuse_halo must be"):
