@@ -46,6 +46,7 @@ class Channel(Protocol):
     size: int
     timeout: float
     sent: int  # bytes so far
+    own_generator: bool  # each rank has torch's default generator for itself
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Pending:
         """Start sending and receiving; ``what`` names the operation in errors."""
@@ -61,6 +62,8 @@ class _Done:
 
 class SilentChannel:
     """Moves nothing: a mesh of one rank, or a dry run on the meta device."""
+
+    own_generator = True
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.timeout, self.sent = rank, size, 0.0, 0
@@ -82,6 +85,8 @@ class DistChannel:
     messages meet those of the same lane only, whatever they are called. ``traffic``: what the link's gate
     takes them for; None for messages that nothing has to wait for.
     """
+
+    own_generator = True
 
     def __init__(
         self,
@@ -223,6 +228,8 @@ class ThreadHub:
 
 class ThreadChannel:
     """One rank's end of a `ThreadHub`."""
+
+    own_generator = False
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank, self.size, self.timeout = hub, rank, hub.size, hub.timeout

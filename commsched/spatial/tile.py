@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +126,11 @@ NATIVE: set[Any] = {
 # Answered by the local part. `grad_fn` is not here: the tile's own tells that an autograd function bypassed
 # us.
 ON_LOCAL: set[Any] = {
-    *_getters("grad", "requires_grad", "is_leaf"),
-    *(_T.backward, _T.register_hook, _T.retain_grad, _T.stride, _T.is_contiguous),
-    *(torch.autograd.grad, torch.autograd.backward),
+    *_getters("requires_grad", "is_leaf", "retains_grad", "_version"),
+    *(_T.retain_grad, _T.stride, _T.is_contiguous),
 }
 _RANDOM = """
-    rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal normal_ uniform_ random_
+    rand_like randn_like randint_like multinomial normal normal_ uniform_ random_
     exponential_ geometric_
     cauchy_ log_normal_ poisson rrelu rrelu_ gumbel_softmax alpha_dropout feature_alpha_dropout
     fractional_max_pool2d fractional_max_pool3d
@@ -188,7 +188,10 @@ def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
+        result = copy(tree)  # keeps the class: outputs of published models are dicts with attributes
+        for key, value in tree.items():
+            result[key] = tree_map(function, value)
+        return result
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(function, value) for value in tree))
     if isinstance(tree, (list, tuple)):
