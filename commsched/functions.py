@@ -112,9 +112,9 @@ def _replace(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give every rank's optimizer the state and the options of rank `root_rank`'s.
 
-    Takes no optimizer step: where the root's optimizer is fresh, every rank's is fresh afterwards. As with Horovod,
-    the trained parameters of a fresh optimizer have gradients of zero afterwards. `model` is accepted for Horovod's
-    sake and not needed.
+    Takes no optimizer step: where the root's optimizer is fresh, every rank's is fresh afterwards. As with
+    Horovod, the trained parameters of a fresh optimizer have gradients of zero afterwards. `model` is
+    accepted for Horovod's sake and not needed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state does not support torch.optim.LBFGS")

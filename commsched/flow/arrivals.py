@@ -57,9 +57,8 @@ class Arrivals:
         self._stepped = False  # since the last round
         self._passes = [0] * len(self.params)
         self._kept: dict[int, Kept] = {}
-        # Sparse gradients travel in the dense buckets; with the number of sparse dimensions that they came with.
-        self.sparse_as_dense = False
-        self.sparse_dims: dict[int, int] = {}
+        self.sparse_as_dense = False  # sparse gradients travel in the dense buckets
+        self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
         self._completions = [partial(self.complete, (i,)) for i in range(len(self.params))]
 
     def install(self, program: Program, buffers: Buffers, gathered: Buffers | None = None) -> None:
