@@ -148,7 +148,7 @@ class Coordinator(threading.Thread):
         if kind == "request":
             self._send(self._negotiator.submit(rank, message))
         elif kind == "join":
-            self._send(self._negotiator.join(rank))
+            self._send(self._negotiator.join(rank, message["device"]))
         elif kind == "failed":
             self._negotiator.fail(message["message"])
         elif kind == "bye":

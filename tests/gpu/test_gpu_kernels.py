@@ -165,7 +165,7 @@ def test_compute_sanitizer_finds_nothing() -> None:
 
 
 def test_a_table_follows_the_default_stream() -> None:
-    """A launch on another stream waits for the default one, whose kernel still reads the table's addresses."""
+    """A launch on another stream waits for the default one, whose kernel still reads the addresses."""
     bucket = torch.zeros(1000, device="cuda")
     copy = BucketCopy(one_after_another([1000]), bucket, 1, torch.float32)
     first, second = (torch.full((1000,), float(value), device="cuda") for value in (1, 2))

@@ -77,6 +77,26 @@ def test_training_equals_the_mean_batch(size: int) -> None:
             assert "staged, flags over" in result.stdout
 
 
+JOIN = """
+import torch, commsched as hvd
+hvd.init()
+if hvd.rank() == 0:
+    torch.cuda.set_device(0)
+    found = hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum, name="x")
+    assert found.is_cuda and found.tolist() == [1.0] * 3
+    hvd.join(0)
+else:
+    hvd.join()  # its zeros are on the CPU
+    assert not torch.cuda.is_initialized()
+print("joined")
+"""
+
+
+def test_a_joined_rank_without_a_gpu() -> None:
+    for result in run_ranks(JOIN, 2, timeout=120, check=True):
+        assert "joined" in result.stdout
+
+
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL

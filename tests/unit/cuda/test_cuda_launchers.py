@@ -97,8 +97,8 @@ def test_what_is_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch, wanted
 
 
 UNFIT = (
-    "the kernels that were built do not run on cuda:1, compute capability 75 (no kernel image is available for"
-    " execution on the device): reinstall with COMMSCHED_CUDA_ARCHS=75"
+    "the kernels that were built do not run on cuda:1, compute capability 75 (no kernel image is available"
+    " for execution on the device): reinstall with COMMSCHED_CUDA_ARCHS=75"
 )
 
 
