@@ -145,3 +145,6 @@ class EmulatedCollectives:
 
     def abort(self, reason: str) -> None:
         pass
+
+    def close(self) -> None:
+        pass

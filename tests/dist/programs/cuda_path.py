@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +20,11 @@ from commsched.cuda.memory import RegisteredMemory
 from commsched.cuda.stream_plan import StreamBucket
 from commsched.cuda.wire import DeviceWire
 from commsched.env import settings
+from commsched.runtime.data import private_group
 from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.oracle import assert_close, batch, release, seeded
-from tests.support.stream_device import RegisteringGroup
+from tests.support.stream_device import GroupOnPaper, RegisteringGroup
 from tests.support.twin import MakeOptimizer, Twin, momentum, some_profile
 
 
@@ -273,6 +275,60 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         assert len(memory.pools) > 1, "there was no second plan"
         release(twin.optimizer)
         assert memory.group.registered == []
+
+
+class Ending(ImmediateDevice):
+    """Whether the communication has ended by the time of close() is up to the test."""
+
+    ends = True
+    asked: list[int] = []
+
+    def finished(self, patience: float) -> bool:
+        self.asked.append(len(GroupOnPaper.living))
+        return self.ends
+
+
+def over_nccl_on_paper() -> ExitStack:
+    """Buckets travel over groups that count themselves, through the code that is for NCCL."""
+    stack = ExitStack()
+    stack.enter_context(patch("commsched.cuda.wire.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.cuda.wire.device_of", Ending))
+    stack.enter_context(
+        patch(
+            "commsched.cuda.wire.private_group",
+            lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
+        )
+    )
+    return stack
+
+
+@case(ranks=(2,))
+def communicators_end_with_their_optimizer(me: Me) -> None:
+    """Groups were cached until shutdown(): each time that parameters were frozen, one more was kept."""
+    with over_nccl_on_paper():
+        twin = Twin(me, Mixed, transport="stream", lag=0.0)
+        groups = []
+        for step in range(3):
+            twin.step(loss(step))
+            assert twin.optimizer._driver.wire.transport_name.startswith("nccl")
+            assert len(GroupOnPaper.living) == 1, f"{len(GroupOnPaper.living)} communicators in step {step}"
+            groups += GroupOnPaper.living
+            twin.both(lambda m, step=step: m.image.weight.requires_grad_(bool(step % 2)))
+        Ending.asked.clear()
+        release(twin.optimizer)
+        assert Ending.asked == [1], "close() waits for the communication stream, and only then ends the group"
+        assert [group.ended for group in groups] == ["shut down"] * 3 and not GroupOnPaper.living
+
+
+@case(ranks=(2,))
+def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
+    with over_nccl_on_paper():
+        twin = Twin(me, Mixed, transport="stream", lag=0.0)
+        twin.step(loss(0))
+        (group,) = GroupOnPaper.living
+        with patch.object(Ending, "ends", False):
+            twin.optimizer.close()
+        assert group.ended == "aborted"
 
 
 @case(ranks=(2,))
