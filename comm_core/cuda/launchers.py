@@ -112,9 +112,7 @@ def gpu_launcher(device: int) -> Launcher | None:
         if problem is None:
             return built
         if wanted == "built":
-            raise ValueError(
-                f"COMMSCHED_KERNELS=built, but {problem} or use COMMSCHED_KERNELS=cupy or torch"
-            )
+            raise ValueError(f"COMMSCHED_KERNELS=built, but {problem} or use COMMSCHED_KERNELS=cupy or torch")
     found = _cupy()
     if found is None and wanted == "cupy":
         raise ValueError(

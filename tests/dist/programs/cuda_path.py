@@ -140,6 +140,33 @@ def the_kernels_take_the_clip_factor(me: Me) -> None:
 
 
 @case(ranks=(2,))
+def an_overflow_does_not_count_as_a_step(me: Me) -> None:
+    """Through torch's own GradScaler, which leaves it to fused optimizers to skip the step."""
+    FusedShards.launcher = HostLauncher()
+    try:
+        twin = Twin(me, Mixed, fused_adam, transport="stream", gather="parameters", lag=0.0)
+        mine, theirs = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
+        for step in range(6):
+            factor = float("inf") if step in (0, 3) else 1.0
+            twin.backward(lambda m, rank, step=step, f=factor: loss(step)(m, rank) * f * mine.get_scale())
+            for scaler in (mine, theirs):
+                scaler.scale(torch.zeros(()))  # as a script's loss
+            twin.optimizer.synchronize()  # the scaler looks at whole gradients
+            mine.step(twin.optimizer)
+            mine.update()
+            theirs.step(twin.oracle.optimizer)
+            theirs.update()
+            twin.zero_grad()
+            twin.compare(f"step {step}", 1e-5)
+        for optimizer in (twin.optimizer, twin.oracle.optimizer):
+            counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+            assert counts == {4}, counts
+        release(twin.optimizer)
+    finally:
+        FusedShards.launcher = None
+
+
+@case(ranks=(2,))
 def clipped_twice_and_read_before_the_step(me: Me) -> None:
     twin = Twin(me, Mixed, transport="stream", gather="parameters", lag=0.0)
     for step in range(3):
