@@ -97,8 +97,8 @@ class DeviceWire(Wire):
 
     def _lose_peer(self, reason: str) -> None:
         """In the watch's thread. Where the host waits for the GPU, this ends the wait."""
-        warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
         self._fail(reason)
+        warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
