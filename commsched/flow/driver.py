@@ -271,10 +271,11 @@ def _close(wire: Wire, hooks: Hooks, flow: Flow, timeline: Timeline | None) -> N
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
     # script that ends with an exception must not wait: the others hear of it by the connection's end.
-    if not (_exiting and hasattr(sys, "last_type")):
+    orderly = not (_exiting and hasattr(sys, "last_type"))
+    if orderly:
         with suppress(CommError):
             flow.drain()
-    wire.close()
+    wire.close(orderly)
     flow.close()
     if timeline is not None:
         timeline.close()

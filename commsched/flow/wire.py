@@ -204,7 +204,8 @@ class Wire:
                 f" {', '.join(f'rank {rank} has {values[rank]}' for rank in others[:4])}; {advice}"
             )
 
-    def close(self) -> None:
+    def close(self, orderly: bool = True) -> None:
+        """``orderly``: the script did not end with an exception."""
         self.engine.close()
 
 

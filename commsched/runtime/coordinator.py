@@ -71,10 +71,15 @@ def _tune(connection: Connection) -> None:
     """Small messages must leave at once, and a host that vanishes without a word must be noticed."""
     with socket.socket(fileno=_duplicate(connection)) as handle:
         handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(handle)
+
+
+def keep_alive(handle: socket.socket) -> None:
+    """A host that vanishes without a word breaks the connection."""
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _duplicate(connection: Connection) -> int:
@@ -148,7 +153,7 @@ class Coordinator(threading.Thread):
         if kind == "request":
             self._send(self._negotiator.submit(rank, message))
         elif kind == "join":
-            self._send(self._negotiator.join(rank))
+            self._send(self._negotiator.join(rank, message["device"]))
         elif kind == "failed":
             self._negotiator.fail(message["message"])
         elif kind == "bye":

@@ -4,8 +4,9 @@ c10d, ``data_channel`` over TCP."""
 from __future__ import annotations
 
 import itertools
+import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import comm_core
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.runtime import state
+from commsched.runtime.coordinator import keep_alive
 from commsched.runtime.groups import gloo_group, nccl_group
 from commsched.runtime.process_sets import ProcessSet, global_process_set, registered_id
 
@@ -40,11 +42,11 @@ def data_group(
     return _groups[key]
 
 
-def private_group(process_set: ProcessSet, channel: int) -> Any:
-    """A gloo group that nobody else gets: it ends with whoever holds it. Collective, each time."""
+def private_group(process_set: ProcessSet, channel: int, device: str = "cpu") -> Any:
+    """A group that nobody else gets: it ends with whoever holds it. Collective, each time."""
     set_id = registered_id(process_set)
     call = next(_calls[state.epoch(), set_id, channel])
-    return _new_group(set_id, "cpu", f"private/{channel}/{call}")
+    return _new_group(set_id, device, f"private/{channel}/{call}")
 
 
 def _new_group(set_id: int, kind: str, channel: str) -> Any:
@@ -63,11 +65,26 @@ def data_channel(process_set: ProcessSet = global_process_set, *, channel: int =
     Unlike a group they are made anew by every call, since they end with the engine that uses them.
     """
     set_id = registered_id(process_set)
+    return _connected(comm_core.tcp_channel, set_id, channel)
+
+
+def data_sockets(process_set: ProcessSet, channel: int) -> list[socket.socket | None]:
+    """New connections as sockets, one for each rank, that notice when a host vanishes; None for this rank."""
+    sockets: list[socket.socket | None] = _connected(
+        comm_core.tcp_sockets, registered_id(process_set), channel
+    )
+    for one in sockets:
+        if one is not None:
+            keep_alive(one)
+    return sockets
+
+
+def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
     members, place = _place_in(set_id)
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return comm_core.tcp_channel(store, place, len(members), meeting.address, settings().timeout)
+        return how(store, place, len(members), meeting.address, settings().timeout)
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "

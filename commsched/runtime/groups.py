@@ -43,10 +43,10 @@ def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
 
 
 def nccl_usable(devices: list[str]) -> bool:
-    """True where NCCL is built in and no two of `devices` (one name per rank) are the same GPU."""
+    """True where NCCL is built in and `devices` (one name per rank) are GPUs, no two of them the same."""
     return (
         torch.distributed.is_nccl_available()
         and torch.cuda.is_available()
-        and all(devices)
+        and "cpu" not in devices
         and len(set(devices)) == len(devices)
     )

@@ -9,12 +9,14 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.runtime.coordinator import connect, receive, send
 from commsched.runtime.execute import Executor
 from commsched.runtime.negotiator import Key, Message
-from commsched.runtime.operation import Operation
+from commsched.runtime.operation import Operation, device_name
 from commsched.runtime.rendezvous import Meeting
 from commsched.runtime.timeline import Timeline
 
@@ -116,12 +118,16 @@ class Worker:
             raise operation.error
         return operation.result
 
-    def join(self) -> int:
+    def join(self, device: torch.device) -> int:
+        """Takes part with zeros on `device` from now on, until every rank has joined; the last one's rank."""
         if self._alone:
             return 0
         operation = Operation("join", "join", 0)
+        self._executor.joined_on = device
+        example = torch.empty(0, device=device)
+        where = device_name((example,), self._meeting.launch.node)
         with self._lock:
-            self._announce(operation, {"type": "join"})
+            self._announce(operation, {"type": "join", "device": where})
             self._join = operation
         while not operation.done.wait(5.0):
             pass  # the coordinator watches the time-out; its death ends the listener, which ends this

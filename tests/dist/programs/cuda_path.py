@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +20,11 @@ from commsched.cuda.memory import RegisteredMemory
 from commsched.cuda.stream_plan import StreamBucket
 from commsched.cuda.wire import DeviceWire
 from commsched.env import settings
+from commsched.runtime.data import private_group
 from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.oracle import assert_close, batch, release, seeded
-from tests.support.stream_device import RegisteringGroup
+from tests.support.stream_device import GroupOnPaper, RegisteringGroup
 from tests.support.twin import MakeOptimizer, Twin, momentum, some_profile
 
 
@@ -132,6 +134,33 @@ def the_kernels_take_the_clip_factor(me: Me) -> None:
     try:
         twin = clipped(me, fused_adam)
         assert any(name.startswith("adam") for name, _ in host.launches), host.launches
+        release(twin.optimizer)
+    finally:
+        FusedShards.launcher = None
+
+
+@case(ranks=(2,))
+def an_overflow_does_not_count_as_a_step(me: Me) -> None:
+    """Through torch's own GradScaler, which leaves it to fused optimizers to skip the step."""
+    FusedShards.launcher = HostLauncher()
+    try:
+        twin = Twin(me, Mixed, fused_adam, transport="stream", gather="parameters", lag=0.0)
+        mine, theirs = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
+        for step in range(6):
+            factor = float("inf") if step in (0, 3) else 1.0
+            twin.backward(lambda m, rank, step=step, f=factor: loss(step)(m, rank) * f * mine.get_scale())
+            for scaler in (mine, theirs):
+                scaler.scale(torch.zeros(()))  # as a script's loss
+            twin.optimizer.synchronize()  # the scaler looks at whole gradients
+            mine.step(twin.optimizer)
+            mine.update()
+            theirs.step(twin.oracle.optimizer)
+            theirs.update()
+            twin.zero_grad()
+            twin.compare(f"step {step}", 1e-5)
+        for optimizer in (twin.optimizer, twin.oracle.optimizer):
+            counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+            assert counts == {4}, counts
         release(twin.optimizer)
     finally:
         FusedShards.launcher = None
@@ -273,6 +302,60 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         assert len(memory.pools) > 1, "there was no second plan"
         release(twin.optimizer)
         assert memory.group.registered == []
+
+
+class Ending(ImmediateDevice):
+    """Whether the communication has ended by the time of close() is up to the test."""
+
+    ends = True
+    asked: list[int] = []
+
+    def finished(self, patience: float) -> bool:
+        self.asked.append(len(GroupOnPaper.living))
+        return self.ends
+
+
+def over_nccl_on_paper() -> ExitStack:
+    """Buckets travel over groups that count themselves, through the code that is for NCCL."""
+    stack = ExitStack()
+    stack.enter_context(patch("commsched.cuda.wire.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.cuda.wire.device_of", Ending))
+    stack.enter_context(
+        patch(
+            "commsched.cuda.wire.private_group",
+            lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
+        )
+    )
+    return stack
+
+
+@case(ranks=(2,))
+def communicators_end_with_their_optimizer(me: Me) -> None:
+    """Groups were cached until shutdown(): each time that parameters were frozen, one more was kept."""
+    with over_nccl_on_paper():
+        twin = Twin(me, Mixed, transport="stream", lag=0.0)
+        groups = []
+        for step in range(3):
+            twin.step(loss(step))
+            assert twin.optimizer._driver.wire.transport_name.startswith("nccl")
+            assert len(GroupOnPaper.living) == 1, f"{len(GroupOnPaper.living)} communicators in step {step}"
+            groups += GroupOnPaper.living
+            twin.both(lambda m, step=step: m.image.weight.requires_grad_(bool(step % 2)))
+        Ending.asked.clear()
+        release(twin.optimizer)
+        assert Ending.asked == [1], "close() waits for the communication stream, and only then ends the group"
+        assert [group.ended for group in groups] == ["shut down"] * 3 and not GroupOnPaper.living
+
+
+@case(ranks=(2,))
+def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
+    with over_nccl_on_paper():
+        twin = Twin(me, Mixed, transport="stream", lag=0.0)
+        twin.step(loss(0))
+        (group,) = GroupOnPaper.living
+        with patch.object(Ending, "ends", False):
+            twin.optimizer.close()
+        assert group.ended == "aborted"
 
 
 @case(ranks=(2,))

@@ -101,28 +101,53 @@ def sparse_gradients_on_some_ranks(me: Me) -> None:
 
 @case()
 def sparse_adam(me: Me) -> None:
+    """Also with sparse_as_dense=True, which used to leave the gradient dense: SparseAdam refuses that."""
+
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SparseAdam([model.embed.weight], lr=0.01)
 
-    plain, model = seeded(lambda: Words(True)), seeded(lambda: Words(True))
-    oracle = adam(plain)
-    optimizer = hvd.DistributedOptimizer(adam(model), [("embed", model.embed.weight)])
-    for step in range(5):
-        words_loss(model, me.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        grads = []
-        for rank in range(me.size):
-            plain.embed.weight.grad = None
-            words_loss(plain, rank, step).backward()
-            grads.append(plain.embed.weight.grad)
-        total = grads[0]
-        for grad in grads[1:]:
-            total = total + grad
-        plain.embed.weight.grad = (total / me.size).coalesce()
-        oracle.step()
-        assert_close([model.embed.weight], [plain.embed.weight], 1e-5, f"step {step}")
-    release(optimizer)
+    for as_dense in (False, True):
+        plain, model = seeded(lambda: Words(True)), seeded(lambda: Words(True))
+        oracle = adam(plain)
+        optimizer = hvd.DistributedOptimizer(
+            adam(model), [("embed", model.embed.weight)], sparse_as_dense=as_dense
+        )
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert model.embed.weight.grad.is_sparse and not model.embed.weight.grad.coalesce().values().any()
+        for step in range(5):
+            words_loss(model, me.rank, step).backward()
+            assert model.embed.weight.grad.sparse_dim() == 1
+            optimizer.step()
+            optimizer.zero_grad()
+            grads = []
+            for rank in range(me.size):
+                plain.embed.weight.grad = None
+                words_loss(plain, rank, step).backward()
+                grads.append(plain.embed.weight.grad)
+            total = grads[0]
+            for grad in grads[1:]:
+                total = total + grad
+            plain.embed.weight.grad = (total / me.size).coalesce()
+            oracle.step()
+            assert_close([model.embed.weight], [plain.embed.weight], 1e-5, f"step {step}, {as_dense=}")
+        release(optimizer)
+
+
+@case()
+def sparse_gradients_come_back_as_they_came(me: Me) -> None:
+    """Two backward passes add up before the step, as in plain PyTorch; with sums, nothing is summed twice."""
+    for as_dense in (False, True):
+        for sums in (False, True):
+            twin = Twin(me, lambda: Words(True), plain_sgd, sparse_as_dense=as_dense, sums=sums)
+            for step in range(3):
+                twin.backward(lambda m, rank, step=step: words_loss(m, rank, 2 * step))
+                assert twin.model.embed.weight.grad.is_sparse
+                twin.backward(lambda m, rank, step=step: words_loss(m, rank, 2 * step + 1))
+                assert twin.model.embed.weight.grad.is_sparse
+                twin.update()
+                twin.zero_grad()
+                twin.compare(f"step {step}, {as_dense=}, {sums=}", relative=1e-5)
+            release(twin.optimizer)
 
 
 @case()

@@ -94,6 +94,34 @@ def test_state_taken_over_is_gone_on_with() -> None:
     assert {int(s["step"]) for s in found[0].state.values()} == {8}
 
 
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_skipped_step_does_not_count(base: type) -> None:
+    """The device skips a step that overflows; the host counted it all the same, so that every later bias
+    correction was that of another step.
+    """
+    # In the second step only some parameters are used: later the parts of a bucket have different counts.
+    overflows, used = [1.0, 0.0, 1.0, 0.0, 0.0], [ALL, [1, 0, 1, 0], [0, 1, 1, 1], ALL, ALL]
+    found, wanted = (made(kind, 0, base, weight_decay=0.1) for kind in (OnTheCpu, Shards))
+    for shards, _, grads in (found, wanted):
+        shards.keep.grad_scale = torch.tensor(4.0)
+        for step, (overflow, flags) in enumerate(zip(overflows, used, strict=True)):
+            shards.keep.found_inf = torch.tensor(overflow)
+            generator = torch.Generator().manual_seed(step)
+            grads.flat[0].copy_(4.0 * torch.randn(len(grads.flat[0]), generator=generator))
+            if overflow:
+                grads.flat[0][::50] = float("inf")
+            for bucket in range(len(shards.parts)):
+                shards.update(bucket, flags)
+    torch.testing.assert_close(found[0].buffers.flat[0], wanted[0].buffers.flat[0], rtol=1e-6, atol=1e-7)
+    counts = []
+    for mine, theirs in zip(sum(found[0].parts, []), sum(wanted[0].parts, []), strict=True):
+        state, other = found[0].state[mine.leaf], wanted[0].state[theirs.leaf]
+        assert torch.equal(state["step"], other["step"]), (state["step"], other["step"])
+        torch.testing.assert_close(state, other, rtol=1e-6, atol=1e-7)
+        counts.append(int(state["step"]))
+    assert set(counts) == {2, 3}
+
+
 def test_scale_and_skip_of_a_grad_scaler() -> None:
     shards, _, grads = made(OnTheCpu, 0, torch.optim.SGD)
     plain, _, plain_grads = made(OnTheCpu, 0, torch.optim.SGD)

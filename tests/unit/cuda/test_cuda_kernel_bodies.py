@@ -171,6 +171,7 @@ def trained(
             weight[a:b],
             state[0][a:b] if with_first else None,
             state[1][a:b] if rule == "adam" else None,
+            steps=torch.zeros(()) if rule == "adam" else None,
             group=number % 2,
         )
         for number, (a, b) in enumerate(bounds)
@@ -179,7 +180,7 @@ def trained(
     for step, values in enumerate(grads, 1):
         grad.copy_(values)
         if rule == "adam":
-            hyper = Hyper.adam(group, step, decoupled=kind is torch.optim.AdamW)
+            hyper = Hyper.adam(group, decoupled=kind is torch.optim.AdamW)
         else:
             hyper = Hyper.sgd(group, first_step=step == 1)
         update([hyper, hyper])
@@ -217,9 +218,10 @@ def test_updates_of_every_type(grad: str, weight: str, master: bool) -> None:
             sample(numel, torch.float32, start=2),
             sample(numel, torch.float32, start=3).abs(),
             start.float() + 1e-4 if master else None,
+            torch.tensor(2.0),
         )
         hyper = Hyper.adam(
-            {"betas": (0.9, 0.99), "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}, 3, True
+            {"betas": (0.9, 0.99), "lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}, True
         )
         ShardUpdate("adam", [part], 1, launcher)([hyper], factor=torch.tensor(0.25))
         results.append(part)
@@ -251,18 +253,21 @@ def test_a_step_to_be_skipped_changes_nothing() -> None:
     for launcher in (HostLauncher(), None):
         tensors = [sample(100, torch.float32, start=k) for k in range(4)]
         before = [t.clone() for t in tensors]
-        update = ShardUpdate("adam", [Part(*tensors)], 1, launcher)
+        steps = torch.zeros(())
+        update = ShardUpdate("adam", [Part(*tensors, steps=steps)], 1, launcher)
         hyper = Hyper(lr=0.1, eps=1e-8)
         update([hyper], skip=torch.tensor(1.0))
         assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
         update([hyper], skip=torch.tensor(0.0))
-        assert not torch.equal(tensors[1], before[1])
+        assert not torch.equal(tensors[1], before[1]) and steps == 1
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     five, six = torch.zeros(5), torch.zeros(6)
     with pytest.raises(ValueError, match="adam needs both means"):
         ShardUpdate("adam", [Part(five, five)])
+    with pytest.raises(ValueError, match="adam needs a count of steps, one float32 on cpu, got none"):
+        ShardUpdate("adam", [Part(five, five, five, five)])
     with pytest.raises(ValueError, match="grad must be flat with 5 elements"):
         ShardUpdate("sgd", [Part(six, five)])
     with pytest.raises(ValueError, match="first must be torch.float32 on cpu, got torch.float64"):

@@ -130,6 +130,17 @@ def test_joined_ranks_stand_in_with_zeros(three):
     assert three.submit(0, request("c")) == [], "after join() has ended, ranks are waited for again"
 
 
+def test_the_others_know_where_the_zeros_of_a_joined_rank_are(three):
+    """They took its zeros to be on a GPU of their own: NCCL was never used beside a joined rank."""
+    for device in ("cpu", "cuda:b:1"):
+        three.join(1, device)
+        three.submit(0, request("a", device="cuda:a:0"))
+        message = only(three.submit(2, request("a", device="cuda:c:0")))[1]
+        assert message["devices"] == ["cuda:a:0", device, "cuda:c:0"]
+        three.join(0)
+        three.join(2)
+
+
 @pytest.mark.parametrize(
     ("kind", "op"), [("allreduce", 3), ("allgather", 1), ("broadcast", 1), ("alltoall", 1)]
 )
