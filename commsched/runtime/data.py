@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 import comm_core
 from commsched.env import settings
@@ -53,7 +53,7 @@ def _new_group(set_id: int, kind: str, channel: str) -> Any:
     store = PrefixStore("data", meeting.store)
     name = f"{set_id}/{'-'.join(map(str, members))}/{kind}/{channel}"
     if kind == "cpu":
-        return gloo_group(store, name, place, len(members), meeting.address)
+        return gloo_group(store, name, place, members, meeting.address)
     return nccl_group(store, name, place, len(members))
 
 
@@ -67,12 +67,18 @@ def data_channel(process_set: ProcessSet = global_process_set, *, channel: int =
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return comm_core.tcp_channel(store, place, len(members), meeting.address, settings().timeout)
+        return tcp_channel(store, place, len(members))
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "
             f"{error}; COMMSCHED_TRANSPORT=gloo uses torch's connections instead"
         ) from error
+
+
+def tcp_channel(store: Store, place: int, size: int) -> comm_core.TcpChannel:
+    """The channel of the rank at `place` among `size` that share `store`, with this job's settings."""
+    address = state.engine().meeting.address
+    return comm_core.tcp_channel(store, place, size, address, settings().timeout, settings().host_timeout)
 
 
 def _place_in(set_id: int) -> tuple[list[int], int]:
