@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from comm_core import TcpConnection
+
 _FAREWELL = b"!"
 # Seconds between two looks at failures that the connections do not show.
 _LOOK_AGAIN = 0.5
@@ -19,17 +21,22 @@ _CLOSING_SECONDS = 5.0
 
 
 class PeerWatch:
-    """``sockets``: one for each rank, None for this one. ``failed`` is called once, with what happened."""
+    """``connections``: one for each rank, None for this one. ``failed`` is called once, with what happened."""
 
     def __init__(
         self,
         rank: int,
-        sockets: Sequence[socket.socket | None],
+        connections: Sequence[TcpConnection | None],
         other_failure: Callable[[], str | None],
         failed: Callable[[str], None],
     ) -> None:
         self._rank = rank
-        self._peers = {one.fileno(): (peer, one) for peer, one in enumerate(sockets) if one is not None}
+        self._peers = {
+            handle.fileno(): (peer, one)
+            for peer, one in enumerate(connections)
+            if one is not None
+            for handle in (one.data, one.host.keepalive)
+        }
         self._other_failure, self._failed = other_failure, failed
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commsched-peers", daemon=True)
@@ -49,10 +56,13 @@ class PeerWatch:
                 self._failed(problem)
                 return
 
-    def _ending(self, peer: int, connection: socket.socket) -> str | None:
+    def _ending(self, peer: int, connection: TcpConnection) -> str | None:
         """What is wrong with a connection that has something to say: nothing, after a farewell."""
+        lost = connection.host.lost()
+        if lost:
+            return f"rank {self._rank}: rank {peer} is lost: its {lost}"
         with suppress(OSError):
-            if connection.recv(1) == _FAREWELL:
+            if connection.data.recv(1, socket.MSG_PEEK) == _FAREWELL:
                 return None
         return (
             f"rank {self._rank}: rank {peer} is gone: its process or its host ended without closing its"
@@ -64,9 +74,10 @@ class PeerWatch:
         self._closing.set()
         for _, connection in self._peers.values() if farewell else ():
             with suppress(OSError):
-                connection.send(_FAREWELL)
+                connection.data.send(_FAREWELL)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)
         for _, connection in self._peers.values():
-            connection.close()
+            connection.data.close()
+            connection.host.keepalive.close()
         self._peers.clear()

@@ -26,7 +26,7 @@ from commsched.flow.layout import Buffers, Slice
 from commsched.flow.transports import make_transport
 from commsched.flow.wire import Wire, _channels, _padded, _plan, ranks_text, translated
 from commsched.runtime import state
-from commsched.runtime.data import data_sockets, private_group
+from commsched.runtime.data import data_connections, private_group
 from commsched.runtime.groups import nccl_usable
 from commsched.runtime.operation import device_name
 from commsched.runtime.process_sets import ProcessSet, registered_id
@@ -61,8 +61,8 @@ class DeviceWire(Wire):
         self.engine: Any = StreamPlan(self.device, self.collectives, self.rank, self.size)
         self._offers: dict[int, torch.Tensor] = {}
         self._streams: dict[int, Stream] = {}
-        sockets = data_sockets(process_set, self._channel)
-        self._watch = PeerWatch(self.rank, sockets, self._flags_engine.error, self._lose_peer)
+        connections = data_connections(process_set, self._channel)
+        self._watch = PeerWatch(self.rank, connections, self._flags_engine.error, self._lose_peer)
 
     def _collectives(self) -> Collectives:
         """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under

@@ -4,19 +4,17 @@ c10d, ``data_channel`` over TCP."""
 from __future__ import annotations
 
 import itertools
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 import comm_core
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.runtime import state
-from commsched.runtime.coordinator import keep_alive
 from commsched.runtime.groups import gloo_group, nccl_group
 from commsched.runtime.process_sets import ProcessSet, global_process_set, registered_id
 
@@ -55,7 +53,7 @@ def _new_group(set_id: int, kind: str, channel: str) -> Any:
     store = PrefixStore("data", meeting.store)
     name = f"{set_id}/{'-'.join(map(str, members))}/{kind}/{channel}"
     if kind == "cpu":
-        return gloo_group(store, name, place, len(members), meeting.address)
+        return gloo_group(store, name, place, members, meeting.address)
     return nccl_group(store, name, place, len(members))
 
 
@@ -68,15 +66,12 @@ def data_channel(process_set: ProcessSet = global_process_set, *, channel: int =
     return _connected(comm_core.tcp_channel, set_id, channel)
 
 
-def data_sockets(process_set: ProcessSet, channel: int) -> list[socket.socket | None]:
-    """New connections as sockets, one for each rank, that notice when a host vanishes; None for this rank."""
-    sockets: list[socket.socket | None] = _connected(
-        comm_core.tcp_sockets, registered_id(process_set), channel
+def data_connections(process_set: ProcessSet, channel: int) -> list[comm_core.TcpConnection | None]:
+    """New connections, one for each rank, that tell when the other host is lost; None for this rank."""
+    connections: list[comm_core.TcpConnection | None] = _connected(
+        comm_core.tcp_connections, registered_id(process_set), channel
     )
-    for one in sockets:
-        if one is not None:
-            keep_alive(one)
-    return sockets
+    return connections
 
 
 def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
@@ -84,12 +79,20 @@ def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return how(store, place, len(members), meeting.address, settings().timeout)
+        return how(
+            store, place, len(members), meeting.address, settings().timeout, settings().host_timeout
+        )
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "
             f"{error}; COMMSCHED_TRANSPORT=gloo uses torch's connections instead"
         ) from error
+
+
+def tcp_channel(store: Store, place: int, size: int) -> comm_core.TcpChannel:
+    """The channel of the rank at `place` among `size` that share `store`, with this job's settings."""
+    address = state.engine().meeting.address
+    return comm_core.tcp_channel(store, place, size, address, settings().timeout, settings().host_timeout)
 
 
 def _place_in(set_id: int) -> tuple[list[int], int]:

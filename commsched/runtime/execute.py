@@ -89,7 +89,7 @@ class Executor:
             members, launch = self._members[set_id], self._meeting.launch
             place = members.index(launch.rank)
             self._wires[key] = GlooWires(
-                gloo_group(self._meeting.store, f"wires/{set_id}", place, len(members), self._meeting.address)
+                gloo_group(self._meeting.store, f"wires/{set_id}", place, members, self._meeting.address)
             )
         return self._wires[key]
 

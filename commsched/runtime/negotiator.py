@@ -91,7 +91,7 @@ class Negotiator:
             )
             self._joined = []
         if alarm or self._failure:
-            replies += self._stop(reason)
+            replies += self._stop(reason, rank)
         return replies
 
     def fail(self, message: str) -> None:
@@ -101,12 +101,12 @@ class Negotiator:
         if not self._over and not self._failure:
             self._failure = self._clock(), message
 
-    def _stop(self, reason: str) -> list[Reply]:
-        """Everybody drops what is executing; the first reason stays."""
+    def _stop(self, reason: str, rank: int | None = None) -> list[Reply]:
+        """Everybody drops what is executing, and what needs `rank`, which is gone; the first reason stays."""
         self._failure = None
         self._over = self._over or reason
         others = [r for r in range(self._size) if r not in self._gone]
-        return [(others, {"type": "lost", "message": self._over})]
+        return [(others, {"type": "lost", "message": self._over, "rank": rank})]
 
     def expire(self) -> list[Reply]:
         """Errors for everything that has waited too long."""

@@ -142,6 +142,10 @@ class Cluster:
                     in_namespace(namespace, ["tc", "qdisc", "del", "dev", device, "root"])
                 self._shape(host, namespace, device)
 
+    def cut(self, host: int) -> None:
+        """Unplugs a host at the switch, for good: its own interface stays up, and nobody is told."""
+        command(["ip", "-n", f"{self.identity}-sw", "link", "set", f"port{host}", "nomaster"])
+
     def hosts_argument(self, slots: int = 1) -> str:
         """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
         return ",".join(f"{name}:{slots}" for name in self.names)

@@ -232,7 +232,7 @@ def test_a_collective_that_broke_off_is_explained_by_the_death_that_follows(thre
     clock.now = 4.9
     assert only(three.leave(2, "rank 2 died", alarm=True)) == (
         [0, 1],
-        {"type": "lost", "message": "rank 2 died"},
+        {"type": "lost", "message": "rank 2 died", "rank": 2},
     )
     three.fail("a failed on rank 1: Connection closed by peer")
     assert three.next_deadline() is None
@@ -245,7 +245,7 @@ def test_a_collective_that_broke_off_although_all_ranks_live_is_told_to_all(thre
     clock.now = 5.0
     assert only(three.expire()) == (
         [0, 1, 2],
-        {"type": "lost", "message": "a failed on rank 0: out of memory"},
+        {"type": "lost", "message": "a failed on rank 0: out of memory", "rank": None},
     )
     assert three.next_deadline() is None and three.expire() == []
 
