@@ -107,6 +107,16 @@ class Twin:
         if zero and not zero_before:
             self.zero_grad()
 
+    def spoiled(self, loss: Loss, factor: float) -> Loss:
+        """This loss; but in the plain model, the one of the last rank is multiplied by a factor."""
+        last = self.me.size - 1
+        return lambda model, rank: (
+            loss(model, rank)
+            * (  # type: ignore[operator]
+                factor if model is self.plain and rank == last else 1.0
+            )
+        )
+
     def update(self) -> None:
         self.optimizer.step()
         self.me.store.set(self._stepped(self.me.rank), "")

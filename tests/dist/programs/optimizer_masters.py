@@ -130,6 +130,21 @@ def without_masters_small_updates_are_lost(me: Me) -> None:
     release(twin.optimizer)
 
 
+@case(ranks=(2,))
+def rounding_hides_no_fault_in_masters(me: Me) -> None:
+    """One rank's gradient off by a hundredth once: the masters tell, whose weights have few bits."""
+    for factor in (1.0, 0.99):
+        twin = MasterTwin(me, even(), momentum)
+        twin.step(twin.spoiled(loss(0), factor))
+        try:
+            twin.compare_update("a fault")
+        except AssertionError as error:
+            assert "rounding explains" in str(error) and factor != 1.0, error
+        else:
+            assert factor == 1.0, "not found"
+        release(twin.optimizer)
+
+
 @case(ranks=(2, 3))
 def odd_sizes_and_mixed_types(me: Me) -> None:
     for way in ({}, {"transport": "stream"}, {"planned": False, "schedule": "auto"}):

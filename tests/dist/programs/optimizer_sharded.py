@@ -56,6 +56,27 @@ def every_optimizer_on_shards(me: Me) -> None:
             release(twin.optimizer)
 
 
+@case(ranks=(2, 3))
+def rounding_hides_no_fault(me: Me) -> None:
+    """One rank's gradient lost or off by a ten-thousandth, in one step of six; or one step left out."""
+    for factor, skipped in ((1.0, -1), (0.0, -1), (1.0001, -1), (1.0, 3)):
+        twin = sharded(me)
+        for step in range(6):
+            twin.backward(twin.spoiled(loss_of(step), factor if step == 3 else 1.0))
+            if step == skipped:
+                twin.optimizer.step()
+            else:
+                twin.update()
+            twin.zero_grad()
+        try:
+            twin.compare("a fault", exact=False)
+        except AssertionError as error:
+            assert "rounding explains" in str(error) and (factor, skipped) != (1.0, -1), error
+        else:
+            assert (factor, skipped) == (1.0, -1), f"not found: {factor}, {skipped}"
+        release(twin.optimizer)
+
+
 @case()
 def a_fused_optimizer_unscales_by_itself(me: Me) -> None:
     """The update once saw the optimizer as it was when the plan was installed: without GradScaler's scale."""
