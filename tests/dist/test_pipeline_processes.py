@@ -14,6 +14,7 @@ from dnn_bench.models import build
 from dnn_bench.runner.place import environment
 from tests.support.cases import PROGRAMS, check, parameters
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
+from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.dist
 
@@ -76,7 +77,8 @@ def test_profile_partition_train(tmp_path: Path) -> None:
 def test_a_measurement_beside_torchs_pipelines() -> None:
     common = ["--model", "mlp_tiny", "--steps", "3", "--warmup", "1", "--peer", "--json"]
     result = json.loads(run(sys.executable, "-m", "dnn_bench", "pipeline", *common))
-    assert result["difference"] < 1e-5
+    # In float32; `losses_are_those_of_torchs_pipelines` compares closely.
+    assert result["difference"] < rounding(torch.float32, terms=256, depth=2 * 9 * 4)
     assert len(result["losses"]) == 4 and result["peer"] > 0
     median, low, high = result["ratio"]
     assert 0 < low <= median <= high

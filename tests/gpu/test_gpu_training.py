@@ -35,7 +35,8 @@ def build():
 def batch(rank, step):
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
 for gather in ("gradients", "parameters"):
-    for kind, more in ((torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (torch.optim.AdamW, dict(lr=1e-2))):
+    sgd, adamw = (torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (torch.optim.AdamW, dict(lr=1e-2, eps=1e-3))
+    for kind, more in (sgd, adamw):
         model, plain = build(), build().double()
         optimizer = hvd.DistributedOptimizer(
             kind(model.parameters(), **more), model.named_parameters(), gather=gather, bucket_mb=0.1)

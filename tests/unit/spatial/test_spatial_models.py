@@ -12,6 +12,7 @@ from torch import nn
 from commsched import spatial
 from commsched.spatial.channel import Channel
 from dnn_bench import models
+from tests.support.oracle import assert_close, terms_of
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build, train
 
@@ -80,11 +81,11 @@ def test_benchmark_models_run_unedited(name: str) -> None:
         mine.zero_grad()
         spatial.shard(mine, grid=(2, 2), channel=channel, fuse_halo="off")
         out = mine(spatial.scatter(images))
-        torch.testing.assert_close(out.local, expected, rtol=1e-9, atol=1e-10)
+        assert_close([out.local], [expected], terms_of(model, 1), "output")
         out.square().sum().backward()
         spatial.sum_gradients(mine.parameters())
         for (key, p), q in zip(mine.named_parameters(), model.parameters()):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+            assert_close([p.grad], [q.grad], terms_of(model, 1), key)
 
     on_threads(4, run)
 
