@@ -79,21 +79,10 @@ check_compiler() {
 
 has_mpi() { command -v mpirun >/dev/null && command -v mpicxx >/dev/null; }
 
-# A machine that has just started often updates itself. `install` waits for that; `update` does not, so it is tried again.
-install_debian_packages() {
-    local pause
-    for pause in 5 10 20 40 0; do
-        if apt-get update; then break; fi
-        [ "$pause" != 0 ] || return
-        sleep "$pause"
-    done
-    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
-}
-
 check_mpi() {
     [ "${COMMSCHED_WITHOUT_MPI:-0}" = 0 ] && [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
     has_mpi && return
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    if may_install_debian_packages; then
         step apt "installing Open MPI" install_debian_packages openmpi-bin libopenmpi-dev
     fi
     has_mpi || fail "no MPI: mpirun or mpicxx is not on PATH. Install Open MPI (Debian, as root: apt-get install" \
@@ -145,6 +134,15 @@ install_torch() {
 
 horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }
 
+# do_without_horovod STATUS: an older one, built for another torch, goes too: it could not be imported.
+do_without_horovod() {
+    [ "$1" = 3 ] || exit "$1"
+    if has_module horovod; then
+        step horovod-remove "removing the Horovod of another build" "$PYTHON" -m pip uninstall -y horovod
+    fi
+    say "going on without Horovod: torchrun starts the ranks (to try again: rm '$ROOT/build/stamps/whole')"
+}
+
 # A Horovod that this script did not install is kept. Its own is replaced once torch or the options have changed.
 install_horovod() {
     [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
@@ -153,7 +151,7 @@ install_horovod() {
         say "keeping the Horovod that is in $ENVIRONMENT"
         wheel="that Horovod (pip uninstall horovod)"
     else
-        wheel=$("$ROOT/docker/horovod.sh" "$PYTHON")
+        wheel=$("$ROOT/docker/horovod.sh" "$PYTHON") || { do_without_horovod $? && return; }
         if ! has_module horovod || [ "$(cat "$mark" 2>/dev/null)" != "$wheel" ]; then
             step horovod-install "installing Horovod" "$PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
             step horovod-needs "installing what Horovod needs" "$PYTHON" -m pip install "$wheel"

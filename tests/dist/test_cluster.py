@@ -18,10 +18,10 @@ from dnn_bench.cluster.cluster import CONGESTION_FILE
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (Debian: iproute2)"),
+    needs_root,
+    needs("ip", "tc"),
 ]
-needs_ssh = pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd (Debian: openssh-server)")
+needs_ssh = needs("sshd", "ssh")
 ROOT = str(Path(__file__).parents[2])
 
 # Sends 4 MB when asked, until they come at the wanted rate: a busy machine may make them late, but never early,
@@ -235,7 +235,7 @@ def test_unknown_hosts_are_refused() -> None:
 
 @needs_ssh
 def test_ssh_between_hosts_needs_no_password() -> None:
-    with Cluster(hosts=3) as cluster:
+    with Cluster(hosts=3, ssh=True) as cluster:
         script = "for i in 0 1 2; do ssh host$i hostname; done"
         assert (
             output(cluster.run(1, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)).split()
@@ -245,6 +245,7 @@ def test_ssh_between_hosts_needs_no_password() -> None:
 
 HOROVOD = """
 import socket, torch, horovod.torch as hvd
+from tests.support.needs import needs, needs_root, skip_without_horovod
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 names = hvd.allgather_object(socket.gethostname())
@@ -254,14 +255,12 @@ if hvd.rank() == 0:
 
 
 @needs_ssh
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=needs("mpirun"))])
 def test_several_hosts_under_a_real_launcher(launcher: str, tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch")
-    if shutil.which(launcher) is None:
-        pytest.skip(f"needs {launcher}")
+    skip_without_horovod()
     script = tmp_path / "job.py"
     script.write_text(HOROVOD)
-    with Cluster(hosts=2, link="1gbit") as cluster:
+    with Cluster(hosts=2, link="1gbit", ssh=True) as cluster:
         hosts = ["-np", "2", "-H", cluster.hosts_argument(), sys.executable, str(script)]
         command = ["horovodrun", "--disable-cache", "--gloo", *hosts]
         if launcher == "mpirun":
@@ -273,7 +272,6 @@ def test_several_hosts_under_a_real_launcher(launcher: str, tmp_path: Path) -> N
     assert "result 2 2 3.0 host0 host1" in text
 
 
-@needs_ssh
 def test_command_on_every_host() -> None:
     command = [sys.executable, "-m", "dnn_bench", "cluster", "--hosts", "3", "--"]
     script = 'echo "$RANK $(hostname)"; exit $RANK'
