@@ -54,8 +54,8 @@ def variables(nvcc: str, links: Path) -> dict[str, str]:
     if library is None or not any((folder / HEADER).exists() for folder in headers):
         where = ", ".join(map(str, folders)) or "no folder"
         raise SystemExit(
-            f"{HEADER} and libcudart.so are neither in nvcc's toolkit nor in nvidia wheels ({where}): install "
-            "the CUDA runtime's development files"
+            f"{HEADER} and libcudart.so are neither in nvcc's toolkit nor in nvidia wheels ({where}): "
+            "install the CUDA runtime's development files"
         )
     for name, target in (("lib/libcudart.so", library), ("bin/nvcc", Path(nvcc))):
         link = links / name

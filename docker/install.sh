@@ -18,7 +18,8 @@ this script does not install those.
 Environment:
   COMMSCHED_CACHE             the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
   COMMSCHED_PYTHON            the Python that .venv is made with (default: the first that fits on PATH)
-  COMMSCHED_TORCH             what is installed where torch is missing (default: torch==2.13.0)
+  COMMSCHED_TORCH             what is installed where torch is missing (default: with a GPU the newest that is
+                              supported, torch>=2.6,<2.16; without one torch==2.13.0, which has a CPU build)
   COMMSCHED_WITHOUT_MPI=1     Horovod with Gloo alone, no MPI
   COMMSCHED_WITHOUT_HOROVOD=1 no Horovod; torchrun and mpirun still work
   COMMSCHED_WITH_CUDA=0|1     leave CUDA out / insist on it (default: when nvcc is found)
@@ -127,9 +128,19 @@ install_build_tools() {
         'setuptools>=64' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
 }
 
+# Releases after 2.13 have no CPU build: they bring several GB that a machine without a GPU cannot use.
+default_torch() {
+    if [ "${COMMSCHED_WITH_CUDA:-1}" = 1 ] && nvidia-smi >/dev/null 2>&1; then
+        echo "torch>=2.6,<2.16"
+    else
+        echo "torch==2.13.0"
+    fi
+}
+
 install_torch() {
-    has_module torch ||
-        step torch "installing ${COMMSCHED_TORCH:=torch==2.13.0}" "$PYTHON" -m pip install "$COMMSCHED_TORCH"
+    ! has_module torch || return 0
+    local torch=${COMMSCHED_TORCH:-$(default_torch)}
+    step torch "installing $torch" "$PYTHON" -m pip install "$torch"
 }
 
 horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }

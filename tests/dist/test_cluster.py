@@ -14,6 +14,7 @@ import pytest
 
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
+from tests.support.needs import needs, needs_root, skip_without_horovod
 
 pytestmark = [
     pytest.mark.dist,
@@ -245,7 +246,6 @@ def test_ssh_between_hosts_needs_no_password() -> None:
 
 HOROVOD = """
 import socket, torch, horovod.torch as hvd
-from tests.support.needs import needs, needs_root, skip_without_horovod
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 names = hvd.allgather_object(socket.gethostname())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dnn_bench.cluster import Cluster
+from tests.support.needs import needs, needs_horovod, needs_root
 
 pytestmark = [
     pytest.mark.dist,
@@ -20,7 +21,6 @@ ROOT = str(Path(__file__).parents[2])
 JOB = """
 import torch, commsched as hvd
 from commsched.runtime import state
-from tests.support.needs import needs, needs_horovod, needs_root
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 tensor = torch.ones(3)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import run_ranks
+from tests.support.needs import needs, needs_horovod
 
 pytestmark = pytest.mark.dist
 PROGRAM = Path(__file__).with_name("programs") / "runtime_script.py"
@@ -15,7 +16,6 @@ needs_mpirun = needs("mpirun")
 # Python reads sitecustomize.py from PYTHONPATH before anything else: here it hides an installed Horovod.
 HIDE_HOROVOD = """
 import importlib.machinery
-from tests.support.needs import needs, needs_horovod
 find = importlib.machinery.PathFinder.find_spec
 def find_spec(cls, name, path=None, target=None):
     return None if name.partition(".")[0] == "horovod" else find(name, path, target)
