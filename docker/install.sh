@@ -12,16 +12,18 @@ conda environment, else .venv in the checkout; keeps a torch that is there, else
 sources and keeps the wheel in a cache; builds this project as an editable install.
 
 Needs: Python 3.10 or newer with its headers and venv, a C++ compiler, Open MPI (openmpi-bin and libopenmpi-dev on
-Debian, which it installs when it runs as root). Benchmarks over emulated hosts also need iproute2 and openssh-server;
-this script does not install those.
+Debian, which it installs when it runs as root). Where Horovod cannot be built, it goes on without: torchrun and mpirun
+start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for Horovod; tests/run
+installs those.
 
 Environment:
   COMMSCHED_CACHE             the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
   COMMSCHED_PYTHON            the Python that .venv is made with (default: the first that fits on PATH)
-  COMMSCHED_TORCH             what is installed where torch is missing (default: with a GPU the newest that is
-                              supported, torch>=2.6,<2.16; without one torch==2.13.0, which has a CPU build)
+  COMMSCHED_TORCH             what is installed where torch is missing (default: with a GPU, or with
+                              COMMSCHED_WITH_CUDA=1, the newest that is supported, torch>=2.6,<2.16; without one
+                              torch==2.13.0, the newest with a CPU build)
   COMMSCHED_WITHOUT_MPI=1     Horovod with Gloo alone, no MPI
-  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod; torchrun and mpirun still work
+  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod: torchrun and mpirun start the ranks
   COMMSCHED_WITH_CUDA=0|1     leave CUDA out / insist on it (default: when nvcc is found)
   HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), as its other build variables are
 TEXT
@@ -130,11 +132,9 @@ install_build_tools() {
 
 # Releases after 2.13 have no CPU build: they bring several GB that a machine without a GPU cannot use.
 default_torch() {
-    if [ "${COMMSCHED_WITH_CUDA:-1}" = 1 ] && nvidia-smi >/dev/null 2>&1; then
-        echo "torch>=2.6,<2.16"
-    else
-        echo "torch==2.13.0"
-    fi
+    local gpu=${COMMSCHED_WITH_CUDA:-}
+    [ -n "$gpu" ] || { nvidia-smi >/dev/null 2>&1 && gpu=1; }
+    if [ "$gpu" = 1 ]; then echo "torch>=2.6,<2.16"; else echo "torch==2.13.0"; fi
 }
 
 install_torch() {

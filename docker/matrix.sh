@@ -15,7 +15,8 @@ VERSION at the end. Exit status: 0 when every VERSION passed, 1 when one failed,
   --keep      keep the copies and environments (a CUDA build of torch takes up to 9 GB)
   --horovod   build Horovod too (several minutes for each VERSION)
 
-Environment: see docker/install.sh --help. COMMSCHED_WITH_CUDA is 0 here unless set.
+Environment: see docker/install.sh --help. COMMSCHED_WITH_CUDA is 0 here unless set. COMMSCHED_MATRIX_GB (16) is
+the space that must be free before each VERSION.
 
 example: docker/matrix.sh 2.6 2.10 2.13 2.15
 TEXT
@@ -30,7 +31,7 @@ SMOKE=(
 # Of the tests with a number of ranks in brackets, those with two.
 TWO_RANKS='test_torchrun or test_profile_partition_train or 2]'
 # A build of torch for CUDA and its wheels, unpacked, while pip still holds the downloads.
-NEEDED_GB=16
+NEEDED_GB=${COMMSCHED_MATRIX_GB:-16}
 
 wrong() {
     say "error: $*; docker/matrix.sh --help says what there is"
@@ -58,11 +59,11 @@ run_in() {
 # Sets result, found (torch and Python as they were installed), build and tests (seconds).
 try_version() {
     local version=$1 folder=$ROOT/build/matrix/$1 begin=$SECONDS python
-    local requirement="torch==$version" found_python
+    local requirement="torch==$version"
     [[ $version =~ ^[0-9]+\.[0-9]+$ ]] && requirement+=".*"
     python=$folder/.venv/bin/python
     result="not built" found="$version ?" build=- tests=-
-    if [ "$(free_gb)" -lt $NEEDED_GB ]; then
+    if [ "$(free_gb)" -lt "$NEEDED_GB" ]; then
         say "torch $version: only $(free_gb) GB are free below $ROOT, and $NEEDED_GB may be needed"
         return
     fi
@@ -96,7 +97,7 @@ for version in "${versions[@]}"; do
     try_version "$version"
     if [ "$result" != ok ]; then
         failed=1
-        tail -n 5 "$LOGS/matrix-$version-"*.log >&2 || true
+        tail -n 5 "$LOGS/matrix-$version-"*.log >&2 2>/dev/null || true
         result+=" (build/logs/matrix-$version-*.log)"
     fi
     say "torch $version: $result"

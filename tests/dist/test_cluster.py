@@ -12,8 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dnn_bench import baselines
+from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
+from dnn_bench.runner.place import Hosts
+from tests.support.checkout import make_path, make_script
 from tests.support.needs import needs, needs_root, skip_without_horovod
 
 pytestmark = [
@@ -232,6 +236,19 @@ def test_a_refused_link_is_a_clear_error_and_leaves_nothing() -> None:
 def test_unknown_hosts_are_refused() -> None:
     with Cluster(hosts=2, ssh=False) as cluster, pytest.raises(ClusterError, match="hosts 0 to 1, not 2"):
         cluster.run(2, ["true"])
+
+
+def test_only_horovodrun_and_mpirun_need_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison of other baselines on emulated hosts did not start without sshd."""
+    tools = ("ip", "tc", "unshare", "taskset", "hostname")
+    path = make_path(tmp_path / "bin", *tools)
+    make_script(path / "horovodrun", "")
+    monkeypatch.setenv("PATH", str(path))
+    with Cluster(hosts=2) as cluster:
+        assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1\n"
+        message = "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
+        with pytest.raises(MissingPeer, match=message):
+            Hosts(cluster).start(baselines.get("horovod"), ["true"], subprocess.DEVNULL)
 
 
 @needs_ssh
