@@ -245,7 +245,7 @@ def test_only_horovodrun_and_mpirun_need_ssh(tmp_path: Path, monkeypatch: pytest
     make_script(path / "horovodrun", "")
     monkeypatch.setenv("PATH", str(path))
     with Cluster(hosts=2) as cluster:
-        assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1\n"
+        assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1"
         message = "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
         with pytest.raises(MissingPeer, match=message):
             Hosts(cluster).start(baselines.get("horovod"), ["true"], subprocess.DEVNULL)
