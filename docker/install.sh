@@ -127,7 +127,7 @@ has_module() { "$PYTHON" -I -c "import importlib.util as u, sys; sys.exit(not u.
 install_build_tools() {
     has_module pip || step pip "getting pip" "$PYTHON" -m ensurepip
     step build-tools "getting the build tools" "$PYTHON" -m pip install \
-        'setuptools>=64' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
+        'setuptools>=77.0.3' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
 }
 
 # Releases after 2.13 have no CPU build: they bring several GB that a machine without a GPU cannot use.

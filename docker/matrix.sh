@@ -12,7 +12,7 @@ docker/install.sh make an environment there, and runs a few tests of real proces
 every exact comparison of DistributedOptimizer on two ranks, a pipeline, images split over ranks. Prints one row per
 VERSION at the end. Exit status: 0 when every VERSION passed, 1 when one failed, 2 for a wrong argument.
 
-  --keep      keep the copies and environments (a CUDA build of torch takes up to 9 GB)
+  --keep      keep the copies and environments for the next run (a CUDA build of torch takes up to 9 GB)
   --horovod   build Horovod too (several minutes for each VERSION)
 
 Environment: see docker/install.sh --help. COMMSCHED_WITH_CUDA is 0 here unless set. COMMSCHED_MATRIX_GB (16) is
@@ -38,9 +38,10 @@ wrong() {
     exit 2
 }
 
-# As git sees the checkout: tracked files and new ones, without builds.
+# As git sees the checkout: tracked files and new ones, without builds. An environment and objects of an earlier run stay.
 copy_checkout() {
     mkdir -p "$1"
+    find "$1" -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
     git -C "$ROOT" ls-files -z --cached --others --exclude-standard --deduplicate |
         tar -C "$ROOT" --null --ignore-failed-read -cf - -T - 2>/dev/null | tar -C "$1" -xf -
 }
@@ -67,7 +68,6 @@ try_version() {
         say "torch $version: only $(free_gb) GB are free below $ROOT, and $NEEDED_GB may be needed"
         return
     fi
-    rm -rf "$folder"
     copy_checkout "$folder"
     attempt "matrix-$version-build" "torch $version: building" run_in "$folder" docker/install.sh || return 0
     build=$((SECONDS - begin)) begin=$SECONDS
