@@ -19,6 +19,7 @@ from dnn_bench.baselines import Baseline, Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.place import ThisMachine
+from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_a_rank_that_dies_fails_only_its_baseline() -> None:
 
 
 def test_horovod_under_its_own_launcher() -> None:
-    pytest.importorskip("horovod.torch")
+    skip_without_horovod()
     found = compare(LOCAL, baselines.get("horovod"))
     assert found["horovod"]["status"] == "ok", found["horovod"]["reason"]
 
