@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -121,6 +122,8 @@ class Reader:
         self._command(rest if known.no_python or not rest else ["python", *rest])
 
     def _horovodrun(self, words: list[str]) -> None:
+        if find_spec("horovod") is None:
+            return
         from horovod.runner.launch import parse_args
 
         with mock.patch("sys.argv", ["horovodrun", *words]):

@@ -72,11 +72,14 @@ class Call:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def blocks() -> list[Block]:
+def blocks(docstrings: bool = True) -> list[Block]:
+    """All code of the pages; with ``docstrings`` also the commands of modules and scripts."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = []
     for page in pages:
         found += of_page(page.relative_to(ROOT).as_posix(), page.read_text())
+    if not docstrings:
+        return found
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = ast.get_docstring(ast.parse(path.read_text())) or ""
