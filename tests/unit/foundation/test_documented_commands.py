@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,3 +143,67 @@ def test_pages_are_read_as_their_readers_do(tmp_path: Path) -> None:
     assert ("python", "-m", "dnn_bench", "--help") in called and ("tests/run", "-m", "slow") in called
     help_text = "python -m dnn_bench pipeline --depth 2\npython -m scheduler.flops [FOLDER]\npython is great"
     assert [b.text for b in of_help("a.py", help_text)][0] == "python -m dnn_bench pipeline --depth 2"
+
+
+def python_blocks() -> list[Block]:
+    return [block for block in blocks(docstrings=False) if block.kind == "python"]
+
+
+def wrong_names(block: Block) -> list[str]:
+    """Attributes of what the page imports, and keywords of calls to it, that do not exist."""
+    tree, known, wrong = ast.parse(block.text), {}, []
+    page = [other.text for other in python_blocks() if other.page == block.page]
+    lines = [node for text in (*page, block.text) for node in ast.parse(text).body]
+    imports = [node for node in lines if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), block.place, "exec"), known)
+
+    def value_of(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if not isinstance(node, ast.Attribute) or (owner := value_of(node.value)) is None:
+            return None
+        if not hasattr(owner, node.attr):
+            wrong.append(f"{block.place}: {ast.unparse(node)} does not exist")
+        return getattr(owner, node.attr, None)
+
+    for node in ast.walk(tree):
+        value = value_of(node) if isinstance(node, ast.Attribute) else None
+        function = value_of(node.func) if isinstance(node, ast.Call) else value
+        if isinstance(node, ast.Call) and function is not None:
+            try:
+                signature = inspect.signature(function)
+            except (TypeError, ValueError):
+                continue  # of an extension
+            words = {word.arg: None for word in node.keywords if word.arg}
+            try:
+                signature.bind_partial(*node.args, **words)
+            except TypeError as error:
+                wrong.append(f"{block.place}: {ast.unparse(node)}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.place)
+def test_python_on_pages_uses_what_there_is(block: Block) -> None:
+    assert not wrong_names(block)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import commsched as hvd\nhvd.DistributedOptimiser(1)",
+        "import commsched as hvd\nhvd.DistributedOptimizer(o, schedul='dear')",
+        "from commsched import spatial\nspatial.shard(model, grid=(2, 2), halo=1)",
+        "from scheduler.link import Link\nlink = Link(alpha=1e-4, gamma=2e-9)",
+    ],
+)
+def test_python_that_is_wrong_is_found(text: str) -> None:
+    assert wrong_names(Block("page.md", 1, "python", text))
+
+
+LONG = pytest.param("docs/policies.md", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", ["docs/scheduler.md", LONG])
+def test_python_that_needs_nothing_runs(page: str) -> None:
+    first = next(block for block in python_blocks() if block.page == page)
+    exec(compile(first.text, first.place, "exec"), {})
