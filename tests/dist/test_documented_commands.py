@@ -7,8 +7,10 @@ which are not run and why, and how they are made smaller.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,18 @@ from tests.support.documented import Block, Call, blocks, calls
 from tests.support.documented_runs import blocks_to_run, is_quick, prepare, reason, run
 
 pytestmark = pytest.mark.dist
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("tc") and shutil.which("sshd")), reason="needs Debian's iproute2 and openssh-server"
+)
+
+
+def marked(block: Block) -> Any:
+    """Blocks with emulated hosts need root and their tools."""
+    hosts = re.search(r"--hosts|--link \d+mbit", block.text)
+    return pytest.param(
+        block, id=block.place, marks=[pytest.mark.root, needs_root, needs_tools] if hosts else []
+    )
 
 
 def expanded(shown: list[Block], tmp_path: Path) -> list[Call]:
@@ -43,11 +57,8 @@ def test_quick_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (Debian: iproute2)")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("block", blocks_to_run(), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", [marked(block) for block in blocks_to_run()])
 def test_commands_of_a_block(block: Block, tmp_path: Path) -> None:
     """All of a block, since later ones read what earlier ones have written."""
     chosen = [call for call in expanded([block], tmp_path) if not reason(call)]
@@ -56,10 +67,10 @@ def test_commands_of_a_block(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (Debian: iproute2)")
 @pytest.mark.timeout(3600)
+@pytest.mark.root
+@needs_root
+@needs_tools
 def test_commands_within_sentences_and_docstrings(tmp_path: Path) -> None:
     known = {call.words for call in expanded([b for b in blocks() if b.kind == "shell"], tmp_path)}
     (tmp_path / "more").mkdir()
