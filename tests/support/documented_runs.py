@@ -205,18 +205,20 @@ def run(calls: Sequence[Call], folder: Path, timeout: float = 900.0) -> list[Ran
     found: list[Ran] = []
     for together in _groups(calls):
         mark = uuid.uuid4().hex
-        started = [_start(call, words, folder, mark) for call, words in together]
-        deadline = time.monotonic() + timeout
-        for (call, words), process in zip(together, started, strict=True):
-            try:
-                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                output = process.communicate()[0] + f"\nkilled after {timeout} s"
-            found.append(Ran(call, words, process.returncode, output))
-        for left in psutil.process_iter():
-            if carries(left, mark):
-                kill_quietly(left)
+        try:
+            started = [(call, words, _start(call, words, folder, mark)) for call, words in together]
+            deadline = time.monotonic() + timeout
+            for call, words, process in started:
+                try:
+                    output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    output = process.communicate()[0] + f"\nkilled after {timeout} s"
+                found.append(Ran(call, words, process.returncode, output))
+        finally:
+            for left in psutil.process_iter():
+                if carries(left, mark):
+                    kill_quietly(left)
     return found
 
 
