@@ -68,7 +68,7 @@ def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
     if layout.world != fabric.size:
         raise ValueError(
             f"the program is for {layout.world} ranks (stages times replicas), this job has {fabric.size};"
-            " choose another mesh= or start another number of processes"
+            f" start {layout.world} processes, or choose another mesh= or plan"
         )
     validate(program)
     return layout

@@ -111,7 +111,13 @@ SIZES: dict[str, dict[str, Value]] = {
     "pipeline": {"--model": _tiny, "--warmup": "1", "--steps": "1", "--rounds": "1"},
     "spatial": {"--image-size": "64", "--warmup": "1", "--iterations": "1"},
     "halo": {"--warmup": "1", "--iterations": "1"},
-    "emulate": {"--model": _tiny, "--device": "cpu"},
+    "emulate": {
+        "--model": _tiny,
+        "--device": "cpu",
+        "--batch-size": "2",
+        "--warmup": "1",
+        "--iterations": "1",
+    },
     "synthetic": {"--num-warmup-batches": "1", "--num-iters": "1", "--batch-size": "4"},
     "train": {"--steps": "3"},
     "profile": {"--repeat": "1"},
@@ -161,15 +167,12 @@ def _set(words: list[str], option: str, value: Value) -> None:
 
 # -- running -------------------------------------------------------------------------------------------------
 
+# Layers that take so long that a plan needs every device.
 JOB = """
-import torch
+from dnn_bench.pipeline.jobs import job_of
 
 def make():
-    def batches(rows):
-        while True:
-            yield torch.ones(rows, 8), torch.zeros(rows, 8)
-    parts = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
-    return torch.nn.Sequential(*parts), torch.nn.functional.mse_loss, batches
+    return job_of("paced", 8, seconds=0.02)
 """
 CONF = '{"module_to_stage_map": [0, 0, 1, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
 

@@ -175,6 +175,14 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     assert "written to" in capsys.readouterr().out
 
 
+def test_a_plan_that_leaves_devices_out_says_so(capsys: Any) -> None:
+    """The documented launch of one rank on every device failed without a word about why."""
+    assert main("partition --profile bert_base --devices 3 --link 1mbit".split()) == 0
+    assert "1 of 3 devices are used: start 1 rank" in capsys.readouterr().out
+    assert main("partition --profile bert_base --devices 2 --link 100gbit".split()) == 0
+    assert "devices are used" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("job", "said"),
     [("nothing", "must look like"), ("no_such_module:f", "no_such_module"), ("os:getpid", "must return")],
