@@ -83,3 +83,14 @@ def test_a_measurement_beside_torchs_pipelines() -> None:
     median, low, high = result["ratio"]
     assert 0 < low <= median <= high
     assert 0 < result["reached"] <= 1 and 0 <= result["bubble"] < 1
+
+
+def test_what_the_ranks_refuse_is_told_in_one_line() -> None:
+    """Every rank's traceback used to be printed."""
+    command = [sys.executable, "-m", "dnn_bench", "pipeline", "--model", "gpt2_tiny", "--schedule", "2bw"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment({})}
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "embedding.words.weight is used by stages [0, 1]" in done.stderr
+    assert "give the model an output layer of its own" in done.stderr
