@@ -21,7 +21,7 @@ _CLOSING_SECONDS = 5.0
 
 
 class PeerWatch:
-    """``connections``: one for each rank, None for this one. ``failed`` is called once, with what happened."""
+    """``connections``: one for each rank, None for this one. ``failed`` is called once, with the reason."""
 
     def __init__(
         self,
