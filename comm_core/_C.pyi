@@ -41,14 +41,38 @@ class TcpMesh:
     @property
     def port(self) -> int: ...
     def join(
-        self, addresses: Sequence[tuple[str, int]], token: str, timeout_seconds: float = 300.0
+        self,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        timeout_seconds: float = 300.0,
+        host_timeout_seconds: float = 25.0,
     ) -> TcpChannel:
         """Connect to every rank, given all ranks' addresses and 32 secret characters that they share."""
 
     def connect(
-        self, addresses: Sequence[tuple[str, int]], token: str, timeout_seconds: float = 300.0
-    ) -> list[int]:
-        """The same, as file descriptors that belong to the caller: one for each rank, -1 for this one."""
+        self,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        timeout_seconds: float = 300.0,
+        host_timeout_seconds: float = 25.0,
+    ) -> list[tuple[int, int]]:
+        """The same, as file descriptors that belong to the caller: data and keepalive for each rank, -1 for
+        this one."""
+
+def abort_message(work: Any) -> None:
+    """End a c10d group's send or receive, for whoever waits for it: its wait() then returns False."""
+
+HOST_TIMEOUT: float
+
+def set_keepalive(descriptor: int, seconds: float) -> None:
+    """Make an idle TCP connection fail when the other host's kernel has not answered for about `seconds`."""
+
+def peer_address(descriptor: int) -> str:
+    """The address of a connection's other end, for errors."""
+
+def lost_host(descriptor: int, address: str) -> str:
+    """What is wrong with the host behind a keepalive connection that poll() reports; "" where its process has
+    ended."""
 
 class HubChannel(Channel):
     """One rank's end of a Hub."""

@@ -8,6 +8,7 @@ import torch  # noqa: F401  (loads the libraries that the extension is linked ag
 
 from comm_core._C import (
     CUDA_BUILT,
+    HOST_TIMEOUT,
     C10dChannel,
     C10dTransport,
     Channel,
@@ -21,6 +22,7 @@ from comm_core._C import (
     TcpChannel,
     Traffic,
     Transport,
+    abort_message,
     link_gate,
     pack,
     scale_,
@@ -29,10 +31,12 @@ from comm_core._C import (
 )
 from comm_core.engine import OPS, Engine, HubTransport
 from comm_core.errors import EngineError
-from comm_core.tcp import tcp_channel, tcp_sockets
+from comm_core.forks import close_in_children
+from comm_core.tcp import Host, TcpConnection, tcp_channel, tcp_connections
 
 __all__ = [
     "CUDA_BUILT",
+    "HOST_TIMEOUT",
     "OPS",
     "C10dChannel",
     "C10dTransport",
@@ -41,6 +45,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "GatedChannel",
+    "Host",
     "Hub",
     "HubChannel",
     "HubTransport",
@@ -48,13 +53,16 @@ __all__ = [
     "PythonTransport",
     "RingTransport",
     "TcpChannel",
+    "TcpConnection",
     "Traffic",
     "Transport",
+    "abort_message",
+    "close_in_children",
     "link_gate",
     "pack",
     "scale_",
     "sum_in_order",
     "tcp_channel",
-    "tcp_sockets",
+    "tcp_connections",
     "unpack",
 ]

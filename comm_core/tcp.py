@@ -5,33 +5,78 @@ from __future__ import annotations
 import secrets
 import socket
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
 from comm_core import _C
+from comm_core._C import HOST_TIMEOUT
 from comm_core.errors import EngineError
+from comm_core.forks import close_in_children
+
+
+class Host:
+    """The host at the other end of `keepalive`, a connection that carries no data.
+
+    Its kernel answers for it, whatever its processes do; without an answer for about `timeout_seconds` the
+    connection fails, and poll() says so.
+    """
+
+    def __init__(self, keepalive: socket.socket | Connection, timeout_seconds: float) -> None:
+        self.keepalive = keepalive
+        self.address = _C.peer_address(keepalive.fileno())
+        self._lost = ""
+        _C.set_keepalive(keepalive.fileno(), timeout_seconds)
+
+    def lost(self) -> str:
+        """What is wrong with the host, "" where nothing is or its process has ended."""
+        self._lost = self._lost or _C.lost_host(self.keepalive.fileno(), self.address)
+        return self._lost
+
+
+class TcpConnection(NamedTuple):
+    """One rank's connection to another, and the host that it leads to."""
+
+    data: socket.socket
+    host: Host
 
 
 def tcp_channel(
-    store: Store, rank: int, size: int, address: str | None = None, timeout_seconds: float = 300.0
+    store: Store,
+    rank: int,
+    size: int,
+    address: str | None = None,
+    timeout_seconds: float = 300.0,
+    host_timeout_seconds: float = HOST_TIMEOUT,
 ) -> _C.TcpChannel:
     """The channel of this rank; every one of the `size` ranks that share `store` must make it.
 
     `address` is where the other ranks reach this one; by default the address from which this rank reaches the
-    host of the store. The store must be this channel's own: wrap a shared one in a PrefixStore.
+    host of the store. The store must be this channel's own: wrap a shared one in a PrefixStore. A host that
+    does not answer for `host_timeout_seconds` is an error, whatever its ranks compute meanwhile.
     """
     mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
-    return mesh.join(addresses, token, timeout_seconds)
+    return mesh.join(addresses, token, timeout_seconds, host_timeout_seconds)
 
 
-def tcp_sockets(
-    store: Store, rank: int, size: int, address: str | None = None, timeout_seconds: float = 300.0
-) -> list[socket.socket | None]:
-    """The same connections as sockets: one for each rank, None for this one."""
+def tcp_connections(
+    store: Store,
+    rank: int,
+    size: int,
+    address: str | None = None,
+    timeout_seconds: float = 300.0,
+    host_timeout_seconds: float = HOST_TIMEOUT,
+) -> list[TcpConnection | None]:
+    """The same connections as sockets: a pair for each rank, None for this one."""
     mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
-    connected = mesh.connect(addresses, token, timeout_seconds)
-    return [socket.socket(fileno=number) if number >= 0 else None for number in connected]
+    connected = mesh.connect(addresses, token, timeout_seconds, host_timeout_seconds)
+    return [_connection(*pair, host_timeout_seconds) if min(pair) >= 0 else None for pair in connected]
+
+
+def _connection(data: int, keepalive: int, host_timeout_seconds: float) -> TcpConnection:
+    first, second = (close_in_children(socket.socket(fileno=number)) for number in (data, keepalive))
+    return TcpConnection(first, Host(second, host_timeout_seconds))
 
 
 def _met(

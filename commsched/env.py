@@ -27,6 +27,11 @@ class Settings:
         300.0,
         "seconds after which a rank that waits for another gives up with CommError",
     )
+    host_timeout: float = _setting(  # type: ignore[assignment]
+        "COMMSCHED_HOST_TIMEOUT",
+        25.0,
+        "seconds after which a host that does not answer counts as lost; its ranks may compute for longer",
+    )
     runtime: str = _setting(  # type: ignore[assignment]
         "COMMSCHED_RUNTIME",
         "",

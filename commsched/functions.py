@@ -112,7 +112,8 @@ def _replace(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give every rank's optimizer the state and the options of rank `root_rank`'s.
 
-    Takes no optimizer step: where the root's optimizer is fresh, every rank's is fresh afterwards. `model` is
+    Takes no optimizer step: where the root's optimizer is fresh, every rank's is fresh afterwards. As with
+    Horovod, the trained parameters of a fresh optimizer have gradients of zero afterwards. `model` is
     accepted for Horovod's sake and not needed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -124,6 +125,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         return _Placeholder(len(tensors) - 1, tensor)
 
     state = optimizer.state_dict()  # on every rank: shards are gathered for it
+    if not state["state"]:
+        _zero_gradients(optimizer)
     skeleton = _replace(state, torch.Tensor, take_out) if rank() == root_rank else None
     skeleton = broadcast_object(skeleton, root_rank, name="commsched.optimizer_state")
     if rank() != root_rank:
@@ -135,6 +138,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         state = _replace(skeleton, _Placeholder, lambda holder: tensors[holder.index])
         _fit_options(state, optimizer)
         optimizer.load_state_dict(state)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trained parameter a gradient of zero, sparse where the optimizer takes no other."""
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                zero = torch.zeros_like(p, requires_grad=False)
+                p.grad = zero.to_sparse(1) if sparse else zero
 
 
 def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ def usage() -> str:
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else 2
+        return 0
     if arguments[0] not in COMMANDS:
         print(f"dnn_bench: there is no command {arguments[0]!r}\n{usage()}", file=sys.stderr)
         return 2

@@ -83,7 +83,7 @@ def checked(settings: Settings) -> Settings:
     if names == ["all"] or len(names) > 1:
         return side_by_side(replace(settings, dnn=dnn), names)
     baseline = baselines.get(names[0]).name
-    return replace(settings, dnn=dnn, baseline=baseline, launcher=launcher_for(baseline, settings.launcher))
+    return replace(settings, dnn=dnn, baseline=baseline, launcher=launcher_for(baseline, settings))
 
 
 def side_by_side(settings: Settings, names: list[str]) -> Settings:
@@ -94,16 +94,18 @@ def side_by_side(settings: Settings, names: list[str]) -> Settings:
     return replace(settings, baseline=",".join(known), launcher=COMPARE)
 
 
-def launcher_for(baseline: str, wanted: str) -> str:
-    """The wanted launcher if it can start the baseline; else the first installed one that can."""
+def launcher_for(baseline: str, settings: Settings) -> str:
+    """The wanted launcher if it can start the baseline; else the first installed one that can do it there."""
     entry = baselines.get(baseline)
     if entry.kind == baselines.OURS:
         possible = ["horovodrun", "torchrun", "mpirun"]
     else:
         possible = ["horovodrun", "mpirun"] if entry.launcher == "horovod" else ["torchrun"]
-    if not wanted:
-        return next((name for name in possible if find(name)), possible[0])
-    launcher = choose("launcher", wanted, [name for name in LAUNCHERS if name != COMPARE])
+    if not settings.launcher:
+        several = len(hosts_of(settings.hosts)) > 1 and len(possible) > 1
+        usable = [name for name in possible if name != "torchrun"] if several else possible
+        return next((name for name in usable if find(name)), usable[0])
+    launcher = choose("launcher", settings.launcher, [name for name in LAUNCHERS if name != COMPARE])
     if launcher not in possible:
         raise ValueError(
             f"baseline {baseline} cannot run under {launcher}; use launcher={' or '.join(possible)}"

@@ -11,17 +11,34 @@ fail() {
     exit 1
 }
 
-# step NAME WHAT COMMAND...: runs the command with its output in a log, and shows the log's tail when it fails.
-step() {
+# attempt NAME WHAT COMMAND...: runs the command with its output in a log, and returns its status.
+attempt() {
     local log=$LOGS/$1.log what=$2 begin=$SECONDS
     shift 2
     mkdir -p "$LOGS"
     say "$what ..."
-    if ! "$@" >"$log" 2>&1 </dev/null; then
-        tail -n 25 "$log" >&2
-        fail "$what failed; the lines above are the end of $log"
-    fi
+    "$@" >"$log" 2>&1 </dev/null || return
     say "$what: done in $((SECONDS - begin)) s"
+}
+
+# step NAME WHAT COMMAND...: an attempt that must succeed; shows the log's tail when it fails.
+step() {
+    attempt "$@" && return
+    tail -n 25 "$LOGS/$1.log" >&2
+    fail "$2 failed; the lines above are the end of $LOGS/$1.log"
+}
+
+may_install_debian_packages() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+# A machine that has just started often updates itself. `install` waits for that; `update` does not, so it is tried again.
+install_debian_packages() {
+    local pause
+    for pause in 5 10 20 40 0; do
+        if apt-get update; then break; fi
+        [ "$pause" != 0 ] || return
+        sleep "$pause"
+    done
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
 }
 
 # The environment in use: an active virtualenv or conda environment, else .venv in the checkout.

@@ -3,6 +3,7 @@
 #
 # Builds a wheel of Horovod for PYTHON and its torch, unless the cache has it, and prints the wheel's path.
 # With --where only prints where the wheel is or would be. Environment: see install.sh --help.
+# Exit status 3: the wheel cannot be built here, as one line has said.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 keep_home_clean
@@ -67,19 +68,34 @@ raise_cxx_standard() {
     done
 }
 
+# nvcc may be a script far from its toolkit, or stand alone beside the wheels that hold headers and libcudart.
+point_at_cuda() {
+    local nvcc found
+    [ -n "$torch_cuda" ] && [ -z "${HOROVOD_CUDA_HOME:-}" ] && nvcc=$(command -v nvcc) || return 0
+    found=$("$python" -I "$ROOT/docker/cuda_toolkit.py" "$nvcc" "$work/cuda" 2>"$LOGS/horovod-cuda.log") ||
+        give_up horovod-cuda
+    mapfile -t -O "${#options[@]}" options <<<"$found"
+}
+
+give_up() {
+    say "Horovod $VERSION cannot be built here: $LOGS/$1.log says why"
+    exit 3
+}
+
 build() {
     work=$(mktemp -d "$CACHE/build.XXXXXX")
     trap 'rm -rf "$work"' EXIT
     export TMPDIR=$work
-    step horovod-download "getting the sources of Horovod $VERSION" \
-        "$python" -m pip download --no-deps --no-binary horovod --no-build-isolation -d "$work" "horovod==$VERSION"
+    attempt horovod-download "getting the sources of Horovod $VERSION" "$python" -m pip download --no-deps \
+        --no-binary horovod --no-build-isolation -d "$work" "horovod==$VERSION" || give_up horovod-download
     tar -xzf "$work/horovod-$VERSION.tar.gz" -C "$work"
     raise_cxx_standard "$work/horovod-$VERSION"
+    point_at_cuda
     [[ $wheel != *-nccl* ]] || point_at_nccl
     # Only the environment's own cmake (below 4) can read Horovod's CMakeLists.txt.
-    step horovod-build "building Horovod $VERSION for torch $torch_version (two to five minutes)" \
+    attempt horovod-build "building Horovod $VERSION for torch $torch_version (two to five minutes)" \
         env "${options[@]}" PATH="$(dirname "$python"):$PATH" \
-        "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$work/horovod-$VERSION"
+        "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$work/horovod-$VERSION" || give_up horovod-build
     mkdir -p "$(dirname "$wheel")"
     sha256sum <"$work/wheel/$(basename "$wheel")" >"$wheel.sha256"
     mv "$work/wheel/$(basename "$wheel")" "$wheel"

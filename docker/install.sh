@@ -12,15 +12,18 @@ conda environment, else .venv in the checkout; keeps a torch that is there, else
 sources and keeps the wheel in a cache; builds this project as an editable install.
 
 Needs: Python 3.10 or newer with its headers and venv, a C++ compiler, Open MPI (openmpi-bin and libopenmpi-dev on
-Debian, which it installs when it runs as root). Benchmarks over emulated hosts also need iproute2 and openssh-server;
-this script does not install those.
+Debian, which it installs when it runs as root). Where Horovod cannot be built, it goes on without: torchrun and mpirun
+start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for Horovod; tests/run
+installs those.
 
 Environment:
   COMMSCHED_CACHE             the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
   COMMSCHED_PYTHON            the Python that .venv is made with (default: the first that fits on PATH)
-  COMMSCHED_TORCH             what is installed where torch is missing (default: torch==2.13.0)
+  COMMSCHED_TORCH             what is installed where torch is missing (default: with a GPU, or with
+                              COMMSCHED_WITH_CUDA=1, the newest that is supported, torch>=2.6,<2.16; without one
+                              torch==2.13.0, the newest with a CPU build)
   COMMSCHED_WITHOUT_MPI=1     Horovod with Gloo alone, no MPI
-  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod; torchrun and mpirun still work
+  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod: torchrun and mpirun start the ranks
   COMMSCHED_WITH_CUDA=0|1     leave CUDA out / insist on it (default: when nvcc is found)
   HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), as its other build variables are
 TEXT
@@ -79,21 +82,10 @@ check_compiler() {
 
 has_mpi() { command -v mpirun >/dev/null && command -v mpicxx >/dev/null; }
 
-# A machine that has just started often updates itself. `install` waits for that; `update` does not, so it is tried again.
-install_debian_packages() {
-    local pause
-    for pause in 5 10 20 40 0; do
-        if apt-get update; then break; fi
-        [ "$pause" != 0 ] || return
-        sleep "$pause"
-    done
-    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
-}
-
 check_mpi() {
     [ "${COMMSCHED_WITHOUT_MPI:-0}" = 0 ] && [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
     has_mpi && return
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    if may_install_debian_packages; then
         step apt "installing Open MPI" install_debian_packages openmpi-bin libopenmpi-dev
     fi
     has_mpi || fail "no MPI: mpirun or mpicxx is not on PATH. Install Open MPI (Debian, as root: apt-get install" \
@@ -135,15 +127,32 @@ has_module() { "$PYTHON" -I -c "import importlib.util as u, sys; sys.exit(not u.
 install_build_tools() {
     has_module pip || step pip "getting pip" "$PYTHON" -m ensurepip
     step build-tools "getting the build tools" "$PYTHON" -m pip install \
-        'setuptools>=64' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
+        'setuptools>=77.0.3' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
+}
+
+# Releases after 2.13 have no CPU build: they bring several GB that a machine without a GPU cannot use.
+default_torch() {
+    local gpu=${COMMSCHED_WITH_CUDA:-}
+    [ -n "$gpu" ] || { nvidia-smi >/dev/null 2>&1 && gpu=1; }
+    if [ "$gpu" = 1 ]; then echo "torch>=2.6,<2.16"; else echo "torch==2.13.0"; fi
 }
 
 install_torch() {
-    has_module torch ||
-        step torch "installing ${COMMSCHED_TORCH:=torch==2.13.0}" "$PYTHON" -m pip install "$COMMSCHED_TORCH"
+    ! has_module torch || return 0
+    local torch=${COMMSCHED_TORCH:-$(default_torch)}
+    step torch "installing $torch" "$PYTHON" -m pip install "$torch"
 }
 
 horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }
+
+# do_without_horovod STATUS: an older one, built for another torch, goes too: it could not be imported.
+do_without_horovod() {
+    [ "$1" = 3 ] || exit "$1"
+    if has_module horovod; then
+        step horovod-remove "removing the Horovod of another build" "$PYTHON" -m pip uninstall -y horovod
+    fi
+    say "going on without Horovod: torchrun starts the ranks (to try again: rm '$ROOT/build/stamps/whole')"
+}
 
 # A Horovod that this script did not install is kept. Its own is replaced once torch or the options have changed.
 install_horovod() {
@@ -153,7 +162,7 @@ install_horovod() {
         say "keeping the Horovod that is in $ENVIRONMENT"
         wheel="that Horovod (pip uninstall horovod)"
     else
-        wheel=$("$ROOT/docker/horovod.sh" "$PYTHON")
+        wheel=$("$ROOT/docker/horovod.sh" "$PYTHON") || { do_without_horovod $? && return; }
         if ! has_module horovod || [ "$(cat "$mark" 2>/dev/null)" != "$wheel" ]; then
             step horovod-install "installing Horovod" "$PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
             step horovod-needs "installing what Horovod needs" "$PYTHON" -m pip install "$wheel"

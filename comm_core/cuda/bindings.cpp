@@ -30,9 +30,15 @@ void launch(const std::string& kernel, int device, long long blocks, const py::t
   if (problem != nullptr) throw std::runtime_error("CUDA kernel " + kernel + ": " + problem);
 }
 
+py::object unfit(int device) {
+  const char* problem = commsched_cuda_unfit(device);
+  return problem == nullptr ? py::object(py::none()) : py::object(py::str(problem));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launch", &launch, py::arg("kernel"), py::arg("device"), py::arg("blocks"), py::arg("arguments"),
         py::arg("stream"));
+  m.def("unfit", &unfit, py::arg("device"));
 }

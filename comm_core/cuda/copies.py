@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from comm_core.cuda.kernels import copy_kernel
-from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for
+from comm_core.cuda.launchers import Launcher, device_number, launcher_for, stream_handle
 from comm_core.cuda.memory import DeviceTable, addresses
 from comm_core.cuda.tables import Region, chunk_table
 
@@ -92,7 +92,7 @@ class BucketCopy:
             _address(factor),
             *more,
         )
-        self._launcher.launch(kernel, device_number(device), self._blocks, arguments, current_stream(device))
+        self._launcher.launch(kernel, device_number(device), self._blocks, arguments, stream_handle(device))
 
     def _check_tensors(self, tensors: Tensors) -> None:
         if len(tensors) != self._count:

@@ -51,3 +51,11 @@ extern "C" const char* commsched_cuda_launch(const char* name, int device, long 
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+
+extern "C" const char* commsched_cuda_unfit(int device) {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kKernels[0].function);
+  cudaGetLastError();  // the next launch must not report it
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -1,12 +1,14 @@
 """Who starts kernels: the extension, when it was built with nvcc; else CuPy, which compiles the same source
 at run time. With neither, the functions of this package are done with torch's own operations.
 
-``COMMSCHED_KERNELS=built|cupy|torch`` chooses; by default the first of these that is there.
+``COMMSCHED_KERNELS=built|cupy|torch`` chooses; by default the first of these that is there and that the GPU
+can run.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from typing import Any, Protocol
 
@@ -35,14 +37,31 @@ class Built:
     name = "built"
 
     def __init__(self) -> None:
-        from comm_core._cuda import launch
+        from comm_core._cuda import launch, unfit
 
-        self._launch = launch
+        self._launch, self._unfit = launch, unfit
+
+    def problem(self, device: int) -> str | None:
+        """Why these kernels cannot run on the GPU, None where they can."""
+        with torch.cuda.device(device):
+            reason = self._unfit(device)
+        if reason is None:
+            return None
+        capability = "".join(map(str, torch.cuda.get_device_capability(device)))
+        return (
+            f"the kernels that were built do not run on cuda:{device}, compute capability {capability}"
+            f" ({reason}): reinstall with COMMSCHED_CUDA_ARCHS={capability}"
+        )
 
     def launch(
         self, kernel: str, device: int, blocks: int, arguments: tuple[int | float, ...], stream: int
     ) -> None:
-        self._launch(kernel, device, blocks, arguments, stream)
+        # The extension has a runtime of its own and makes the device the current one for torch too.
+        if torch.cuda.current_device() == device:
+            self._launch(kernel, device, blocks, arguments, stream)
+        else:
+            with torch.cuda.device(device):
+                self._launch(kernel, device, blocks, arguments, stream)
 
 
 class Cupy:
@@ -74,37 +93,54 @@ def _cupy() -> Cupy | None:
 
 
 @cache
-def gpu_launcher() -> Launcher | None:
-    """What starts kernels on this machine's GPUs; None where torch's operations have to do."""
+def gpu_launcher(device: int) -> Launcher | None:
+    """What starts kernels on this GPU; None where torch's operations have to do."""
     wanted = os.environ.get("COMMSCHED_KERNELS", "")
     if wanted not in ("", *NAMES):
         raise ValueError(f"COMMSCHED_KERNELS must be one of {', '.join(NAMES)}, or unset, not {wanted!r}")
     if wanted == "torch":
         return None
-    if wanted == "built" or (not wanted and _C.CUDA_BUILT):
-        if not _C.CUDA_BUILT:
-            raise ValueError(
-                "COMMSCHED_KERNELS=built, but the extension was built without CUDA: install nvcc and"
-                " reinstall with COMMSCHED_WITH_CUDA=1, or use COMMSCHED_KERNELS=cupy or torch"
-            )
-        return Built()
+    problem = None
+    if wanted == "built" and not _C.CUDA_BUILT:
+        raise ValueError(
+            "COMMSCHED_KERNELS=built, but the extension was built without CUDA: install nvcc and"
+            " reinstall with COMMSCHED_WITH_CUDA=1, or use COMMSCHED_KERNELS=cupy or torch"
+        )
+    if wanted != "cupy" and _C.CUDA_BUILT:
+        built = Built()
+        problem = built.problem(device)
+        if problem is None:
+            return built
+        if wanted == "built":
+            raise ValueError(f"COMMSCHED_KERNELS=built, but {problem} or use COMMSCHED_KERNELS=cupy or torch")
     found = _cupy()
     if found is None and wanted == "cupy":
         raise ValueError(
             "COMMSCHED_KERNELS=cupy, but CuPy cannot be imported: pip install cupy-cuda12x or -cuda13x"
         )
+    if problem is not None:
+        instead = "torch's operations do" if found is None else "CuPy compiles them now and does"
+        warnings.warn(f"{problem}. Until then {instead} their work", stacklevel=2)
     return found
 
 
 def launcher_for(device: torch.device) -> Launcher | None:
     """None for CPU tensors, whose kernels are torch's."""
-    return gpu_launcher() if device.type == "cuda" else None
+    return gpu_launcher(device_number(device)) if device.type == "cuda" else None
 
 
-def current_stream(device: torch.device) -> int:
-    """The handle of the stream that torch would use now."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+def current_stream(device: torch.device) -> Any:
+    """The stream that torch would use now, None for the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def stream_handle(device: torch.device) -> int:
+    """The number by which a launch knows that stream."""
+    stream = current_stream(device)
+    return 0 if stream is None else int(stream.cuda_stream)
 
 
 def device_number(device: torch.device) -> int:
-    return 0 if device.index is None else device.index
+    if device.index is not None or device.type != "cuda":
+        return device.index or 0
+    return torch.cuda.current_device()

@@ -21,7 +21,7 @@ class DeviceTable:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._content = b""
-        self._stream = -1
+        self._stream: Any = None  # the one that was current last time
 
     @property
     def address(self) -> int:
@@ -29,9 +29,7 @@ class DeviceTable:
 
     def set(self, values: npt.NDArray[Any]) -> None:
         """The table holds these values for every kernel that is started on the current stream from now on."""
-        stream = current_stream(self._tensor.device)
-        if stream != self._stream:
-            self._join(stream)
+        self._join(current_stream(self._tensor.device))
         content = values.tobytes()
         if content == self._content:
             return
@@ -41,14 +39,13 @@ class DeviceTable:
             source = source.pin_memory()
         self._tensor.copy_(source.view(self._tensor.shape), non_blocking=True)
 
-    def _join(self, stream: int) -> None:
+    def _join(self, stream: Any) -> None:
         """Kernels on the stream that was current last time may still be reading, or the values be on
         their way.
         """
-        if self._tensor.is_cuda and self._stream != -1:
-            device = self._tensor.device
-            before = torch.cuda.ExternalStream(self._stream, device=device)
-            torch.cuda.current_stream(device).wait_stream(before)
+        # The stream itself, not its number: torch makes a new stream of the default one's number, which is 0.
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
         self._stream = stream
 
 

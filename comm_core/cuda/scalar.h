@@ -132,4 +132,13 @@ COMMSCHED_HD float root(float x) {
 #endif
 }
 
+// By repeated squaring, so that every compiler gives the same bits.
+COMMSCHED_HD double power(double base, Int64 exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent /= 2, base *= base) {
+    if (exponent % 2 != 0) result *= base;
+  }
+  return result;
+}
+
 }  // namespace commsched

@@ -7,19 +7,21 @@ namespace commsched {
 
 // One parameter group's numbers of this step; comm_core/cuda/update.py fills these in, in double precision.
 struct Hyper {
-  float lr;  // Adam: divided by the first bias correction
+  float lr;
   float weight_decay;
   float momentum;       // SGD; Adam: beta1
   float one_minus_first;  // SGD: 1 - dampening (1 in the first step); Adam: 1 - beta1
   float second;         // Adam: beta2
   float one_minus_second;
   float eps;
-  float root_of_bias;  // Adam: square root of the second bias correction
+  float root_of_bias;  // Adam: square root of the second bias correction, from the part's count
   float shrink;        // what decoupled weight decay leaves of the weights: 1 - lr * weight_decay, else 1
   float sign;          // -1 to maximize
   float nesterov;      // 0 or 1
-  float unused[5];     // 64 bytes
+  float unused;
+  double first_beta, second_beta;  // Adam: for the bias corrections, which a float would spoil
 };
+static_assert(sizeof(Hyper) == 64, "a row of the table in comm_core/cuda/update.py");
 
 // A parameter's part in this shard, as addresses. `master` is 0 where the weights are the parameter itself.
 struct Part {
@@ -28,11 +30,14 @@ struct Part {
   float* master;
   float* first;   // momentum; Adam: the mean of the gradients
   float* second;  // Adam: the mean of their squares
+  const float* steps;  // Adam: how many steps the state has seen, this one included
   Int64 group;
 };
 
 struct Sgd {
   static constexpr bool kSecond = false;
+
+  static COMMSCHED_HD void begin(Hyper&, const Part&) {}
 
   static COMMSCHED_HD float step(float w, float g, float& first, float&, const Hyper& h, bool has_first) {
     g = g * h.sign + h.weight_decay * w;
@@ -46,6 +51,13 @@ struct Sgd {
 
 struct Adam {
   static constexpr bool kSecond = true;
+
+  // The count is on the device: the host does not know which steps were skipped there.
+  static COMMSCHED_HD void begin(Hyper& h, const Part& part) {
+    const Int64 count = static_cast<Int64>(*part.steps);
+    h.lr = static_cast<float>(h.lr / (1.0 - power(h.first_beta, count)));
+    h.root_of_bias = root(static_cast<float>(1.0 - power(h.second_beta, count)));
+  }
 
   static COMMSCHED_HD float step(float w, float g, float& first, float& second, const Hyper& h, bool) {
     w *= h.shrink;
@@ -122,7 +134,8 @@ COMMSCHED_HD void update_chunk(const Chunk& chunk, const Part* parts, const Hype
                                int threads) {
   constexpr int kWidth = 4;  // 16 bytes of float: the state is most of what moves
   const Part part = parts[chunk.tensor];
-  const Hyper hyper = hypers[part.group];
+  Hyper hyper = hypers[part.group];
+  Rule::begin(hyper, part);
   const Int64 begin = chunk.offset, end = begin + chunk.count;
   const Int64 to_whole = (kWidth - begin % kWidth) % kWidth;  // up to an index that is a multiple of the width
   const Int64 head = to_whole < chunk.count ? to_whole : chunk.count;

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from comm_core.cuda.kernels import update_kernel
-from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for
+from comm_core.cuda.launchers import Launcher, device_number, launcher_for, stream_handle
 from comm_core.cuda.memory import DeviceTable
 from comm_core.cuda.tables import Region, chunk_table
 
-_FIELDS = (
-    "lr weight_decay momentum one_minus_first second one_minus_second eps root_of_bias shrink sign nesterov"
-).split()
 _ROW = 16  # floats; ``Hyper`` in update.h
 
 
@@ -35,10 +33,10 @@ class Hyper:
     second: float = 0.0
     one_minus_second: float = 0.0
     eps: float = 0.0
-    root_of_bias: float = 1.0
     shrink: float = 1.0
     sign: float = 1.0
     nesterov: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def sgd(cls, group: Mapping[str, Any], first_step: bool = False) -> Hyper:
@@ -54,28 +52,27 @@ class Hyper:
         )
 
     @classmethod
-    def adam(cls, group: Mapping[str, Any], step: int, decoupled: bool) -> Hyper:
-        """From a parameter group of ``torch.optim.Adam``, or with ``decoupled`` AdamW; ``step`` counts
-        from 1.
-        """
+    def adam(cls, group: Mapping[str, Any], decoupled: bool) -> Hyper:
+        """From a parameter group of ``torch.optim.Adam``, or with ``decoupled`` AdamW."""
         first, second = (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         return cls(
-            lr=lr / (1.0 - first**step),
+            lr=lr,
             weight_decay=0.0 if decoupled else decay,
             momentum=first,
             one_minus_first=1.0 - first,
             second=second,
             one_minus_second=1.0 - second,
             eps=float(group["eps"]),
-            root_of_bias=(1.0 - second**step) ** 0.5,
             shrink=1.0 - lr * decay if decoupled else 1.0,
             sign=-1.0 if group["maximize"] else 1.0,
+            betas=(first, second),
         )
 
-    def row(self) -> list[float]:
-        values = [float(getattr(self, name)) for name in _FIELDS]
-        return values + [0.0] * (_ROW - len(values))
+    def row(self) -> npt.NDArray[np.float32]:
+        floats = [self.lr, self.weight_decay, self.momentum, self.one_minus_first, self.second]
+        floats += [self.one_minus_second, self.eps, 1.0, self.shrink, self.sign, self.nesterov, 0.0]
+        return np.concatenate([np.array(floats, np.float32), np.array(self.betas).view(np.float32)])
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class Part:
 
     State is float32. ``master`` holds the weights where the parameter's own type is too coarse; where
     somebody has written a ``weight`` that it does not round to, that one counts. ``first`` is the momentum
-    (None without) or Adam's mean of gradients, ``second`` Adam's mean of their squares.
+    (None without) or Adam's mean of gradients, ``second`` Adam's mean of their squares. ``steps`` is
+    Adam's count, one number on the device, because steps are skipped there.
     """
 
     grad: torch.Tensor
@@ -92,6 +90,7 @@ class Part:
     first: torch.Tensor | None = None
     second: torch.Tensor | None = None
     master: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
     group: int = 0
 
 
@@ -106,6 +105,7 @@ class ShardUpdate:
         launcher: Launcher | None | Literal["choose"] = "choose",
     ) -> None:
         self.rule, self.parts = rule, list(parts)
+        self._steps = [part.steps for part in self.parts if part.steps is not None]
         for number, part in enumerate(self.parts):
             _check(rule, number, part, self.parts[0], groups)
         self._launcher: Launcher | None = None
@@ -133,22 +133,24 @@ class ShardUpdate:
         """
         if not self.parts:
             return
+        if self._steps:
+            torch._foreach_add_(self._steps, 1.0 if skip is None else (skip == 0).float().reshape(()))
         if self._launcher is None:
             for part in self.parts:
                 _STEPS[self.rule](part, hypers[part.group], factor, skip)
             return
         if self._blocks == 0:
             return
-        self._hypers.set(np.array([hyper.row() for hyper in hypers], np.float32))
+        self._hypers.set(np.stack([hyper.row() for hyper in hypers]))
         optional = (0 if tensor is None else tensor.data_ptr() for tensor in (factor, skip))
         arguments = (self._chunks.data_ptr(), self._parts.data_ptr(), self._hypers.address, *optional)
-        stream = current_stream(self.device)
+        stream = stream_handle(self.device)
         self._launcher.launch(self._kernel, device_number(self.device), self._blocks, arguments, stream)
 
 
 def _part_row(part: Part) -> list[int]:
     """``Part`` in update.h."""
-    optional = (part.grad, part.weight, part.master, part.first, part.second)
+    optional = (part.grad, part.weight, part.master, part.first, part.second, part.steps)
     return [*(0 if tensor is None else tensor.data_ptr() for tensor in optional), part.group]
 
 
@@ -157,6 +159,12 @@ def _check(rule: str, number: int, part: Part, like: Part, groups: int) -> None:
         raise ValueError(f"there is no rule {rule!r}; the rules are {', '.join(_STEPS)}")
     if rule == "adam" and (part.first is None or part.second is None):
         raise ValueError(f"part {number}: adam needs both means of its state")
+    steps, device = part.steps, like.weight.device
+    if rule == "adam" and (
+        steps is None or steps.numel() != 1 or steps.dtype != torch.float32 or steps.device != device
+    ):
+        found = "none" if steps is None else f"{tuple(steps.shape)}, {steps.dtype} on {steps.device}"
+        raise ValueError(f"part {number}: adam needs a count of steps, one float32 on {device}, got {found}")
     if not 0 <= part.group < groups:
         raise ValueError(f"part {number} is of group {part.group}; there are {groups} groups")
     for name in ("grad", "weight", "master", "first", "second"):
@@ -205,12 +213,15 @@ def _sgd(part: Part, hyper: Hyper, factor: torch.Tensor | None, skip: torch.Tens
 
 
 def _adam(part: Part, hyper: Hyper, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-    assert part.first is not None and part.second is not None
+    assert part.first is not None and part.second is not None and part.steps is not None
+    count = part.steps.double()
+    rate = (hyper.lr / (1.0 - hyper.betas[0] ** count)).float()
+    root_of_bias = (1.0 - hyper.betas[1] ** count).sqrt().float()
     weight = _weight(part) * hyper.shrink
     grad = _gradient(part, hyper, factor, weight)
     first = part.first + hyper.one_minus_first * (grad - part.first)
     second = hyper.second * part.second + hyper.one_minus_second * grad * grad
-    _store_weight(part, weight - hyper.lr * (first / (second.sqrt() / hyper.root_of_bias + hyper.eps)), skip)
+    _store_weight(part, weight - rate * (first / (second.sqrt() / root_of_bias + hyper.eps)), skip)
     _store(part.first, first, skip)
     _store(part.second, second, skip)
 

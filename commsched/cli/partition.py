@@ -71,6 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
         devices = plan.replicas[stage]
         several = "s" if devices > 1 else ""
         out.print(f"stage {stage}: layers {first}..{end - 1}, {devices} device{several}{again}")
+    if plan.ranks < arguments.devices:
+        several = "s" if plan.ranks > 1 else ""
+        out.print(f"{plan.ranks} of {arguments.devices} devices are used: start {plan.ranks} rank{several}")
     report = examine(program_of(plan, profile), profile, cluster.at(plan.devices))
     out.print(str(report), markup=False, highlight=False)
     if arguments.output:

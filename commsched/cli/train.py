@@ -42,18 +42,19 @@ def run(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    job = load_job(arguments.job)
-    plan = _plan(arguments, job.model)
+    model, loss, make_batches, optimizer = load_job(arguments.job)
+    plan = _plan(arguments, model)
     commsched.init()
-    batches = iter(job.batches(arguments.rows))
-    common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
+    batches = iter(make_batches(arguments.rows))
+    common: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
     if arguments.warmup_steps:
-        mesh = (1, commsched.size())
-        first = Pipeline(job.model, "gpipe", mesh=mesh, **common)
+        first = Pipeline(model, "gpipe", mesh=(1, commsched.size()), **common)
         _train(first, batches, arguments.warmup_steps, "data parallel")
-        job.model.load_state_dict(first.state_dict())
+        model.load_state_dict(first.state_dict())
         first.close()
-    pipeline = Pipeline(job.model, plan=plan, **common)
+        del first
+    pipeline = Pipeline(model, plan=plan, **common)
+    del model  # the pipeline keeps this rank's stages; the others' parameters are freed
     seconds = _train(pipeline, batches, arguments.steps, pipeline.program.policy)
     state = pipeline.state_dict() if arguments.save else {}
     if commsched.rank() == 0:

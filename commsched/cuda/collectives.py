@@ -6,6 +6,7 @@ fills in the others' shards.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -25,16 +26,20 @@ class Collectives(Protocol):
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Ends what is under way, because another rank is gone."""
+        """Ends what is under way, because another rank is gone. From any thread."""
+
+    def close(self) -> None:
+        """Gives back what the group holds; nothing is under way, and nothing will be."""
 
 
 class NcclCollectives:
-    """In the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL``."""
+    """In the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
 
     name, scales = "nccl", False
 
     def __init__(self, group: Any) -> None:
         self.group = group
+        self._ending, self._ended = threading.Lock(), False
         self._rank, self._size = group.rank(), group.size()
         self._reduce = ReduceScatterOptions()
         self._gather = AllgatherOptions()
@@ -58,9 +63,20 @@ class NcclCollectives:
             work.wait()  # the current stream waits, not the host
 
     def abort(self, reason: str) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
         abort = getattr(self.group, "abort", None)
         if abort is not None:
             abort()
+
+    def close(self) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+        self.group.shutdown()
 
 
 class StagedCollectives:
@@ -92,3 +108,6 @@ class StagedCollectives:
 
     def abort(self, reason: str) -> None:
         self._transport.abort(reason)
+
+    def close(self) -> None:
+        pass  # its connections end with the transport

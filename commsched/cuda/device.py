@@ -19,6 +19,7 @@ Event = Any
 # Seconds. CUDA tells the time between two events in single precision: over an hour it is right to 0.2
 # ms only.
 _LONGEST_SPAN = 5.0
+_LOOK_AGAIN = 1e-3
 
 
 class Device(ABC):
@@ -46,6 +47,15 @@ class Device(ABC):
     @abstractmethod
     def has_passed(self, event: Event) -> bool:
         """Whether everything before the mark is done."""
+
+    def finished(self, patience: float) -> bool:
+        """Waits for all that is on the communication stream now; False after ``patience`` seconds."""
+        end, latest = self.record(self.comm), time.monotonic() + patience
+        while not self.has_passed(end):
+            if time.monotonic() > latest:
+                return False
+            time.sleep(_LOOK_AGAIN)
+        return True
 
     @abstractmethod
     def moment(self, event: Event) -> float:
@@ -125,6 +135,9 @@ class ImmediateDevice(Device):
 
     def has_passed(self, event: Event) -> bool:
         return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
+
+    def finished(self, patience: float) -> bool:
+        return True
 
     def moment(self, event: Event) -> float:
         return float(event)

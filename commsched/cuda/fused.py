@@ -29,7 +29,6 @@ class FusedShards(Shards):
         self, optimizer: Any, base: Any, params: Sequence[nn.Parameter], *where: Any, **more: Any
     ) -> None:
         self._updates: dict[int, ShardUpdate] = {}
-        self._steps: dict[nn.Parameter, int] = {}  # Adam's, as the host knows them without asking the device
         self._base = base
         super().__init__(optimizer, base, params, *where, **more)
         self._adam = base in _ADAMS
@@ -40,7 +39,6 @@ class FusedShards(Shards):
     def take_state(self, full: dict[Any, Any]) -> None:
         super().take_state(full)
         self._updates.clear()  # they point to the state that was
-        self._steps.clear()
 
     def update(self, bucket: int, used: Sequence[int] | Mapping[int, int]) -> None:
         parts = self.parts[bucket]
@@ -49,7 +47,7 @@ class FusedShards(Shards):
         numbers = [group_of[id(self.params[part.param])] for part in parts]
         covered = self._known and self.launcher is not None and bool(parts)
         if not (covered and all(used[part.param] for part in parts) and self._fits(parts, numbers)):
-            self._forget(bucket)
+            self._updates.pop(bucket, None)  # the optimizer's own code may replace state
             super().update(bucket, used)
             return
         hypers = self._adam_hypers(parts, numbers) if self._adam else self._sgd_hypers(parts, numbers)
@@ -66,14 +64,10 @@ class FusedShards(Shards):
             return None if self.factor is None else self.factor.float()
         return scale.reciprocal() if self.factor is None else self.factor.float() / scale
 
-    def _forget(self, bucket: int) -> None:
-        """The optimizer's own code goes on from here: it may replace state, and counts steps by itself."""
-        self._updates.pop(bucket, None)
-        for part in self.parts[bucket]:
-            self._steps.pop(part.leaf, None)
-
     def _fits(self, parts: Sequence[Part], numbers: Sequence[int]) -> bool:
-        """Whether one launch gives what torch would: settings that the kernels know, float32, equal steps."""
+        """Whether one launch gives what torch would: settings that the kernels know, float32, and (SGD) every
+        momentum of a group begins, or none.
+        """
         groups = [self._optimizer.param_groups[number] for number in set(numbers)]
         for group in groups:
             lr = group["lr"]
@@ -82,34 +76,30 @@ class FusedShards(Shards):
                 return False
         if any(part.leaf.dtype != torch.float32 for part in parts):  # halves without masters
             return False
-        ages: dict[int, set[int]] = {}
+        if self._adam:
+            return True
+        begun: dict[int, set[bool]] = {}
         for part, number in zip(parts, numbers, strict=True):
-            ages.setdefault(number, set()).add(self._age(part))
-        return all(len(found) == 1 for found in ages.values())
-
-    def _age(self, part: Part) -> int:
-        """How many steps the part's state has seen; for SGD, whether it has seen any."""
-        state = self.state.get(part.leaf, {})
-        if not self._adam:
-            return int(state.get("momentum_buffer") is not None)
-        if part.leaf not in self._steps:
-            self._steps[part.leaf] = int(state["step"]) if "step" in state else 0
-        return self._steps[part.leaf]
+            there = self.state.get(part.leaf, {}).get("momentum_buffer") is not None
+            begun.setdefault(number, set()).add(there)
+        return all(len(found) == 1 for found in begun.values())
 
     def _adam_hypers(self, parts: Sequence[Part], numbers: Sequence[int]) -> list[Hyper]:
         hypers = self._empty()
         for part, number in zip(parts, numbers, strict=True):
-            state, weight = self.state[part.leaf], part.leaf.detach()
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=weight.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-            self._steps[part.leaf] += 1
+            self._begin_adam(part)
             group = self._optimizer.param_groups[number]
             # In newer versions of torch AdamW is an Adam that says so in its groups.
             decoupled = bool(group.get("decoupled_weight_decay", self._base is torch.optim.AdamW))
-            hypers[number] = Hyper.adam(group, self._steps[part.leaf], decoupled)
-        torch._foreach_add_([self.state[part.leaf]["step"] for part in parts], 1.0)
+            hypers[number] = Hyper.adam(group, decoupled)
         return hypers
+
+    def _begin_adam(self, part: Part) -> None:
+        """Makes the state that is missing, and moves a count that was loaded to the device."""
+        state, weight = self.state[part.leaf], part.leaf.detach()
+        if "step" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=weight.device)
 
     def _sgd_hypers(self, parts: Sequence[Part], numbers: Sequence[int]) -> list[Hyper]:
         hypers = self._empty()
@@ -129,9 +119,9 @@ class FusedShards(Shards):
         for part, number in zip(parts, numbers, strict=True):
             state = self.state[part.leaf]
             if self._adam:
-                kept = state["exp_avg"], state["exp_avg_sq"]
+                kept = state["exp_avg"], state["exp_avg_sq"], part.master, state["step"]
             else:
-                kept = state.get("momentum_buffer"), None
-            made.append(KernelPart(part.grad, part.weight, *kept, part.master, number))
+                kept = state.get("momentum_buffer"), None, part.master, None
+            made.append(KernelPart(part.grad, part.weight, *kept, number))
         rule = "adam" if self._adam else "sgd"
         return ShardUpdate(rule, made, len(self._optimizer.param_groups), self.launcher)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ its own, which is filled in the order of the plan's layout and therefore alike o
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +17,6 @@ from commsched.cuda.device import Device
 from commsched.errors import CommError
 
 # Seconds.
-_LOOK_AGAIN = 1e-3
 _PATIENCE_AT_THE_END = 5.0
 
 
@@ -83,12 +81,8 @@ class RegisteredMemory(Memory):
         """Not before the communication stream has ended: until then NCCL reads and writes this memory."""
         if self._registered is None:
             return True
-        end = self._device.record(self._device.comm)
-        latest = time.monotonic() + patience
-        while not self._device.has_passed(end):
-            if time.monotonic() > latest:
-                return False
-            time.sleep(_LOOK_AGAIN)
+        if not self._device.finished(patience):
+            return False
         self._group.deregister_mem_pool(self._registered)
         self._registered = None
         return True

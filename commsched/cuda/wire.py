@@ -18,6 +18,7 @@ from comm_core.cuda import BucketCopy, Region
 from commsched.cuda.collectives import Collectives, NcclCollectives, StagedCollectives
 from commsched.cuda.device import Device, Stream, device_of
 from commsched.cuda.memory import Memory, RegisteredMemory, can_register
+from commsched.cuda.peers import PeerWatch
 from commsched.cuda.stream_plan import StreamBucket, StreamPlan
 from commsched.env import settings
 from commsched.errors import CommError
@@ -25,17 +26,22 @@ from commsched.flow.layout import Buffers, Slice
 from commsched.flow.transports import make_transport
 from commsched.flow.wire import Wire, _channels, _padded, _plan, ranks_text, translated
 from commsched.runtime import state
-from commsched.runtime.data import data_group
+from commsched.runtime.data import data_connections, private_group
 from commsched.runtime.groups import nccl_usable
 from commsched.runtime.operation import device_name
 from commsched.runtime.process_sets import ProcessSet, registered_id
 from scheduler.ir.program import Program
 
 _TIMED_EXCHANGES = 5
+# Seconds that a script that ends with an exception waits for its GPU: other ranks may never come.
+_PATIENCE_AFTER_AN_ERROR = 5.0
 
 
 class DeviceWire(Wire):
     """As ``Wire``, but marks and waits concern streams: the host returns at once."""
+
+    _failure: str | None = None
+    _watch: PeerWatch | None = None
 
     def __init__(
         self,
@@ -55,17 +61,19 @@ class DeviceWire(Wire):
         self.engine: Any = StreamPlan(self.device, self.collectives, self.rank, self.size)
         self._offers: dict[int, torch.Tensor] = {}
         self._streams: dict[int, Stream] = {}
+        connections = data_connections(process_set, self._channel)
+        self._watch = PeerWatch(self.rank, connections, self._flags_engine.error, self._lose_peer)
 
     def _collectives(self) -> Collectives:
         """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
         whichever launcher.
         """
-        channel = next(_channels[state.epoch(), registered_id(self.process_set)])
+        self._channel = next(_channels[state.epoch(), registered_id(self.process_set)])
         example = torch.empty(0, device=self.device.device)
         names = self.all_values(device_name((example,), state.engine().launch.node))
-        if self.device.device.type == "cuda" and nccl_usable(names):
-            return NcclCollectives(data_group(self.process_set, device="cuda", channel=channel))
-        _, transport = make_transport("auto", self.process_set, channel, self.timeout)
+        if nccl_usable(names):
+            return NcclCollectives(private_group(self.process_set, self._channel, "cuda"))
+        _, transport = make_transport("auto", self.process_set, self._channel, self.timeout)
         return StagedCollectives(transport, self.device)
 
     def _memory(self) -> Memory:
@@ -84,6 +92,23 @@ class DeviceWire(Wire):
             _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
             return Memory()
         return RegisteredMemory(group, self.collectives, self.device, self.timeout)
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    def _lose_peer(self, reason: str) -> None:
+        """In the watch's thread. Where the host waits for the GPU, this ends the wait."""
+        self._fail(reason)
+        warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._flags_engine.abort(reason)
+        self.memory.forget()
+        self.collectives.abort(reason)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise CommError(self._failure)
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -126,6 +151,7 @@ class DeviceWire(Wire):
     # -- rounds ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
+        self._check()
         self.engine.begin_step()
         with translated():
             self._flags_engine.begin_step()
@@ -143,6 +169,7 @@ class DeviceWire(Wire):
 
     def mark_ready(self, bucket: int) -> None:
         """Packs what was offered, on the current stream, and lets the bucket travel behind that."""
+        self._check()
         piece = self._buffers.layout.slices[bucket]
         self._join_streams(piece.params)
         scale = self.prescale * (1.0 if self.collectives.scales else self.postscale)
@@ -179,9 +206,11 @@ class DeviceWire(Wire):
         self.engine.mark_updated(bucket)
 
     def wait_reduced(self, bucket: int) -> None:
+        self._check()
         self.engine.wait_reduced(bucket)
 
     def wait_gathered(self, bucket: int) -> None:
+        self._check()
         self.engine.wait_gathered(bucket)
 
     def is_gathered(self, bucket: int) -> bool:
@@ -198,8 +227,7 @@ class DeviceWire(Wire):
             with translated():
                 self._flags_engine.wait_ag(0)
         except CommError as error:
-            self.collectives.abort(str(error))
-            self.memory.forget()
+            self._fail(str(error))
             raise
 
     def flags_arrived(self) -> bool:
@@ -209,6 +237,7 @@ class DeviceWire(Wire):
     # -- outside of the plan ---------------------------------------------------------------------------------
 
     def gather_now(self, buffer: torch.Tensor) -> None:
+        self._check()
         if buffer.device.type == self.device.device.type:
             self.engine.gather_now(buffer)
         else:
@@ -230,11 +259,20 @@ class DeviceWire(Wire):
         began, ended = device.moment(start), device.moment(end)
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
 
-    def close(self) -> None:
+    def close(self, orderly: bool = True) -> None:
+        """Waits for what travels; the group's connections and memory are given back. ``orderly``: without an
+        exception, so that the other ranks do their part.
+        """
+        patience = self.timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self.timeout)
+        if self._failure is None and not self.device.finished(patience):
+            self._fail(f"rank {self.rank}: the GPU did not end its communication within {patience:g} s")
         try:
             self.memory.close()
         finally:
+            if self._watch is not None:
+                self._watch.close(farewell=orderly and self._failure is None)
             self._flags_engine.close()
+            self.collectives.close()
 
 
 def _warn_unregistered(reason: str) -> None:

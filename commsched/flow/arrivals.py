@@ -57,6 +57,8 @@ class Arrivals:
         self._stepped = False  # since the last round
         self._passes = [0] * len(self.params)
         self._kept: dict[int, Kept] = {}
+        self.sparse_as_dense = False  # sparse gradients travel in the dense buckets
+        self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
         self._completions = [partial(self.complete, (i,)) for i in range(len(self.params))]
 
     def install(self, program: Program, buffers: Buffers, gathered: Buffers | None = None) -> None:
@@ -151,7 +153,7 @@ class Arrivals:
         if any(flag >= LATE for flag in now.used):
             self._reduce_late()
         for i, flag in enumerate(now.used[: len(self.params)]):
-            if flag % LATE >= SPARSE:
+            if flag % LATE >= SPARSE and not self.sparse_as_dense:
                 now.sparse[i] = self.wire.reduce_sparse(
                     now.sparse.get(i), self.views[i], self.names[i], mean=not self.sums
                 )
@@ -213,9 +215,13 @@ class Arrivals:
         return True
 
     def _reduced(self, i: int) -> torch.Tensor:
+        assert self.round.used is not None
+        only_sparse = self.round.used[i] % SPARSE == 0  # no rank's gradient was dense
         sparse = self.round.sparse.get(i)
+        if self.sparse_as_dense and only_sparse:
+            sparse = self.views[i].to_sparse(self.sparse_dims.get(i, 1))
         if sparse is not None:
-            if self.round.used is None or self.round.used[i] % SPARSE == 0:
+            if only_sparse:
                 if self.sums:
                     self._kept[i] = Kept.of(sparse)
                 return sparse

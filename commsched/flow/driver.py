@@ -10,6 +10,7 @@ so much slower or faster that a new plan is due, so that no rank decides alone.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import warnings
 import weakref
@@ -89,7 +90,9 @@ class Driver:
         self._measuring: Measuring | None = None
         file = settings().timeline
         self._timeline = Timeline(file, self.wire.rank, self.wire.size) if file else None
-        self._finalizer = weakref.finalize(self, _close, self.wire, self.hooks, self.flow, self._timeline)
+        self._finalizer = weakref.finalize(
+            self, _close, os.getpid(), self.wire, self.hooks, self.flow, self._timeline
+        )
         _drivers.add(self)
         _close_all_at_exit()
         if self.planner.adapts:
@@ -267,14 +270,17 @@ def _close_all_at_exit() -> None:
     atexit.register(close_all)
 
 
-def _close(wire: Wire, hooks: Hooks, flow: Flow, timeline: Timeline | None) -> None:
+def _close(owner: int, wire: Wire, hooks: Hooks, flow: Flow, timeline: Timeline | None) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the engine, and the timeline's file, are its parent's
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
     # script that ends with an exception must not wait: the others hear of it by the connection's end.
-    if not (_exiting and hasattr(sys, "last_type")):
+    orderly = not (_exiting and hasattr(sys, "last_type"))
+    if orderly:
         with suppress(CommError):
             flow.drain()
-    wire.close()
+    wire.close(orderly)
     flow.close()
     if timeline is not None:
         timeline.close()

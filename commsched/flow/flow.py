@@ -32,7 +32,6 @@ class Flow(Arrivals):
         super().__init__(params, names, wire, sums)
         # Nothing is sent before the end of the backward; so in the first round, to see what fires twice.
         self.hold = True
-        self.sparse_as_dense = False
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
         self.fired_twice: set[int] = set()
@@ -58,8 +57,6 @@ class Flow(Arrivals):
                 return
             if self.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
-            if self.sparse_as_dense and grad.is_sparse:
-                grad = grad.to_dense()
             if not self._callback_queued:
                 self._callback_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -108,9 +105,14 @@ class Flow(Arrivals):
         if grad.requires_grad:
             grad = grad.detach()  # of a backward with create_graph
         if grad.is_sparse:
-            self.round.sparse[i] = self._only_new_of_sparse(i, grad)
+            grad = self._only_new_of_sparse(i, grad)
             self._flag[i] = SPARSE
-            view.zero_()
+            if self.sparse_as_dense:
+                self.sparse_dims[i] = grad.sparse_dim()
+                self._put(i, grad.to_dense(), view)
+            else:
+                self.round.sparse[i] = grad
+                view.zero_()
         else:
             self._flag[i] = DENSE
             if i in self._kept and self.wire.rank != 0:
@@ -150,7 +152,8 @@ class Flow(Arrivals):
         set_raw_grad(self.params[i], None)
         if i not in self.slots:
             return
-        if grad.is_sparse or i in self.round.sparse or any(self.round.sent[b] for b in self.slots[i].buckets):
+        stays_sparse = grad.is_sparse and not self.sparse_as_dense
+        if stays_sparse or i in self.round.sparse or any(self.round.sent[b] for b in self.slots[i].buckets):
             self.round.add_late(i, grad)
             self._flag[i] += LATE if self._flag[i] < LATE else 0
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import nn
@@ -319,16 +319,19 @@ class ShardedFlow(Flow):
                 self._take_changes()
             else:
                 self.shards.factor = factor
-            return total.to(torch.float32)
+            return total.to(reduce(torch.promote_types, (p.dtype for p in self.params), torch.float32))
 
     def take_state(self) -> None:
-        """Cuts the shards' state out of what stands in ``optimizer.state``, and forgets that."""
+        """Cuts the shards' state out of ``optimizer.state``; the state of frozen parameters stays there."""
         assert self.shards is not None
-        self.shards.take_state(self._optimizer.__dict__["state"])
-        self._optimizer.__dict__["state"].clear()
+        whole = self._optimizer.__dict__["state"]
+        self.shards.take_state(whole)
+        for param in self.shards.params:
+            whole.pop(param, None)
 
     def whole_state(self) -> dict[nn.Parameter, dict[str, object]]:
         """The optimizer's state of whole parameters, on every rank. Collective."""
         assert self.shards is not None
         self.settle()
-        return self.shards.gathered_state(self.wire.all_values, self.wire.gather_now)
+        gathered = self.shards.gathered_state(self.wire.all_values, self.wire.gather_now)
+        return {**self._optimizer.__dict__["state"], **gathered}

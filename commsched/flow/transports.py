@@ -17,6 +17,7 @@ from commsched.runtime.data import data_channel, private_group
 from commsched.runtime.process_sets import ProcessSet
 
 NAMES = ("direct", "ring", "gloo", "gloo-ring", "c10d", "horovod")
+OVER_GROUPS = ("gloo", "gloo-ring", "c10d")  # which do not notice that a host is lost
 
 # Direct sends every pair's share at once; from here on a ring's fewer connections win.
 _LARGEST_DIRECT = 8

@@ -17,8 +17,8 @@ import comm_core
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.flow.layout import ALIGN, Buffers
-from commsched.flow.transports import make_transport
-from commsched.runtime import control, state
+from commsched.flow.transports import OVER_GROUPS, make_transport
+from commsched.runtime import control, losses, state
 from commsched.runtime.process_sets import ProcessSet, registered_id
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
@@ -60,6 +60,8 @@ class Wire:
         )
         with translated():
             self.engine = comm_core.Engine(self.transport, self.rank, self.size, self.timeout)
+        if self.transport_name in OVER_GROUPS:
+            losses.abort_without(process_set.ranks or (), self.engine)
 
     @property
     def carry_factor(self) -> float:
@@ -204,7 +206,8 @@ class Wire:
                 f" {', '.join(f'rank {rank} has {values[rank]}' for rank in others[:4])}; {advice}"
             )
 
-    def close(self) -> None:
+    def close(self, orderly: bool = True) -> None:
+        """``orderly``: the script did not end with an exception."""
         self.engine.close()
 
 

@@ -57,6 +57,7 @@ class Chain:
             ) from error
         nodes = list(self.graph.nodes)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.arguments = Arguments(self.placeholders)
         self.output = nodes[-1]
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._starts = self._layer_starts()
@@ -189,19 +190,27 @@ class Chain:
         before = [*self.placeholders, *self.layer_nodes(0, layer)]
         return [node for node in before if later & set(node.users)]
 
-    def arguments(self, inputs: Any) -> tuple[Any, ...]:
+
+class Arguments:
+    """The names and defaults of a forward's arguments; holds nothing else of the model."""
+
+    def __init__(self, placeholders: Sequence[Node]) -> None:
+        self.names = tuple(str(node.target) for node in placeholders)
+        self.defaults = {str(node.target): node.args[0] for node in placeholders if node.args}
+
+    def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """A batch's inputs as the forward's arguments: a dict by name and a tuple by place, where the forward
         takes several.
         """
-        names = [str(node.target) for node in self.placeholders]
-        if isinstance(inputs, dict) and inputs and set(inputs) <= set(names):
-            return tuple(
-                inputs[node.target] if node.target in inputs else _default(node) for node in self.placeholders
-            )
-        if isinstance(inputs, (tuple, list)) and len(names) > 1:
-            rest = [_default(node) for node in self.placeholders[len(inputs) :]]
-            return (*inputs, *rest)
-        return (inputs, *(_default(node) for node in self.placeholders[1:]))
+        if isinstance(inputs, dict) and inputs and set(inputs) <= set(self.names):
+            return tuple(inputs[name] if name in inputs else self._default(name) for name in self.names)
+        given = tuple(inputs) if isinstance(inputs, (tuple, list)) and len(self.names) > 1 else (inputs,)
+        return (*given, *(self._default(name) for name in self.names[len(given) :]))
+
+    def _default(self, name: str) -> Any:
+        if name not in self.defaults:
+            raise ValueError(f"the model's forward needs an argument {name!r} that the inputs do not have")
+        return self.defaults[name]
 
 
 def split(
@@ -228,9 +237,3 @@ def _attribute(module: nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def _default(node: Node) -> Any:
-    if not node.args:
-        raise ValueError(f"the model's forward needs an argument {node.target!r} that the inputs do not have")
-    return node.args[0]

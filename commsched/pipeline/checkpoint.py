@@ -8,26 +8,38 @@ inputs, the version's number and the state of the random numbers are kept: going
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
 from scheduler.ir.actions import RECVS, Action, Kind
-from scheduler.ir.layout import is_token
-from scheduler.ir.program import LINK_LANE, RECV_LANE
-
-if TYPE_CHECKING:
-    from commsched.pipeline.api import Pipeline
+from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 
 _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
-def taken(pipeline: Pipeline) -> dict[str, Any]:
+class Running(Protocol):
+    """What a checkpoint holds of a pipeline."""
+
+    program: Program
+    rank: int
+    stages: dict[int, Stage]
+    layout: Layout
+    _interpreter: Interpreter
+    _updates: dict[int, Update]
+    _batches: dict[int, Any]
+    _periods: int
+    _done: int
+
+
+def taken(pipeline: Running) -> dict[str, Any]:
     """This rank's state between two steps."""
     interpreter, crossings = pipeline._interpreter, pipeline._interpreter.crossings
     crossings.inbox.expect(_under_way(pipeline))
@@ -60,11 +72,11 @@ def taken(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _device(pipeline: Pipeline) -> torch.device:
+def _device(pipeline: Running) -> torch.device:
     return next(iter(pipeline.stages.values())).device
 
 
-def _under_way(pipeline: Pipeline) -> list[Action]:
+def _under_way(pipeline: Running) -> list[Action]:
     """The messages to this rank that were sent in an iteration that is over, and whose receive is not."""
     crossings, done = pipeline._interpreter.crossings, pipeline._done
     found = []
@@ -78,7 +90,7 @@ def _under_way(pipeline: Pipeline) -> list[Action]:
     return [a for a in coming if crossings.moves(a) and a not in crossings.inbox.arrived]
 
 
-def _sent(pipeline: Pipeline, action: Action) -> Action:
+def _sent(pipeline: Running, action: Action) -> Action:
     """The send in the peer's lane that a receive takes up."""
     assert action.kind in RECVS and action.peer is not None and action.stage is not None
     if is_token(action, pipeline.layout):
@@ -125,7 +137,7 @@ def _kept(saved: Saved) -> dict[str, Any]:
     }
 
 
-def resumed(pipeline: Pipeline, state: dict[str, Any]) -> None:
+def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     """Puts a state into a new pipeline."""
     if (state["program"], state["rank"]) != (pipeline.program.hash, pipeline.rank):
         raise ValueError(
@@ -187,7 +199,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         stage.restore(job, saved)
 
 
-def _reduce_again(pipeline: Pipeline) -> None:
+def _reduce_again(pipeline: Running) -> None:
     """Reductions that were under way start over: the gradients are still there."""
     interpreter = pipeline._interpreter
     waiting = {(action.stage, action.index, action.shift) for action in interpreter.waiting}

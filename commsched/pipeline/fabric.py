@@ -7,7 +7,6 @@ threads, all go through queues.
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import comm_core
 from commsched.env import settings
 from commsched.pipeline.short import MOST_BYTES, ShortMessages
 from commsched.runtime import state
-from commsched.runtime.data import data_group
+from commsched.runtime.data import data_group, tcp_channel
 from commsched.spatial.channel import DistChannel, Pending, ThreadHub
 
 _CHANNEL = 77  # of data_group: all pipelines share its connections
@@ -123,11 +122,13 @@ class DistFabric:
         self._group, self._short = None, None
         if self.size > 1:
             self._group = data_group(channel=_CHANNEL)
-            self._short = ShortMessages(self.rank, self._sockets(), self.timeout)
+            self._short = ShortMessages(self.rank, self._connections(), self.timeout)
 
-    def _sockets(self) -> list[socket.socket | None]:
+    def _connections(self) -> list[comm_core.TcpConnection | None]:
         store = PrefixStore(f"{self._name}/short", self._meeting.store)
-        return comm_core.tcp_sockets(store, self.rank, self.size, self._meeting.address, self.timeout)
+        return comm_core.tcp_connections(
+            store, self.rank, self.size, self._meeting.address, self.timeout, settings().host_timeout
+        )
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         if self._group is None or self._short is None:
@@ -138,8 +139,8 @@ class DistFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = comm_core.tcp_channel(store, place, len(ranks), self._meeting.address, self.timeout)
-        transport = comm_core.DirectTransport(comm_core.GatedChannel(channel), place, len(ranks))
+        channel = comm_core.GatedChannel(tcp_channel(store, place, len(ranks)))
+        transport = comm_core.DirectTransport(channel, place, len(ranks))
         transport.set_timeout(self.timeout)
         return transport
 

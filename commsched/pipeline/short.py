@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from comm_core import Host, TcpConnection
 from commsched.errors import CommError
 from commsched.spatial.channel import Pending
 
@@ -31,15 +32,15 @@ _MOST_PIECES = 1000  # that a system call takes (IOV_MAX is 1024)
 
 
 class ShortMessages:
-    """``sockets``: one for each rank, none for this one."""
+    """``connections``: one for each rank, none for this one."""
 
-    def __init__(self, rank: int, sockets: Sequence[socket.socket | None], timeout: float) -> None:
+    def __init__(self, rank: int, connections: Sequence[TcpConnection | None], timeout: float) -> None:
         self.rank = rank
-        self._sockets = [one for one in sockets if one is not None]
+        self._sockets = [one.data for one in connections if one is not None]
         for one in self._sockets:
             one.setblocking(False)
-        self._out = [None if one is None else _Outgoing(one, timeout) for one in sockets]
-        self._in = [None if one is None else _Incoming(one, timeout) for one in sockets]
+        self._out = [None if one is None else _Outgoing(one, timeout) for one in connections]
+        self._in = [None if one is None else _Incoming(one, timeout) for one in connections]
 
     def send(self, peer: int, lane: int, buffers: Sequence[Tensor], what: str) -> Pending:
         outgoing = self._out[peer]
@@ -69,11 +70,31 @@ def _view(buffer: Tensor) -> memoryview:
     return buffer.view(torch.uint8).numpy().data
 
 
+class _Readiness:
+    """Waits for a socket to be readable or writable, or for its host to be lost."""
+
+    def __init__(self, socket: socket.socket, event: int, host: Host) -> None:
+        self._socket, self._host = socket, host
+        self._poll = select.poll()
+        self._poll.register(socket, event)
+        self._poll.register(host.keepalive, 0)  # failures are always told
+
+    def wait(self, seconds: float) -> None:
+        told = [descriptor for descriptor, _ in self._poll.poll(1000 * seconds)]
+        if not told or self._socket.fileno() in told:
+            return
+        lost = self._host.lost()
+        if lost:
+            raise ConnectionError(lost)
+        self._poll.unregister(self._host.keepalive)  # its process has ended: the other socket tells
+
+
 class _Outgoing:
     """One connection's way out. What the socket does not take at once is copied, and follows on a thread."""
 
-    def __init__(self, socket: socket.socket, timeout: float) -> None:
-        self.socket, self.timeout = socket, timeout
+    def __init__(self, connection: TcpConnection, timeout: float) -> None:
+        self.socket, self.timeout = connection.data, timeout
+        self._room = _Readiness(connection.data, select.POLLOUT, connection.host)
         self._changed = threading.Condition()  # protects what follows
         self._left = bytearray()
         self._put = self._gone = 0  # bytes since the beginning
@@ -103,11 +124,14 @@ class _Outgoing:
 
     def _follow(self) -> None:
         """Writes what is left, as the other side makes room."""
-        room = select.poll()
-        room.register(self.socket, select.POLLOUT)
         while True:
-            room.poll(1000)
+            lost = None
+            try:
+                self._room.wait(1)
+            except ConnectionError as error:
+                lost = error
             with self._changed:
+                self._error = self._error or lost
                 sent = self._write([self._left[:MOST_BYTES]])
                 del self._left[:sent]
                 self._gone += sent
@@ -144,13 +168,12 @@ class _Leaving:
 class _Incoming:
     """One connection's way in. Of a lane, messages are expected, or some are early: never both."""
 
-    def __init__(self, socket: socket.socket, timeout: float) -> None:
-        self.socket, self.timeout = socket, timeout
+    def __init__(self, connection: TcpConnection, timeout: float) -> None:
+        self.socket, self.timeout = connection.data, timeout
         self._expected: defaultdict[int, deque[_Coming]] = defaultdict(deque)
         self._early: defaultdict[int, deque[bytearray]] = defaultdict(deque)
         self._header = memoryview(bytearray(_HEADER.size))
-        self._arrival = select.poll()
-        self._arrival.register(socket, select.POLLIN)
+        self._arrival = _Readiness(connection.data, select.POLLIN, connection.host)
 
     def expect(self, coming: _Coming) -> None:
         early = self._early[coming.lane]
@@ -189,7 +212,7 @@ class _Incoming:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"nothing came within {self.timeout:g} s") from None
-                self._arrival.poll(1000 * left)
+                self._arrival.wait(left)
                 continue
             if not more:
                 raise ConnectionError("the connection was closed")

@@ -86,7 +86,7 @@ def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
     if layout.world != fabric.size:
         raise ValueError(
             f"the program is for {layout.world} ranks (stages times replicas), this job has {fabric.size};"
-            " choose another mesh= or start another number of processes"
+            f" start {layout.world} processes, or choose another mesh= or plan"
         )
     validate(program)
     return layout
@@ -134,6 +134,6 @@ def checked_ties(chain: Chain, program: Program, rank: int, stages: dict[int, St
         raise ValueError(
             f"{', '.join(names)} is used by stages {users}, and schedule {program.policy!r} is asynchronous"
             f" (delays {late}): the stages would step it with gradients of different steps; use a synchronous"
-            " schedule, or cut so that one stage has all its uses"
+            " schedule, cut so that one stage has all its uses, or give the model an output layer of its own"
         )
     return make_ties(chain, program, rank, stages)

@@ -141,9 +141,9 @@ class Alltoall(Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
-        from commsched.runtime.ops import alltoall_async
-
-        result, received = state.engine().synchronize(alltoall_async(tensor, splits, name, process_set))
+        engine = state.engine()
+        handle = engine.alltoall(tensor, splits, name=name, set_id=registered_id(process_set))
+        result, received = engine.synchronize(handle)
         ctx.received, ctx.process_set = received, process_set
         if splits is None:
             return result

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 import comm_core
 from commsched.env import settings
@@ -40,11 +40,11 @@ def data_group(
     return _groups[key]
 
 
-def private_group(process_set: ProcessSet, channel: int) -> Any:
-    """A gloo group that nobody else gets: it ends with whoever holds it. Collective, each time."""
+def private_group(process_set: ProcessSet, channel: int, device: str = "cpu") -> Any:
+    """A group that nobody else gets: it ends with whoever holds it. Collective, each time."""
     set_id = registered_id(process_set)
     call = next(_calls[state.epoch(), set_id, channel])
-    return _new_group(set_id, "cpu", f"private/{channel}/{call}")
+    return _new_group(set_id, device, f"private/{channel}/{call}")
 
 
 def _new_group(set_id: int, kind: str, channel: str) -> Any:
@@ -53,7 +53,7 @@ def _new_group(set_id: int, kind: str, channel: str) -> Any:
     store = PrefixStore("data", meeting.store)
     name = f"{set_id}/{'-'.join(map(str, members))}/{kind}/{channel}"
     if kind == "cpu":
-        return gloo_group(store, name, place, len(members), meeting.address)
+        return gloo_group(store, name, place, members, meeting.address)
     return nccl_group(store, name, place, len(members))
 
 
@@ -63,16 +63,36 @@ def data_channel(process_set: ProcessSet = global_process_set, *, channel: int =
     Unlike a group they are made anew by every call, since they end with the engine that uses them.
     """
     set_id = registered_id(process_set)
+    return _connected(comm_core.tcp_channel, set_id, channel)
+
+
+def data_connections(process_set: ProcessSet, channel: int) -> list[comm_core.TcpConnection | None]:
+    """New connections, one for each rank, that tell when the other host is lost; None for this rank."""
+    connections: list[comm_core.TcpConnection | None] = _connected(
+        comm_core.tcp_connections, registered_id(process_set), channel
+    )
+    return connections
+
+
+def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
     members, place = _place_in(set_id)
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return comm_core.tcp_channel(store, place, len(members), meeting.address, settings().timeout)
+        return how(
+            store, place, len(members), meeting.address, settings().timeout, settings().host_timeout
+        )
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "
             f"{error}; COMMSCHED_TRANSPORT=gloo uses torch's connections instead"
         ) from error
+
+
+def tcp_channel(store: Store, place: int, size: int) -> comm_core.TcpChannel:
+    """The channel of the rank at `place` among `size` that share `store`, with this job's settings."""
+    address = state.engine().meeting.address
+    return comm_core.tcp_channel(store, place, size, address, settings().timeout, settings().host_timeout)
 
 
 def _place_in(set_id: int) -> tuple[list[int], int]:

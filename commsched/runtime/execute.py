@@ -25,6 +25,8 @@ class Executor:
         self._meeting = meeting
         self._members: dict[int, list[int]] = {0: list(range(meeting.launch.size))}
         self._wires: dict[tuple[int, str], Wires] = {}
+        # Where this rank's zeros are while it has joined: what it gave join(), by default the CPU.
+        self.joined_on = torch.device("cpu")
         self._run_kind: dict[str, Callable[[Operation, Message, Wires], Any]] = {
             "allreduce": _allreduce,
             "allgather": _allgather,
@@ -52,7 +54,8 @@ class Executor:
             return None  # that every rank of the set has come is all there is to it
         if operation is None:
             operation = self._zeros(request)
-        if request["device"] == "cpu":
+        # Zeros on the CPU: their rank's name is no GPU's, so the others come through the CPU too.
+        if request["device"] == "cpu" or operation.tensors[0].device.type == "cpu":
             return self._run_kind[request["kind"]](operation, message, self._gloo(request["set"]))
         return self._run_on_gpu(operation, message)
 
@@ -70,7 +73,7 @@ class Executor:
         return message
 
     def _zeros(self, request: Message) -> Operation:
-        device = "cpu" if request["device"] == "cpu" else "cuda"
+        device = torch.device("cpu") if request["device"] == "cpu" else self.joined_on
         tensors = tuple(
             torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             for shape, dtype in zip(request["shapes"], request["dtypes"], strict=True)
@@ -86,7 +89,7 @@ class Executor:
             members, launch = self._members[set_id], self._meeting.launch
             place = members.index(launch.rank)
             self._wires[key] = GlooWires(
-                gloo_group(self._meeting.store, f"wires/{set_id}", place, len(members), self._meeting.address)
+                gloo_group(self._meeting.store, f"wires/{set_id}", place, members, self._meeting.address)
             )
         return self._wires[key]
 

@@ -6,6 +6,7 @@ script's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,23 +15,28 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.runtime import losses
 
 
-def gloo_group(store: Store, name: str, rank: int, size: int, address: str) -> Any:
-    """A gloo group of `size` ranks over `store`, listening on `address`; collective over the group's
-    members."""
+def gloo_group(store: Store, name: str, rank: int, members: Sequence[int], address: str) -> Any:
+    """A gloo group over `store`, listening on `address`; collective over `members`, ranks of the job.
+
+    `rank` is this one's place among them.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Bound to the address the ranks met on: gloo's own guess is the host name's, often 127.0.1.1 (Debian's
     # /etc/hosts).
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=settings().timeout)
     try:
-        return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        group = ProcessGroupGloo(PrefixStore(name, store), rank, len(members), options)
     except RuntimeError as error:
         raise CommError(
-            f"rank {rank} of {size} could not connect to the others from {address}: {error}; "
+            f"rank {rank} of {len(members)} could not connect to the others from {address}: {error}; "
             "GLOO_SOCKET_IFNAME names the network interface to use"
         ) from error
+    losses.add_group(group, members)
+    return group
 
 
 def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
@@ -43,10 +49,10 @@ def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
 
 
 def nccl_usable(devices: list[str]) -> bool:
-    """True where NCCL is built in and no two of `devices` (one name per rank) are the same GPU."""
+    """True where NCCL is built in and `devices` (one name per rank) are GPUs, no two of them the same."""
     return (
         torch.distributed.is_nccl_available()
         and torch.cuda.is_available()
-        and all(devices)
+        and "cpu" not in devices
         and len(set(devices)) == len(devices)
     )

@@ -93,9 +93,15 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``alltoall``; its result is always the pair (tensor, received splits)."""
-    if splits is not None and not isinstance(splits, torch.Tensor):
-        splits = torch.tensor(splits, dtype=torch.int32)
-    return state.engine().alltoall(tensor, splits, name=name, set_id=registered_id(process_set))
+    return state.engine().alltoall(
+        tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set)
+    )
+
+
+def _as_tensor(splits: Any) -> torch.Tensor | None:
+    if splits is None or isinstance(splits, torch.Tensor):
+        return splits
+    return torch.tensor(splits, dtype=torch.int32)
 
 
 def alltoall(
@@ -109,7 +115,7 @@ def alltoall(
     Without `splits` all ranks get the same share and the result is one tensor; with it, the pair (tensor, how
     many rows came from each rank).
     """
-    return autograd.Alltoall.apply(tensor, splits, name, process_set)
+    return autograd.Alltoall.apply(tensor, _as_tensor(splits), name, process_set)
 
 
 def poll(handle: int) -> bool:

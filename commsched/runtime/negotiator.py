@@ -37,6 +37,7 @@ class Negotiator:
         self._next_set = 1
         self._pending: dict[Key, _Pending] = {}
         self._joined: list[int] = []
+        self._joined_on: dict[int, str] = {}  # where each joined rank's zeros are
         self._gone: dict[int, str] = {}
         self._failure: tuple[float, str] | None = None  # since when, and what was told
         self._in_vain: dict[int, str] = {}  # by rank: what it waited for until the time-out, its last news
@@ -55,13 +56,14 @@ class Negotiator:
         self._in_vain.pop(rank, None)
         return self._complete(key)
 
-    def join(self, rank: int) -> list[Reply]:
-        """One rank has no more data: it takes part with zeros until all have joined."""
+    def join(self, rank: int, device: str = "cpu") -> list[Reply]:
+        """One rank has no more data: it takes part with zeros on `device` until all have joined."""
         self._last_news = self._clock()
         gone = self._over or self._missing_for_good(self._sets[0])
         if gone:
             return [([rank], {"type": "join_failed", "message": f"join() can not end: {gone}"})]
         self._joined.append(rank)
+        self._joined_on[rank] = device
         replies = [reply for key in list(self._pending) for reply in self._complete(key)]
         if len(self._joined) == self._size:
             replies.append((list(range(self._size)), {"type": "joined", "last": rank}))
@@ -89,7 +91,7 @@ class Negotiator:
             )
             self._joined = []
         if alarm or self._failure:
-            replies += self._stop(reason)
+            replies += self._stop(reason, rank)
         return replies
 
     def fail(self, message: str) -> None:
@@ -99,12 +101,12 @@ class Negotiator:
         if not self._over and not self._failure:
             self._failure = self._clock(), message
 
-    def _stop(self, reason: str) -> list[Reply]:
-        """Everybody drops what is executing; the first reason stays."""
+    def _stop(self, reason: str, rank: int | None = None) -> list[Reply]:
+        """Everybody drops what is executing, and what needs `rank`, which is gone; the first reason stays."""
         self._failure = None
         self._over = self._over or reason
         others = [r for r in range(self._size) if r not in self._gone]
-        return [(others, {"type": "lost", "message": self._over})]
+        return [(others, {"type": "lost", "message": self._over, "rank": rank})]
 
     def expire(self) -> list[Reply]:
         """Errors for everything that has waited too long."""
@@ -195,7 +197,10 @@ class Negotiator:
         elif first["kind"] == "remove_process_set":
             message["removed"] = first["ranks"][0] in self._sets
         if first["device"] != "cpu":
-            message["devices"] = [request["device"] for request in ordered]
+            message["devices"] = [
+                entry.requests[rank]["device"] if rank in entry.requests else self._joined_on[rank]
+                for rank in members
+            ]
         return message
 
     def _remove_set(self, set_id: int) -> list[Reply]:

@@ -144,7 +144,7 @@ class TorchEngine(Engine):
         self.synchronize(self._submit("barrier", (), None, set_id))
 
     def join(self, device: int) -> int:
-        last = self._worker.join()
+        last = self._worker.join(torch.device("cpu") if device < 0 else torch.device("cuda", device))
         self.restart_numbering()
         return last
 

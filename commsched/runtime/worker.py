@@ -3,18 +3,22 @@ says."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.runtime.coordinator import connect, receive, send
+from commsched.runtime import losses
+from commsched.runtime.coordinator import HostLost, connect, send
 from commsched.runtime.execute import Executor
 from commsched.runtime.negotiator import Key, Message
-from commsched.runtime.operation import Operation
+from commsched.runtime.operation import Operation, device_name
 from commsched.runtime.rendezvous import Meeting
 from commsched.runtime.timeline import Timeline
 
@@ -29,18 +33,20 @@ class Worker:
     def __init__(self, meeting: Meeting) -> None:
         self.timeline: Timeline | None = None
         self._meeting, self._executor = meeting, Executor(meeting)
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._pending: dict[Key, Operation] = {}
         self._broken: str | None = None
         self._verdict = threading.Event()  # `_broken` is set
         self._without_rank_0 = "rank 0 is gone: its process ended, and with it the coordinator of the job"
+        self._rank_0_left = False
         self._leaving = False
         self._join: Operation | None = None
         self._last_news = time.monotonic()
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._alone = meeting.launch.size == 1
         if not self._alone:
-            self._connection, self._coordinator = connect(meeting)
+            self._line, self._coordinator = connect(meeting)
             self._threads = [
                 threading.Thread(target=work, name=f"commsched-{name}", daemon=True)
                 for name, work in (("listener", self._listen), ("runner", self._run))
@@ -53,6 +59,7 @@ class Worker:
     def submit(self, operation: Operation) -> None:
         """Announce an operation; it runs when all ranks have. ``ValueError`` where its name is still in
         use."""
+        self._check_process(operation.name)
         operation.submitted = time.monotonic()
         operation.ready = self._executor.record_ready(operation)
         if self._alone:
@@ -66,6 +73,14 @@ class Worker:
                 )
             self._announce(operation, operation.request(self._meeting.launch.node))
             self._pending[operation.key] = operation
+
+    def _check_process(self, what: str) -> None:
+        """Before any lock: another thread may have held it at the fork, and will never give it back here."""
+        if os.getpid() != self._process:
+            raise CommError(
+                f"{what} can not run: this process was forked from rank {self._meeting.launch.rank}, and "
+                "only the process that called init() has a part in the job; call it there"
+            )
 
     def _run_alone(self, operation: Operation) -> None:
         message = {
@@ -97,7 +112,7 @@ class Worker:
 
     def _tell(self, message: Message) -> None:
         try:
-            send(self._connection, message)
+            send(self._line.messages, message)
         except OSError as error:
             raise CommError(self._broken or self._without_rank_0) from error
 
@@ -116,12 +131,17 @@ class Worker:
             raise operation.error
         return operation.result
 
-    def join(self) -> int:
+    def join(self, device: torch.device) -> int:
+        """Takes part with zeros on `device` from now on, until every rank has joined; the last one's rank."""
         if self._alone:
             return 0
+        self._check_process("join")
         operation = Operation("join", "join", 0)
+        self._executor.joined_on = device
+        example = torch.empty(0, device=device)
+        where = device_name((example,), self._meeting.launch.node)
         with self._lock:
-            self._announce(operation, {"type": "join"})
+            self._announce(operation, {"type": "join", "device": where})
             self._join = operation
         while not operation.done.wait(5.0):
             pass  # the coordinator watches the time-out; its death ends the listener, which ends this
@@ -131,6 +151,8 @@ class Worker:
 
     def close(self) -> None:
         """Leave: finish what runs, tell the coordinator, stop the threads."""
+        if os.getpid() != self._process:
+            return  # a forked child has no part in the job that it could leave
         if self._alone:
             self._stop_timeline()
             return
@@ -149,7 +171,7 @@ class Worker:
         if self._coordinator is not None:
             self._coordinator.join(_CLOSING_SECONDS)
         self._fail_all(_SHUT_DOWN)
-        self._connection.close()
+        self._line.close()
         self._executor.close()
         self._stop_timeline()
 
@@ -163,9 +185,15 @@ class Worker:
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(receive(self._connection))
+                self._hear(self._line.receive())
+        except HostLost as error:
+            self._without_rank_0 = f"rank 0 is lost, and with it the coordinator of the job: its {error}"
+            self._line.interrupt()  # a thread that sends holds the lock
         except (OSError, EOFError):
-            self._fail_all(_SHUT_DOWN if self._leaving else self._without_rank_0)
+            pass
+        self._fail_all(_SHUT_DOWN if self._leaving else self._without_rank_0)
+        if not self._leaving and not self._rank_0_left:
+            losses.report(0, self._without_rank_0)
 
     def _hear(self, message: Message) -> None:
         self._last_news = time.monotonic()
@@ -181,8 +209,10 @@ class Worker:
             self._end_join(message)
         elif kind == "lost":
             self._fail_all(message["message"])
+            if message["rank"] is not None:
+                losses.report(message["rank"], message["message"])
         elif kind == "farewell":
-            self._without_rank_0 = message["message"]
+            self._without_rank_0, self._rank_0_left = message["message"], True
 
     def _end_join(self, message: Message) -> None:
         with self._lock:

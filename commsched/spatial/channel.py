@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm_core import Traffic, link_gate
+from comm_core import Traffic, abort_message, link_gate
 from commsched.errors import CommError
+from commsched.runtime import losses
 
 Parcel = tuple[int, Tensor]  # (peer, contiguous buffer)
 
@@ -46,6 +48,7 @@ class Channel(Protocol):
     size: int
     timeout: float
     sent: int  # bytes so far
+    own_generator: bool  # each rank has torch's default generator for itself
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Pending:
         """Start sending and receiving; ``what`` names the operation in errors."""
@@ -61,6 +64,8 @@ class _Done:
 
 class SilentChannel:
     """Moves nothing: a mesh of one rank, or a dry run on the meta device."""
+
+    own_generator = True
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.timeout, self.sent = rank, size, 0.0, 0
@@ -83,6 +88,8 @@ class DistChannel:
     takes them for; None for messages that nothing has to wait for.
     """
 
+    own_generator = True
+
     def __init__(
         self,
         group: Any = None,
@@ -99,6 +106,16 @@ class DistChannel:
         self._order = crc32(str(self.ranks).encode())
         self._count, self.sent = 0, 0
         self._traffic, self._lane = traffic, lane
+        self.lost = ""  # why nothing more will arrive
+        self._under_way: WeakValueDictionary[int, _DistPending] = WeakValueDictionary()
+        losses.abort_without(losses.members(self.group), self)
+
+    def abort(self, reason: str) -> None:
+        self.lost = reason
+        for reference in self._under_way.valuerefs():
+            pending = reference()
+            if pending is not None:
+                pending.abort()
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Pending:
         # The name is part of the tag: ranks that run different operations time out instead of mixing buffers.
@@ -117,7 +134,8 @@ class DistChannel:
                 turn.end()
             raise
         buffers = [b for _, b in (*sends, *recvs)]
-        return _DistPending(works, buffers, turn, self.rank, self.timeout, what)
+        self._under_way[self._count] = pending = _DistPending(self, works, buffers, turn, what)
+        return pending
 
     def _post(self, move: Any, peer: int, buffer: Tensor, tag: int, what: str) -> Any:
         try:
@@ -142,13 +160,17 @@ class _Turn:
 
 class _DistPending:
     def __init__(
-        self, works: list, buffers: list[Tensor], turn: _Turn | None, rank: int, timeout: float, what: str
+        self, channel: DistChannel, works: list, buffers: list[Tensor], turn: _Turn | None, what: str
     ) -> None:
         self.works, self.buffers = works, buffers  # buffers must live until their message has left
-        self.turn, self.rank, self.what = turn, rank, what
-        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+        self.channel, self.turn, self.what = channel, turn, what
+        self.deadline = time.monotonic() + channel.timeout
         self.watched: threading.Event | None = None
         self.error: CommError | None = None
+
+    def abort(self) -> None:
+        for _, work in list(self.works):
+            abort_message(work)
 
     def watch(self) -> None:
         self.watched = threading.Event()
@@ -181,13 +203,17 @@ class _DistPending:
             self.works, self.buffers = [], []
 
     def _arrive_one(self, peer: int, work: Any) -> None:
+        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        rank, patience = self.channel.rank, self.channel.timeout
         try:
-            work.wait(timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
+            arrived = not self.channel.lost and work.wait(left)
         except RuntimeError as error:
             raise CommError(
-                f"{self.what}: rank {self.rank} heard nothing of rank {peer} within {self.timeout:g} s; "
+                f"{self.what}: rank {rank} heard nothing of rank {peer} within {patience:g} s; "
                 f"look for the first error on rank {peer} ({error})"
             ) from error
+        if not arrived:
+            raise CommError(f"{self.what}: rank {rank} waited for rank {peer}, but {self.channel.lost}")
 
 
 @lru_cache(maxsize=1)
@@ -223,6 +249,8 @@ class ThreadHub:
 
 class ThreadChannel:
     """One rank's end of a `ThreadHub`."""
+
+    own_generator = False
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank, self.size, self.timeout = hub, rank, hub.size, hub.timeout

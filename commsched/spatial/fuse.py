@@ -21,7 +21,7 @@ from torch.func import functional_call
 from commsched.spatial.channel import SilentChannel
 from commsched.spatial.mesh import Mesh, Rates, Site, Visit
 from commsched.spatial.replicated import everyone
-from commsched.spatial.tile import Tile, tree_map
+from commsched.spatial.tile import Tile, cut_axes, tree_map
 
 Fusion = dict[Site, int]
 DryRun = Callable[[Fusion], list[Visit]]
@@ -129,15 +129,21 @@ def _median(values: list[float]) -> float:
 
 
 def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
-    """Runs ``model`` without data, for the sites it visits."""
-    dry = Mesh(SilentChannel(mesh.rank, mesh.size), mesh.grid, mesh.dims, mesh.unsupported, "off")
+    """Runs ``model`` without data, for the sites it visits.
+
+    Every rank runs the first rank's part: costs differ from part to part, and all ranks must choose the same.
+    """
+    dry = Mesh(SilentChannel(0, mesh.size), mesh.grid, mesh.dims, mesh.unsupported, "off")
     dry.dry = True
     dry.names, dry.ordinals = mesh.names, mesh.ordinals  # the model's hooks keep those
     state = meta_state(model)
 
     def as_meta(value: Tensor) -> Tensor:
         if isinstance(value, Tile):
-            return Tile.make(value.local.detach().to("meta"), dry, value.cuts)
+            shape = list(value.local.shape)
+            for axis, cut in cut_axes(value.cuts):
+                shape[cut.dim] = len(range(*cut.split.held(dry.coord[axis])))
+            return Tile.make(torch.empty(shape, dtype=value.dtype, device="meta"), dry, value.cuts)
         return value.detach().to("meta")
 
     plain_args, plain_kwargs = tree_map(as_meta, (args, kwargs))

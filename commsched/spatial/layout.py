@@ -11,37 +11,39 @@ from commsched.spatial.intervals import Run, Split, Want
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Dim, Plan, make_plan
 from commsched.spatial.replicated import Once, Spread
-from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes, local_of
+from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, cut_axes, local_of
 
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
 
 
-def plan_for(tile: Tile, wants: Wants) -> Plan:
-    """The plan in which every part of the axes in ``wants`` gets its pixels."""
+def plan_for(mesh: Mesh, cuts: Cuts, wants: Wants) -> Plan:
+    """The plan in which every part of the axes in ``wants`` gets its pixels of a tensor cut by ``cuts``."""
     dims = []
-    for axis, cut in cut_axes(tile.cuts):
+    for axis, cut in cut_axes(cuts):
         if axis in wants:
-            parts = tile.mesh.parts(axis)
+            parts = mesh.parts(axis)
             dims.append(Dim(cut.dim, cut.split, parts, tuple(wants[axis][part] for part in parts)))
-    return make_plan(tile.mesh.rank, tuple(dims), tile.mesh.groups(tuple(wants)))
+    return make_plan(mesh.rank, tuple(dims), mesh.groups(tuple(wants)))
 
 
 def take(tile: Tile, wants: Wants, fill: float = 0.0) -> Tensor:
     """The pixels that this rank's part wants, from whoever owns them."""
     local = local_of(tile)
-    return fetch(local, plan_for(tile, wants), tile.mesh, fill) if wants else local
+    return fetch(local, plan_for(tile.mesh, tile.cuts, wants), tile.mesh, fill) if wants else local
 
 
-def owned_wants(split: Split) -> tuple[Want, ...]:
-    return tuple((Run(*split.owned(part)),) for part in range(split.parts))
+def held_wants(split: Split) -> tuple[Want, ...]:
+    return tuple((Run(*split.held(part)),) for part in range(split.parts))
+
+
+def owned_cuts(cuts: Cuts) -> Cuts:
+    """``cuts`` without margins."""
+    return tuple(None if c is None else Cut(c.dim, c.split.with_margin((0, 0))) for c in cuts)
 
 
 def recut(tile: Tile, targets: Mapping[int, Split]) -> Tile:
     """The same pixels with other owners (and margins) along some axes."""
-    wants = {
-        axis: tuple((Run(*split.held(part)),) for part in range(split.parts))
-        for axis, split in targets.items()
-    }
+    wants = {axis: held_wants(split) for axis, split in targets.items()}
     cuts = tuple(
         Cut(cut.dim, targets[axis]) if cut is not None and axis in targets else cut
         for axis, cut in enumerate(tile.cuts)
@@ -65,7 +67,7 @@ def replicate(tile: Tile, axes: tuple[int, ...] | None = None) -> Tile:
         return tile
     wants = {axis: tuple((Run(0, cut.split.size),) for _ in range(cut.split.parts))
              for axis, cut in cut_axes(tile.cuts) if axis in chosen}  # fmt: skip
-    whole = Assemble.apply(local_of(tile), plan_for(tile, wants), tile.mesh)
+    whole = Assemble.apply(local_of(tile), plan_for(tile.mesh, tile.cuts, wants), tile.mesh)
     return Tile.make(
         whole, tile.mesh, tuple(None if axis in chosen else cut for axis, cut in enumerate(tile.cuts))
     )
@@ -129,14 +131,14 @@ def fit(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
 
 
 def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
-    """``tile`` cut as ``cuts``, or replicated along axes where it broadcasts."""
-    broadcast, targets = [], {}
-    for axis, target in cut_axes(cuts):
-        cut = tile.cuts[axis]
-        if cut is None or cut == target:
+    """``tile`` cut as ``cuts``, or replicated along axes that broadcast it or do not cut this dimension."""
+    whole, targets = [], {}
+    for axis, cut in cut_axes(tile.cuts):
+        target = cuts[axis]
+        if cut == target:
             continue
-        if cut.split.size == 1 and target.split.size != 1:
-            broadcast.append(axis)
+        if target is None or cut.dim != target.dim or (cut.split.size == 1 and target.split.size != 1):
+            whole.append(axis)
         elif cut.split.size == target.split.size:
             targets[axis] = target.split
         else:
@@ -145,8 +147,8 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
                 f"dimension "
                 f"{target.dim} do not match"
             )
-    if broadcast:
-        tile = replicate(tile, tuple(broadcast))
+    if whole:
+        tile = replicate(tile, tuple(whole))
     return recut(tile, targets) if targets else tile
 
 
@@ -170,3 +172,6 @@ def local_owned(tile: Tile) -> Tensor:
     for dim, lo, length in owned_in_held(tile):
         local = local.narrow(dim, lo, length)
     return local
+
+
+MOVES.update(enter=enter, replicate=replicate)

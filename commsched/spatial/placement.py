@@ -13,6 +13,7 @@ from torch.func import functional_call
 from commsched.spatial.channel import SilentChannel
 from commsched.spatial.fuse import meta_state
 from commsched.spatial.intervals import Split
+from commsched.spatial.layout import owned_cuts
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Slices
 from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes
@@ -106,7 +107,7 @@ def _run(stage: nn.Module, placement: Placement, values: tuple[Value, ...]) -> t
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         output = functional_call(stage, meta_state(stage), (as_one(inputs),))
     return tuple(
-        Value(tuple(out.shape), out.dtype, _owned_cuts(out) if isinstance(out, Tile) else ())
+        Value(tuple(out.shape), out.dtype, owned_cuts(out.cuts) if isinstance(out, Tile) else ())
         for out in as_many(output)
     )
 
@@ -118,10 +119,6 @@ def _meta(value: Value, placement: Placement, mesh: Mesh | None) -> Tensor:
     size = [hi - lo for lo, hi in value.boxes(placement)[0]]
     local = torch.empty(size, dtype=value.dtype, device="meta")
     return Tile.make(local, mesh, value.cuts)
-
-
-def _owned_cuts(tile: Tile) -> Cuts:
-    return tuple(None if c is None else Cut(c.dim, c.split.with_margin((0, 0))) for c in tile.cuts)
 
 
 def _check(number: int, placement: Placement, values: tuple[Value, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from commsched.spatial.channel import Channel, DistChannel, SilentChannel
 from commsched.spatial.fuse import Fusion, choose
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, set_mesh
+from commsched.spatial.shared_random import SharedGenerators
 from commsched.spatial.tile import Tile, tiles_in, tree_map
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,10 +58,12 @@ def shard(
     agree(channel, f"{name}: shard", f"grid {tuple(grid)}, dims {tuple(dims)}, {options}")
     mesh = Mesh(channel, grid, dims, unsupported, overlap)
     unshard(model)
-    handles = [model.register_forward_pre_hook(_entry_check(mesh, name, fuse_halo), with_kwargs=True)]
+    forward = _Forward(mesh, name, fuse_halo)
+    handles = [model.register_forward_pre_hook(forward.begin, with_kwargs=True)]
     for path, module in model.named_modules():
         handles += name_hooks(module, mesh, path, type(module).__name__)
     handles.append(model.register_forward_hook(_owned_outputs))
+    handles.append(model.register_forward_hook(forward.end, always_call=True))
     _hooks[model] = handles
     set_mesh(mesh)
     return model
@@ -102,49 +105,77 @@ def _group() -> Any:
     return commsched.data_group(channel=_DATA_CHANNEL) if commsched.is_initialized() else None
 
 
-def agree(channel: Channel, what: str, note: str) -> None:
-    """Compare a note of every rank; a difference is a `CommError` on all of them, with every value."""
+def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list[bytes]:
+    """Compare a note of every rank; a difference is a `CommError` on all of them, with every value.
+
+    ``attached`` (of the same length everywhere) may differ; returns that of every rank.
+    """
     if channel.size == 1 or isinstance(channel, SilentChannel):
-        return
-    mine = torch.frombuffer(bytearray(note.encode()[:_NOTE].ljust(_NOTE)), dtype=torch.uint8)
+        return [attached]
+    sent = note.encode()[:_NOTE].ljust(_NOTE) + attached
+    mine = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
     others = [rank for rank in range(channel.size) if rank != channel.rank]
     notes = {rank: torch.empty_like(mine) for rank in others}
     channel.exchange(
         [(rank, mine) for rank in others], list(notes.items()), f"{what}: comparing ranks"
     ).wait()
-    said = {rank: bytes(value.tolist()).decode(errors="replace").rstrip() for rank, value in notes.items()}
-    said[channel.rank] = note[:_NOTE].rstrip()
+    heard = {rank: value.numpy().tobytes() for rank, value in notes.items()} | {channel.rank: sent}
+    said = {rank: text[:_NOTE].decode(errors="replace").rstrip() for rank, text in heard.items()}
     if len(set(said.values())) > 1:
         listed = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
         raise CommError(f"{what}: the ranks do not agree on the image and its grid: {listed}")
+    return [heard[rank][_NOTE:] for rank in range(channel.size)]
 
 
-def _entry_check(mesh: Mesh, name: str, fuse_halo: int | str) -> Callable[..., None]:
-    fusions: dict[tuple[str, str], Fusion] = {}
+class _Forward:
+    """What happens before and after each forward of a sharded model."""
 
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, mesh: Mesh, name: str, fuse_halo: int | str) -> None:
+        self._mesh, self._name, self._fuse_halo = mesh, name, fuse_halo
+        self._fusions: dict[tuple[str, str], Fusion] = {}
+        self._generators: SharedGenerators | None = None
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Make sure that all ranks mean the same image, and that they will draw the same random numbers."""
+        mesh = self._mesh
         if len(mesh.names) > 0:  # the model runs inside itself
             return
         tiles = list(tiles_in((args, kwargs)))
         if any(tile.mesh.dry for tile in tiles):
             return
+        self._check(tiles)
+        shapes = ", ".join(f"{tuple(tile.shape)} {tile.dtype}" for tile in tiles)
+        modes = f"{'train' if module.training else 'eval'}, grad {torch.is_grad_enabled()}"
+        generators = SharedGenerators(tiles[0].device)
+        note = f"image {shapes} over grid {mesh.grid}, {modes}"
+        digests = agree(mesh.channel, f"{self._name}: forward", note, generators.digest())
+        if mesh.channel.own_generator and len(set(digests)) > 1:
+            generators.share(mesh, self._name)
+        try:
+            known = (shapes, modes)
+            if known not in self._fusions:
+                self._fusions[known] = choose(module, args, kwargs, mesh, self._fuse_halo)
+        except BaseException:
+            generators.restore()
+            raise
+        mesh.fusion, self._generators = self._fusions[known], generators
+
+    def _check(self, tiles: list[Tile]) -> None:
         if not tiles:
             raise ValueError(
-                f"{name}: a sharded model takes tiles, and got none; pass "
+                f"{self._name}: a sharded model takes tiles, and got none; pass "
                 f"commsched.spatial.scatter(image), or take "
                 "the sharding back with commsched.spatial.unshard(model)"
             )
-        if any(tile.mesh is not mesh for tile in tiles):
-            raise ValueError(f"{name}: got a tile of another mesh; scatter the image over this model's mesh")
-        shapes = ", ".join(f"{tuple(tile.shape)} {tile.dtype}" for tile in tiles)
-        modes = f"{'train' if module.training else 'eval'}, grad {torch.is_grad_enabled()}"
-        agree(mesh.channel, f"{name}: forward", f"image {shapes} over grid {mesh.grid}, {modes}")
-        known = (shapes, modes)
-        if known not in fusions:
-            fusions[known] = choose(module, args, kwargs, mesh, fuse_halo)
-        mesh.fusion = fusions[known]
+        if any(tile.mesh is not self._mesh for tile in tiles):
+            raise ValueError(
+                f"{self._name}: got a tile of another mesh; scatter the image over this model's mesh"
+            )
 
-    return check
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._mesh.names and self._generators is not None:
+            self._generators.restore()
+            self._generators = None
 
 
 def name_hooks(module: nn.Module, mesh: Mesh, path: str, kind: str) -> list[RemovableHandle]:

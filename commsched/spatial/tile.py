@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,18 +126,20 @@ NATIVE: set[Any] = {
 # Answered by the local part. `grad_fn` is not here: the tile's own tells that an autograd function bypassed
 # us.
 ON_LOCAL: set[Any] = {
-    *_getters("grad", "requires_grad", "is_leaf"),
-    *(_T.backward, _T.register_hook, _T.retain_grad, _T.stride, _T.is_contiguous),
-    *(torch.autograd.grad, torch.autograd.backward),
+    *_getters("requires_grad", "is_leaf", "retains_grad", "_version"),
+    *(_T.retain_grad, _T.stride, _T.is_contiguous),
 }
 _RANDOM = """
-    rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal normal_ uniform_ random_
+    rand_like randn_like randint_like multinomial normal normal_ uniform_ random_
     exponential_ geometric_
     cauchy_ log_normal_ poisson rrelu rrelu_ gumbel_softmax alpha_dropout feature_alpha_dropout
     fractional_max_pool2d fractional_max_pool3d
 """
 RANDOM = frozenset(_RANDOM.split())
 HANDLERS: dict[Any, Callable[..., Any]] = {}
+MOVES: dict[str, Callable[..., Any]] = {}
+"""``enter`` and ``replicate`` of ``layout``, which puts them here: it needs tiles itself."""
+
 ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
 FALLBACK: Callable[[Any, tuple, dict], Any] | None = None
 
@@ -188,7 +191,10 @@ def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
+        result = copy(tree)  # keeps the class: outputs of published models are dicts with attributes
+        for key, value in tree.items():
+            result[key] = tree_map(function, value)
+        return result
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(function, value) for value in tree))
     if isinstance(tree, (list, tuple)):
@@ -211,11 +217,9 @@ def local_of(tile: Tile) -> Tensor:
 
 def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
     """All ranks compute the same; parameters get their gradient once."""
-    from commsched.spatial.layout import enter
-
     first = next(tiles_in((args, kwargs)))
     mesh, cuts = first.mesh, first.cuts
-    plain_args, plain_kwargs = tree_map(lambda t: enter(t, mesh, cuts), (args, kwargs))
+    plain_args, plain_kwargs = tree_map(lambda t: MOVES["enter"](t, mesh, cuts), (args, kwargs))
     inplace = getattr(func, "__name__", "").endswith("_") and not func.__name__.endswith("__")
     result = func(*plain_args, **plain_kwargs)
     if inplace and isinstance(args[0], Tile):
@@ -238,13 +242,11 @@ def name_of(func: Any) -> str:
 
 def unsupported(func: Any, args: tuple, kwargs: dict, why: str = "") -> Any:
     """Gather and run on every rank when the mesh says so; else refuse by name."""
-    from commsched.spatial.layout import replicate
-
     tiles = list(tiles_in((args, kwargs)))
     mesh = tiles[0].mesh
     if mesh.unsupported == "gather" and getattr(func, "__name__", "") not in RANDOM:
         mesh.refused.append(mesh.where(name_of(func)))
-        whole = tree_map(lambda t: replicate(t) if isinstance(t, Tile) else t, (args, kwargs))
+        whole = tree_map(lambda t: MOVES["replicate"](t) if isinstance(t, Tile) else t, (args, kwargs))
         return _run_replicated(func, *whole)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
     raise ValueError(

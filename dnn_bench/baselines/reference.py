@@ -1,18 +1,25 @@
 """Single-process training on the whole batch, and the comparison of a baseline with it.
 
-Peers add the ranks' gradients in orders of their own, so that sums of more than two differ in their last
-bits. Deep networks with batch norm are chaotic: in three steps such a difference can grow to a third of what
-a parameter moves. So the single process is trained twice then, with its ranks in two orders, and baselines
-are compared before rounding has grown too large.
+Peers add the ranks' gradients in orders of their own and update weights in pieces of their own, so that the
+last bits differ. Deep networks with batch norm are chaotic: in three steps such a difference can grow to a
+third of what a parameter moves. So the single process is trained twice, the second time with its ranks in the
+other order and with other last bits in every gradient, and baselines are compared before rounding has grown
+too large.
 
 Even in a network that is not chaotic the last bit can put a ReLU's input on the other side of zero, which
 moves a tensor's gradient by a hundredth. Not in the first step, whose forward is the same everywhere. So
 baselines are compared twice: closely after the first step, and after the last one for what only later steps
 can get wrong.
+
+A step of a small learning rate moves many weights by less than their last bit. The update's last bits decide
+which of them round to the neighbouring number, so one such weight can be off by more than a thousandth of
+what its tensor moved. The error is therefore not the distance of the weights, but the share by which their
+updates must be off to explain it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +31,7 @@ from dnn_bench.baselines.trainer import Trainer
 
 STEPS = 3  # at most
 SMALL = 1e-3  # a tensor that moves less than this share of the average one is judged by the average
+FEW = 8  # weights of a tensor that may be off by their last bit, however unlikely that is
 # How far from the single process is right, relative to how far a tensor has moved: so far, and ten times as
 # far as another order of sums leads.
 TOLERANCE = 1e-3
@@ -38,7 +46,7 @@ Parameters = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a baseline's parameters are from the single process's, relative to how far they have moved."""
+    """The share by which a baseline's updates are off the single process's, in the worst tensor."""
 
     error: float
     tensor: str
@@ -69,15 +77,15 @@ class Reference:
         """The worst tensor's error."""
         if missing := sorted(set(self.after) - set(actual)):
             return Verdict(float("inf"), missing[0], self.tolerance)
-        moves = {name: _norm(self.after[name] - self.before[name]) for name in self.after}
-        least = SMALL * sum(moves.values()) / len(moves)
+        moves = {name: _double(self.after[name]) - _double(self.before[name]) for name in self.after}
+        norms = {name: _norm(move) for name, move in moves.items()}
+        least = SMALL * sum(norms.values()) / len(norms)
         errors = {
-            name: _norm(actual[name].cpu() - self.after[name].cpu()) / max(moves[name], least, 1e-30)
-            for name in self.after
+            name: _share(_double(actual[name]) - _double(after), moves[name], _last_bits(after), least)
+            for name, after in self.after.items()
         }
-        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-        error = errors[worst] if errors[worst] == errors[worst] else float("inf")
-        return Verdict(error, worst, self.tolerance)
+        worst = max(errors, key=lambda name: errors[name])
+        return Verdict(errors[worst], worst, self.tolerance)
 
 
 def train_alone(job: Job, size: int) -> list[Reference]:
@@ -88,11 +96,8 @@ def train_alone(job: Job, size: int) -> list[Reference]:
     """
     torch.set_num_threads(job.threads)
     before = _copies(job.build_model().named_parameters())
-    if size <= 2:  # two numbers have one sum
-        *_, after = _steps(job, size)
-        return [Reference(before, after)]
     found: list[Reference] = []
-    for step, (one, other) in enumerate(zip(_steps(job, size), _steps(job, size, -1), strict=True), 1):
+    for step, (one, other) in enumerate(zip(_steps(job, size), _steps(job, size, True), strict=True), 1):
         rounding = Reference(before, one).compare(other).error
         if found and rounding > CHAOS:
             break
@@ -101,14 +106,20 @@ def train_alone(job: Job, size: int) -> list[Reference]:
     return found
 
 
-def _steps(job: Job, size: int, order: int = 1) -> Iterator[Parameters]:
-    """The parameters after each step; the next one changes them. ``order`` -1: the last rank comes first."""
+def _steps(job: Job, size: int, other: bool = False) -> Iterator[Parameters]:
+    """The parameters after each step; the next one changes them.
+
+    ``other``: the last rank comes first, and every gradient's last bit is another.
+    """
     model = job.build_model()
     optimizer = job.build_optimizer(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        for inputs, targets in job.global_batch(step, size)[::order]:
+        for inputs, targets in job.global_batch(step, size)[:: -1 if other else 1]:
             (job.loss(model(inputs), targets) / size).backward()
+        if other:
+            for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+                gradient.mul_(1 + torch.finfo(gradient.dtype).eps)
         optimizer.step()
         yield {name: value.detach() for name, value in model.named_parameters()}
 
@@ -137,5 +148,28 @@ def train_together(trainer: Trainer, steps: Iterable[int]) -> Parameters:
     return trainer.parameters()
 
 
+def _share(apart: Tensor, move: Tensor, bits: Tensor, least: float) -> float:
+    """The share by which a tensor's update must be off to leave its weights so far apart.
+
+    An update that is off by a share t leaves the weights t of their move apart. It also puts a weight to the
+    neighbouring number with the probability of t times the move over the weight's last bit, so in the sum of
+    squares it adds t times the move times that bit. Solved for t, the few unlikely ones left out.
+    """
+    square = max(_norm(move), least, 1e-30) ** 2
+    half = float((move.abs() * bits).sum()) / 2
+    unlikely = FEW * float(bits.square().max()) if bits.numel() else 0.0
+    explained = max(0.0, _norm(apart) ** 2 - unlikely) if apart.isfinite().all() else float("inf")
+    return (math.sqrt(half**2 + square * explained) - half) / square
+
+
+def _last_bits(value: Tensor) -> Tensor:
+    """The distance of each element to the neighbouring number of its type, or up to twice that."""
+    return _double(value).abs() * torch.finfo(value.dtype).eps
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.detach().cpu().double()
+
+
 def _norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.double()))
+    return float(torch.linalg.vector_norm(value))

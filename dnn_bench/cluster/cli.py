@@ -35,7 +35,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "command once on each, with the environment torchrun would give it, and removes everything.",
     )
     add_cluster_arguments(parser)
-    parser.add_argument("--first-only", action="store_true", help="run it on host0 only, as for horovodrun")
+    parser.add_argument(
+        "--first-only",
+        action="store_true",
+        help="run it on host0 only, as for horovodrun and mpirun, and let the hosts reach each other by ssh",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
     return parser.parse_args(arguments)
 
@@ -46,7 +50,8 @@ def main(arguments: list[str]) -> int:
     argv = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not argv:
         raise ClusterError("which command? python -m dnn_bench cluster --hosts 2 -- COMMAND")
-    with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
+    link = {"delay": options.delay, "congestion": options.congestion}
+    with Cluster(options.hosts, options.link, **link, ssh=options.first_only) as cluster:
         processes = [cluster.run(0, argv)] if options.first_only else cluster.launch(argv)
         return wait_for_all(processes)
 

@@ -40,8 +40,9 @@ class Cluster:
     """Emulated hosts on this machine; a context manager.
 
     Every host has its own network stack, address (`addresses`), host name (`names`: host0, host1, …) and,
-    with `ssh`, an sshd that the other hosts reach without a password. `link` is the speed of each link,
-    the same in both directions (`"250mbit"`, `"1gbit"`, `"unlimited"`), or one per host (`"1gbit,250mbit"`);
+    with `ssh` or after `start_ssh`, an sshd that the other hosts reach without a password: horovodrun and
+    mpirun need it, nothing else does. `link` is the speed of each link, the same in both directions
+    (`"250mbit"`, `"1gbit"`, `"unlimited"`), or one per host (`"1gbit,250mbit"`);
     `delay` adds latency where the kernel has netem; `congestion` is how their TCP avoids congestion. Hosts
     share the machine's files and memory; each has processors of its own, where there are enough of them.
     """
@@ -53,7 +54,7 @@ class Cluster:
         *,
         delay: str | None = None,
         congestion: str = CONGESTION,
-        ssh: bool = True,
+        ssh: bool = False,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ClusterError(f"a cluster has 1 to {MAX_HOSTS} hosts, not {hosts}")
@@ -62,6 +63,7 @@ class Cluster:
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
         self.congestion = congestion
         self._with_ssh = ssh
+        self._has_ssh = False
         self._closed = True
         self._owner = os.getpid()
         self._processes: list[Process] = []
@@ -81,8 +83,7 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Builds the cluster; `close` removes it. `with Cluster(...)` does both."""
-        ssh = ["sshd", "ssh", "ssh-keygen"] if self._with_ssh else []
-        system.require(["ip", "tc", "unshare", "taskset", *ssh])
+        system.require(["ip", "tc", "unshare", "taskset", *(sshd.TOOLS if self._with_ssh else ())])
         system.remove_leftovers()
         self.identity = system.next_identity()
         self._closed = False
@@ -91,6 +92,8 @@ class Cluster:
         self._close_on_signals()
         try:
             self._build()
+            if self._with_ssh:
+                self.start_ssh()
         except BaseException:
             self.close()
             raise
@@ -131,6 +134,28 @@ class Cluster:
             for i in range(len(self))
         ]
 
+    def start_ssh(self) -> None:
+        """Starts an sshd on every host, once. Programs that run already do not see the new /etc/ssh."""
+        if self._has_ssh:
+            return
+        system.require(sshd.TOOLS)
+        key = sshd.make_key(self._state)
+        servers = []
+        for host, address in enumerate(self.addresses):
+            sshd.write_client_config(self._namespace(host), key)
+            argv = sshd.server_command(self._state, host, address, key)
+            with (self._state / f"sshd_{host}.log").open("w") as log:
+                servers.append(self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        deadline = time.monotonic() + 10
+        for host, server in enumerate(servers):
+            while not sshd.is_listening(server.pid):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"sshd of host {host}: {(self._state / f'sshd_{host}.log').read_text()}"
+                    )
+                time.sleep(0.01)
+        self._has_ssh = True
+
     def set_link(self, link: str | Sequence[str], delay: str | None = None) -> None:
         """Gives the links another speed. What is on its way is lost: nobody should be sending."""
         if self._closed:
@@ -141,6 +166,10 @@ class Cluster:
                 with contextlib.suppress(ClusterError):  # an unlimited link has no shaper to remove
                     in_namespace(namespace, ["tc", "qdisc", "del", "dev", device, "root"])
                 self._shape(host, namespace, device)
+
+    def cut(self, host: int) -> None:
+        """Unplugs a host at the switch, for good: its own interface stays up, and nobody is told."""
+        command(["ip", "-n", f"{self.identity}-sw", "link", "set", f"port{host}", "nomaster"])
 
     def hosts_argument(self, slots: int = 1) -> str:
         """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
@@ -177,18 +206,13 @@ class Cluster:
         command(["ip", "netns", "add", switch])
         command(["ip", "-n", switch, "link", "add", "bridge", "type", "bridge"])
         command(["ip", "-n", switch, "link", "set", "bridge", "up"])
-        key = sshd.make_key(self._state) if self._with_ssh else None
         for host in range(len(self)):
-            self._build_host(host, switch, key)
-        if key is not None:
-            self._start_ssh(key)
+            self._build_host(host, switch)
 
-    def _build_host(self, host: int, switch: str, key: Path | None) -> None:
+    def _build_host(self, host: int, switch: str) -> None:
         """The host's namespace, its cable to the switch, and both ends of the cable shaped."""
         name, port = self._namespace(host), f"port{host}"
         self._write_etc(name)
-        if key is not None:
-            sshd.write_client_config(name, key)
         command(["ip", "netns", "add", name])
         cable = ["link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name]
         command(["ip", "-n", switch, *cable])
@@ -227,22 +251,6 @@ class Cluster:
         directory.mkdir(parents=True, exist_ok=True)
         lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
         (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
-
-    def _start_ssh(self, key: Path) -> None:
-        servers = []
-        for host, address in enumerate(self.addresses):
-            log = (self._state / f"sshd_{host}.log").open("w")
-            argv = sshd.server_command(self._state, host, address, key)
-            servers.append(self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-            log.close()
-        deadline = time.monotonic() + 10
-        for host, server in enumerate(servers):
-            while not sshd.is_listening(server.pid):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"sshd of host {host}: {(self._state / f'sshd_{host}.log').read_text()}"
-                    )
-                time.sleep(0.01)
 
     def _close_on_signals(self) -> None:
         """When asked to end, run the clean-up, which the default action of these signals skips."""

@@ -25,6 +25,17 @@ class ClusterError(ValueError):
     """An emulated cluster cannot be built as asked; the message says what to do."""
 
 
+PACKAGES = {  # Debian's
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "unshare": "util-linux",
+    "taskset": "util-linux",
+}
+
+
 def require(tools: Sequence[str]) -> None:
     """Root and the named programs, or an error that says what is missing."""
     if os.geteuid() != 0:
@@ -34,9 +45,9 @@ def require(tools: Sequence[str]) -> None:
         )
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
+        packages = " ".join(sorted({PACKAGES[tool] for tool in missing}))
         raise ClusterError(
-            f"an emulated cluster needs {', '.join(missing)}: install Debian's iproute2 and openssh-server, "
-            "or what your system calls them"
+            f"an emulated cluster needs {', '.join(missing)}: apt-get install {packages} on Debian"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from comm_core.cuda import gpu_launcher
+from comm_core.cuda.launchers import launcher_for
 from commsched.cuda.device import CudaDevice, Device, Event, Stream
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link
@@ -98,7 +98,7 @@ class Timer:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._launcher = gpu_launcher() if isinstance(device, CudaDevice) else None
+        self._launcher = launcher_for(device.device) if isinstance(device, CudaDevice) else None
 
     def hold(self, seconds: float) -> None:
         device = self._device
@@ -144,4 +144,7 @@ class EmulatedCollectives:
             act()
 
     def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from commsched.cuda.planner import DevicePlanner
 from commsched.cuda.stream_plan import StreamPlan
 from commsched.cuda.watch import DeviceWatch
 from commsched.cuda.wire import DeviceWire
+from commsched.env import settings
 from commsched.flow.path import Path
 from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
 from scheduler.ir.link import Link
@@ -75,6 +76,9 @@ class _Flags:
     def ag_done(self, bucket: int) -> bool:
         return True
 
+    def abort(self, reason: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -86,6 +90,7 @@ class EmulatedWire(DeviceWire):
         self.process_set: Any = ranks
         self.rank, self.size = 0, ranks.size()
         self.prescale, self.postscale, self.wire_dtype = scales
+        self.timeout = settings().timeout
         self.device = device
         self._flags_engine: Any = _Flags(self.size)
         self.collectives = EmulatedCollectives(device, link, self.size)

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from comm_core.cuda import gpu_launcher
+from comm_core.cuda.launchers import launcher_for
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.cli import table as emulated_table
 from dnn_bench.emulate.cli import to_dict as emulated_dict
@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def environment(device: str) -> dict[str, Any]:
-    launcher = gpu_launcher() if device.startswith("cuda") else None
+    launcher = launcher_for(torch.device(device))
     return {
         "when": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",

@@ -106,7 +106,7 @@ _SGD = {
 
 def _updates(tensors: Sequence[torch.Tensor], row: Row) -> list[KernelRow]:
     total = sum(t.numel() for t in tensors)
-    adam, sgd = Hyper.adam(_ADAM, 5, True), Hyper.sgd(_SGD)
+    adam, sgd = Hyper.adam(_ADAM, True), Hyper.sgd(_SGD)
     halves = [t.bfloat16() for t in tensors]
     ways: list[tuple[str, Any, Hyper, Any, int]] = [
         ("adam on shards", "adam", adam, lambda: [_part(t, 2) for t in tensors], 28),
@@ -129,7 +129,8 @@ def _updates(tensors: Sequence[torch.Tensor], row: Row) -> list[KernelRow]:
 def _part(grad: torch.Tensor, states: int, master: bool = False) -> Part:
     first, second = (torch.zeros_like(grad, dtype=torch.float32) if n < states else None for n in range(2))
     weight = grad + 1
-    return Part(grad, weight, first, second, weight.float() if master else None)
+    steps = torch.zeros((), device=grad.device)
+    return Part(grad, weight, first, second, weight.float() if master else None, steps)
 
 
 def _checked(rule: Any, hyper: Hyper, parts: Callable[[], list[Part]]) -> ShardUpdate:

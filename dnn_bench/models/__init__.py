@@ -8,6 +8,28 @@
 Importing this package does not import torch, so that a command line can list the names at once.
 """
 
-from dnn_bench.models.registry import ModelSpec, build, loss, names, sample_batch, spec, spelt, unit
+from dnn_bench.models.registry import (
+    HEADS,
+    ModelSpec,
+    build,
+    loss,
+    names,
+    sample_batch,
+    spec,
+    spelt,
+    unit,
+    with_head,
+)
 
-__all__ = ["ModelSpec", "build", "loss", "names", "sample_batch", "spec", "spelt", "unit"]
+__all__ = [
+    "HEADS",
+    "ModelSpec",
+    "build",
+    "loss",
+    "names",
+    "sample_batch",
+    "spec",
+    "spelt",
+    "unit",
+    "with_head",
+]

@@ -39,6 +39,14 @@ def masked_tokens(
     return masked(torch.randint(1, vocab_size, (batch, seq_len), generator=generator), generator)
 
 
+def labelled_tokens(
+    batch: int, generator: Generator, *, seq_len: int, vocab_size: int, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Random tokens, and a random class for each sequence."""
+    inputs = torch.randint(1, vocab_size, (batch, seq_len), generator=generator)
+    return inputs, torch.randint(num_classes, (batch,), generator=generator)
+
+
 def shifted(stream: Tensor) -> tuple[Tensor, Tensor]:
     """The target of a position is the token that follows it."""
     return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
@@ -80,10 +88,12 @@ SAMPLERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "vector": vectors,
     "causal_lm": causal_tokens,
     "masked_lm": masked_tokens,
+    "sentence": labelled_tokens,
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "image": class_loss,
     "vector": class_loss,
     "causal_lm": causal_loss,
     "masked_lm": masked_loss,
+    "sentence": class_loss,
 }

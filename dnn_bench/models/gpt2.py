@@ -1,4 +1,6 @@
-"""GPT-2 (Radford et al. 2019); the word embedding is also the output matrix."""
+"""GPT-2 (Radford et al. 2019): as a language model, whose output matrix is also the word embedding; and with
+a classification head on the last token, which shares nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,19 @@ class Embedding(nn.Module):
         return x
 
 
+def _blocks(dim: int, depth: int, heads: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        *(Block(dim, heads, pre_norm=True, causal=True, dropout=dropout, gelu="tanh") for _ in range(depth))
+    )
+
+
 class GPT2(nn.Module):
+    """Returns the logits of the token that follows each position."""
+
     def __init__(self, vocab_size: int, dim: int, depth: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.embedding = Embedding(vocab_size, dim, dropout)
-        self.blocks = nn.Sequential(
-            *(
-                Block(dim, heads, pre_norm=True, causal=True, dropout=dropout, gelu="tanh")
-                for _ in range(depth)
-            )
-        )
+        self.blocks = _blocks(dim, depth, heads, dropout)
         self.norm = nn.LayerNorm(dim)
         normal_init(self)
 
@@ -47,7 +52,37 @@ class GPT2(nn.Module):
         return F.linear(self.norm(self.blocks(x)), self.embedding.words.weight)
 
 
+class GPT2Classifier(nn.Module):
+    """Returns the logits of each sequence's class."""
+
+    def __init__(
+        self, vocab_size: int, dim: int, depth: int, heads: int, dropout: float, num_classes: int
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocab_size, dim, dropout)
+        self.blocks = _blocks(dim, depth, heads, dropout)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes, bias=False)
+        normal_init(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.embedding(tokens)))
+        logits: Tensor = self.head(x[:, -1])
+        return logits
+
+
 def gpt2(
     vocab_size: int = 50257, dim: int = 768, depth: int = 12, heads: int = 12, dropout: float = 0.1
 ) -> GPT2:
     return GPT2(vocab_size, dim, depth, heads, dropout)
+
+
+def gpt2_classifier(
+    vocab_size: int = 50257,
+    dim: int = 768,
+    depth: int = 12,
+    heads: int = 12,
+    dropout: float = 0.1,
+    num_classes: int = 2,
+) -> GPT2Classifier:
+    return GPT2Classifier(vocab_size, dim, depth, heads, dropout, num_classes)

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-UNITS = {"image": "img", "masked_lm": "sentence", "causal_lm": "sentence", "vector": "sample"}
+UNITS = {
+    "image": "img",
+    "masked_lm": "sentence",
+    "causal_lm": "sentence",
+    "sentence": "sentence",
+    "vector": "sample",
+}
+HEADS = ("pretraining", "classification")
+_CLASSIFIER = "_classifier"
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,20 @@ _MODELS: dict[str, ModelSpec] = {
 }
 
 
+# Each language model with a classification head for sentence pairs (two classes, as in MRPC and QQP).
+_MODELS |= {
+    name + _CLASSIFIER: replace(
+        entry,
+        builder=entry.builder + _CLASSIFIER,
+        task="sentence",
+        shape={**entry.shape, "num_classes": 2},
+        options={**entry.options, "num_classes": 2},
+    )
+    for name, entry in _MODELS.items()
+    if entry.task in ("masked_lm", "causal_lm")
+}
+
+
 def names() -> list[str]:
     """Every model's name."""
     return list(_MODELS)
@@ -106,6 +128,17 @@ def spelt(name: str) -> str:
         if _bare(known) == _bare(name):
             return known
     raise ValueError(f"unknown model {name!r}; choose one of: {', '.join(_MODELS)}")
+
+
+def with_head(name: str, head: str) -> str:
+    """The name of the same model for pre-training or for classification."""
+    base = spelt(name).removesuffix(_CLASSIFIER)
+    if head == "classification":
+        # A model without such a variant classifies anyway.
+        return base + _CLASSIFIER if base + _CLASSIFIER in _MODELS else base
+    if base + _CLASSIFIER not in _MODELS:
+        raise ValueError(f"model {name!r} has no pre-training head, only a classification head")
+    return base
 
 
 def _bare(name: str) -> str:
@@ -158,7 +191,9 @@ def sample_batch(
     elif entry.task in files.SAMPLERS:
         inputs, targets = files.SAMPLERS[entry.task](data_dir, size, generator, **sizes)
     else:
-        raise ValueError(f"model {name!r} takes vectors, which no folder holds; use it without a data folder")
+        raise ValueError(
+            f"model {name!r} takes inputs that no folder holds ({entry.task}); use it without a data folder"
+        )
     return inputs.to(device), targets.to(device)
 
 

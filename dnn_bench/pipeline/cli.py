@@ -17,10 +17,14 @@ from dataclasses import asdict
 from tempfile import TemporaryFile
 from typing import Any
 
+from dnn_bench import models
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.pipeline.options import Options, Result
 from dnn_bench.runner.place import environment
 from dnn_bench.runner.ports import HeldPort
+from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.weight_versions import delays
+from scheduler.pipelines.build import generate
 from scheduler.pipelines.planner.convert import read_plan
 from scheduler.pipelines.schedules.bundle import bundle_ranks
 
@@ -32,6 +36,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m dnn_bench pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("kind", nargs="?", choices=("bundle",), help="bundles, with options of their own")
     parser.add_argument("--model", default="mlp_tiny", help="of the registry, or paced (layers that sleep)")
+    parser.add_argument(
+        "--task",
+        choices=models.HEADS,
+        help="head of a language model (default: classification for BERT under an asynchronous schedule,"
+        " which refuses the tied embedding of pre-training; otherwise as --model says)",
+    )
     parser.add_argument("--schedule", help="default 1f1b; with --config ashpipe")
     parser.add_argument("--depth", type=int, default=2, metavar="S", help="ranks of one replica")
     parser.add_argument("--num-data-parallel", default="1", metavar="R", help="replicas, or 4,3,1 by stage")
@@ -90,11 +100,13 @@ def options_of(given: argparse.Namespace) -> Options:
         peer=given.peer,
     )
     if given.config:
-        _files(given, options)
+        options.schedule = given.schedule or "ashpipe"
     if given.kind == "bundle":
         _bundle(given, options)
-    if not given.config:
-        options.microbatches = _microbatches(given, options.schedule)
+    options.microbatches = _microbatches(given, options.schedule)
+    options.model = _model(given, options)
+    if given.config:
+        _files(given, options)
     return options
 
 
@@ -107,7 +119,7 @@ def _files(given: argparse.Namespace, options: Options) -> None:
     from commsched.pipeline.chain import Chain
     from dnn_bench.pipeline.jobs import job_of
 
-    sizes = Chain(job_of(given.model, given.layers).model).sizes
+    sizes = Chain(job_of(options.model, given.layers).model).sizes
     own = {"schedule": given.schedule, "microbatches": _microbatches(given, given.schedule or "ashpipe")}
     chosen = own if given.schedule or given.num_microbatches else {}
     plan = read_plan(given.config, given.graph, sizes, **{name: v for name, v in chosen.items() if v})
@@ -115,6 +127,27 @@ def _files(given: argparse.Namespace, options: Options) -> None:
     options.cuts, options.ranks = list(plan.cuts), [list(row) for row in plan.rank_map]
     options.depth = len(plan.cuts)
     options.recompute = given.recompute or list(plan.recompute)
+
+
+def _model(given: argparse.Namespace, options: Options) -> str:
+    """The name of the model with the head that --task or the schedule asks for."""
+    if given.model == "paced":
+        if given.task:
+            raise ValueError(f"model 'paced' has no head, so --task {given.task} cannot be had; leave it out")
+        return "paced"
+    if given.task:
+        return models.with_head(given.model, given.task)
+    if models.spec(given.model).task == "masked_lm" and _late(options):
+        return models.with_head(given.model, "classification")
+    return str(given.model)
+
+
+def _late(options: Options) -> bool:
+    """Whether some stage applies gradients of earlier steps."""
+    if options.plan:
+        plan = PipelinePlan.load(options.plan)
+        return any(delays(generate(plan.schedule, len(plan.cuts), plan.microbatches)))
+    return any(delays(generate(options.schedule, options.depth, options.microbatches)))
 
 
 def _bundle(given: argparse.Namespace, options: Options) -> None:
@@ -131,8 +164,6 @@ def _bundle(given: argparse.Namespace, options: Options) -> None:
 def size_of(options: Options) -> int:
     """How many ranks there are."""
     if options.plan:
-        from scheduler.formats.pipeline_plan import PipelinePlan
-
         return PipelinePlan.load(options.plan).ranks
     if options.ranks:
         return len({rank for row in options.ranks for rank in row})
@@ -179,6 +210,8 @@ def _launch(given: argparse.Namespace, options: Options) -> Result | None:
     for line in said.splitlines():
         if line.startswith("RESULT "):
             return Result(**json.loads(line.removeprefix("RESULT ")))
+        if line.startswith("ERROR "):
+            raise ValueError(json.loads(line.removeprefix("ERROR ")))
     if any(codes):
         raise ValueError(f"the ranks ended with {codes}\n{said[:3000]}")
     return None
@@ -200,8 +233,8 @@ def _here(given: argparse.Namespace, size: int, port: int, command: list[str], s
 
 def described(result: Result) -> str:
     lines = [
-        f"{result.schedule}: {result.period * 1e3:.2f} ms per step, {result.rows / result.period:.1f} rows"
-        f" per second; delays {' '.join(map(str, result.delays))}",
+        f"{result.schedule} of {result.model}: {result.period * 1e3:.2f} ms per step,"
+        f" {result.rows / result.period:.1f} rows per second; delays {' '.join(map(str, result.delays))}",
         f"  simulated {result.simulated * 1e3:.2f} ms ({result.simulated / result.period - 1:+.1%})",
         f"  bubble {result.bubble:.1%}, simulated {result.simulated_bubble:.1%};"
         f" {result.reached:.3f} of the rate without any; {result.handling * 1e3:.2f} ms between two actions",

@@ -66,6 +66,7 @@ class Result:
     actions.
     """
 
+    model: str
     schedule: str
     delays: tuple[int, ...]
     period: float

@@ -64,6 +64,7 @@ def measure(options: Options) -> Result | None:
     peer = _peer(options, pipeline, job) if options.peer else None
     taken = _rounds(options, job, rows, (pipeline, other, peer))
     result = Result(
+        model=options.model,
         schedule=options.schedule,
         delays=pipeline.delays,
         period=statistics.median(taken.ours),
@@ -220,7 +221,12 @@ def _compare(result: Result, taken: Taken) -> None:
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
-    result = measure(options)
+    try:
+        result = measure(options)
+    except ValueError as error:
+        # The user's: whoever started the ranks tells it in one line.
+        print("ERROR " + json.dumps(str(error)), flush=True)
+        raise
     if result is not None:
         print("RESULT " + json.dumps(result.__dict__), flush=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dnn_bench.baselines.registry import Baseline, MissingPeer
-from dnn_bench.cluster import Cluster
+from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.runner.ports import HeldPort
 
 Process = subprocess.Popen[Any]
@@ -56,8 +56,16 @@ class Hosts:
         options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         if baseline.launcher == "horovod":
             command = horovodrun(self.size, self.cluster.hosts_argument(), argv)
+            self._need_ssh()
             return [self.cluster.run(0, command, variables, **options)]
         return self.cluster.launch(argv, variables, **options)
+
+    def _need_ssh(self) -> None:
+        """horovodrun starts ranks on other hosts by ssh; other baselines run without."""
+        try:
+            self.cluster.start_ssh()
+        except ClusterError as error:
+            raise MissingPeer(f"horovodrun reaches other hosts by ssh, and {error}") from None
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.buckets import Bucket, fuse_by_bytes
+from scheduler.ir.buckets import MIB, Bucket, fuse_by_bytes
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
@@ -16,7 +16,6 @@ from scheduler.ir.weight_versions import live
 from scheduler.pipelines.passes.steps import with_steps
 from scheduler.pipelines.passes.traffic import Traffic
 from scheduler.pipelines.schedules.orders import Order
-from scheduler.ir.buckets import MIB
 
 Generator = Callable[..., Sequence[Order]]
 

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_transport_is_checked_timed_and_fitted(tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch")
+    skip_without_horovod()
     path = tmp_path / "out.json"
     sizes = "1k,4k,16k,64k,256k"
     command = [

@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 
 from dnn_bench.report import cli, page
+from tests.support.needs import find, needs
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
+CHROMIUM = find("chromium")
+DRIVER = find("chromedriver")
 pytestmark = pytest.mark.dist
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs chromium and chromedriver (apt-get install chromium-driver)",
-)
+needs_browser = needs("chromium", "chromedriver")
 
 
 def entry(name: str, kind: str, time: float, exposed: float, **more: Any) -> dict[str, Any]:

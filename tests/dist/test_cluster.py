@@ -12,16 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dnn_bench import baselines
+from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
+from dnn_bench.runner.place import Hosts
+from tests.support.checkout import make_path, make_script
+from tests.support.needs import needs, needs_root, skip_without_horovod
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (Debian: iproute2)"),
+    needs_root,
+    needs("ip", "tc"),
 ]
-needs_ssh = pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd (Debian: openssh-server)")
+needs_ssh = needs("sshd", "ssh")
 ROOT = str(Path(__file__).parents[2])
 
 # Sends 4 MB when asked, until they come at the wanted rate: a busy machine may make them late, but never early,
@@ -233,9 +238,22 @@ def test_unknown_hosts_are_refused() -> None:
         cluster.run(2, ["true"])
 
 
+def test_only_horovodrun_and_mpirun_need_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison of other baselines on emulated hosts did not start without sshd."""
+    tools = ("ip", "tc", "unshare", "taskset", "hostname")
+    path = make_path(tmp_path / "bin", *tools)
+    make_script(path / "horovodrun", "")
+    monkeypatch.setenv("PATH", str(path))
+    with Cluster(hosts=2) as cluster:
+        assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1"
+        message = "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
+        with pytest.raises(MissingPeer, match=message):
+            Hosts(cluster).start(baselines.get("horovod"), ["true"], subprocess.DEVNULL)
+
+
 @needs_ssh
 def test_ssh_between_hosts_needs_no_password() -> None:
-    with Cluster(hosts=3) as cluster:
+    with Cluster(hosts=3, ssh=True) as cluster:
         script = "for i in 0 1 2; do ssh host$i hostname; done"
         assert (
             output(cluster.run(1, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)).split()
@@ -254,14 +272,12 @@ if hvd.rank() == 0:
 
 
 @needs_ssh
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=needs("mpirun"))])
 def test_several_hosts_under_a_real_launcher(launcher: str, tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch")
-    if shutil.which(launcher) is None:
-        pytest.skip(f"needs {launcher}")
+    skip_without_horovod()
     script = tmp_path / "job.py"
     script.write_text(HOROVOD)
-    with Cluster(hosts=2, link="1gbit") as cluster:
+    with Cluster(hosts=2, link="1gbit", ssh=True) as cluster:
         hosts = ["-np", "2", "-H", cluster.hosts_argument(), sys.executable, str(script)]
         command = ["horovodrun", "--disable-cache", "--gloo", *hosts]
         if launcher == "mpirun":
@@ -273,7 +289,6 @@ def test_several_hosts_under_a_real_launcher(launcher: str, tmp_path: Path) -> N
     assert "result 2 2 3.0 host0 host1" in text
 
 
-@needs_ssh
 def test_command_on_every_host() -> None:
     command = [sys.executable, "-m", "dnn_bench", "cluster", "--hosts", "3", "--"]
     script = 'echo "$RANK $(hostname)"; exit $RANK'

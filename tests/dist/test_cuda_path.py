@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.cases import check, launch, parameters
+from tests.support.launch import start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -10,6 +11,43 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize("program, ranks, name", parameters("cuda_path"))
 def test_cuda_path(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
+
+
+BLOCKED = """
+import sys, threading, time, torch, commsched as hvd
+from commsched.errors import CommError
+hvd.init()
+model = torch.nn.Linear(8, 8)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), transport="stream")
+model(torch.ones(2, 8)).sum().backward()
+wire = optimizer._driver.wire
+wire.wait_flags()
+print("sealed", flush=True)
+if hvd.rank() == 1:
+    time.sleep(100)
+# As in loss.item(): the host waits for its GPU until the collectives are aborted.
+blocked, reasons = threading.Event(), []
+wire.collectives.abort = lambda reason: (reasons.append(reason), blocked.set())
+assert blocked.wait(30), "nobody aborted"
+assert "rank 1 is gone" in reasons[0], reasons
+try:
+    optimizer.step()
+    model(torch.ones(2, 8)).sum().backward()
+except CommError as error:
+    assert "rank 1 is gone" in str(error), error
+    print("told")
+"""
+
+
+def test_a_host_that_waits_for_its_gpu_is_freed_when_a_rank_dies() -> None:
+    """It used to notice in its next step only, to which it never came."""
+    with start_ranks(BLOCKED, 2) as ranks:
+        for rank in range(2):
+            ranks.wait_for_output(rank, "sealed")
+        ranks.kill(1)
+        result = ranks.wait(100)[0]
+    assert "told" in result.stdout and result.returncode == 0, result.stderr[-3000:]
 
 
 # What has no place in streams (early_step), and what compares with transports by name.

@@ -11,6 +11,7 @@ import pytest
 
 from dnn_bench.settings import Settings
 from tests.support.launch import MARK, ROOT, carries, clean_environment
+from tests.support.needs import needs, needs_horovod
 
 pytestmark = pytest.mark.dist
 QUICK = {"dnn": "mlp_tiny", "bs": "8", "nwarmup": "1", "niters": "2"}
@@ -47,7 +48,12 @@ def dist(script: Path, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @pytest.mark.parametrize(
-    ("launcher", "baseline"), [("horovodrun", "horovod"), ("torchrun", "pipedap"), ("mpirun", "pipedap")]
+    ("launcher", "baseline"),
+    [
+        pytest.param("horovodrun", "horovod", marks=needs_horovod),
+        ("torchrun", "pipedap"),
+        pytest.param("mpirun", "pipedap", marks=needs("mpirun")),
+    ],
 )
 def test_horovods_familiar_lines(script: Path, launcher: str, baseline: str) -> None:
     result = dist(script, launcher=launcher, baseline=baseline, **QUICK)

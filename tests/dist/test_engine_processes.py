@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import RankResult, run_ranks, start_ranks
+from tests.support.launch import PATIENCE, RankResult, run_ranks, start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -41,6 +43,21 @@ def test_a_killed_rank_ends_the_others_with_a_reason(transport: str) -> None:
         assert re.search(r"(RS|AG|AR) of bucket \d \(bucket\d\) in step \d+ failed", result.stdout)
     if transport == "tcp":
         assert all("peer_lost peer=1" in results[rank].stdout for rank in (0, 2))
+
+
+def test_forked_children_end_without_harm_and_hide_no_death() -> None:
+    """A child that ended shut its parent's connections down, and one that lived on kept them open: the others did
+    not notice the death of the rank that had forked it."""
+    with start_ranks(PROGRAM, 3, ["forks", "tcp"]) as ranks:
+        for rank in (0, 2):
+            ranks.processes[rank].wait(PATIENCE)
+        child = int(re.findall(r"child=(\d+)", ranks.output(1))[0])
+        os.kill(child, signal.SIGKILL)  # it was still there
+        results = ranks.wait()
+    for result in results:
+        assert "usage peer=-1" in result.stdout and "this process was forked" in result.stdout, result.stderr
+    for rank in (0, 2):
+        assert "peer_lost peer=1" in results[rank].stdout, results[rank].stdout + results[rank].stderr
 
 
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])

@@ -152,6 +152,41 @@ def test_horovod_that_cannot_be_imported(checkout: Path, path: Path, tmp_path: P
     assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITHOUT_HOROVOD=1")
 
 
+def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, tmp_path: Path) -> None:
+    """Its build beside a CUDA build of torch failed, and took the installation with it."""
+    environment = make_environment(tmp_path / "env", without=("horovod",))
+    # Nothing can be fetched: there is no index.
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
+    assert result.returncode == 0, result.stderr
+    log = checkout / "build/logs/horovod-download.log"
+    assert f"Horovod 0.28.1 cannot be built here: {log} says why" in result.stderr and log.exists()
+    assert "going on without Horovod: torchrun starts the ranks" in result.stderr
+    assert list(checkout.glob("comm_core/_C.*.so"))
+    # It is not tried again at every start.
+    assert install(checkout, path=path, VIRTUAL_ENV=str(environment)).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "switch", "version"),
+    [
+        (False, {}, "torch==2.13.0"),
+        (True, {}, "torch>=2.6,<2.16"),
+        (True, {"COMMSCHED_WITH_CUDA": "0"}, "torch==2.13.0"),
+        (False, {"COMMSCHED_WITH_CUDA": "1"}, "torch>=2.6,<2.16"),  # an image is built without its GPU
+        (True, {"COMMSCHED_TORCH": "torch==2.9.1"}, "torch==2.9.1"),
+    ],
+)
+def test_which_torch(
+    checkout: Path, path: Path, tmp_path: Path, gpu: bool, switch: dict[str, str], version: str
+) -> None:
+    """Machines with a GPU got the newest version with a CPU build, two releases old."""
+    environment = make_environment(tmp_path / "env", without=("torch",))
+    make_script(path / "nvidia-smi", f"exit {0 if gpu else 9}")
+    nowhere = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **nowhere, **switch)
+    assert_one_error(result, f"installing {version} failed")
+
+
 def test_it_builds_once_and_again_only_when_something_changed(
     checkout: Path, path: Path, tmp_path: Path
 ) -> None:

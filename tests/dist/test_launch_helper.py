@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.support.launch import run_ranks, start_ranks
+from tests.support.needs import needs
 
 pytestmark = pytest.mark.dist
 
@@ -16,7 +17,9 @@ HELLO = """
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun-env", "torchrun", "horovodrun", "mpirun"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun-env", "torchrun", "horovodrun", pytest.param("mpirun", marks=needs("mpirun"))]
+)
 def test_output_of_each_rank_is_kept_apart(launcher: str) -> None:
     results = run_ranks(HELLO, nprocs=2, args=["a", "b c"], launcher=launcher, check=True)
     assert [r.stdout for r in results] == ["rank 0 a b c\n", "rank 1 a b c\n"]

@@ -2,7 +2,9 @@
 who.
 """
 
+import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +50,10 @@ def run_until_others_end(what: str, ranks: int) -> list[End]:
 @pytest.mark.parametrize(
     "what, ranks",
     [
-        ("killed in the backward", 2),
         ("killed in the backward while deferred", 3),
         ("killed in the forward while deferred", 2),
         ("parameters gathered", 2),
+        pytest.param("killed in the backward", 2, marks=pytest.mark.slow),
         pytest.param("killed in the backward", 3, marks=pytest.mark.slow),
         pytest.param("killed in the backward while deferred", 4, marks=pytest.mark.slow),
         pytest.param("killed in the forward while deferred", 3, marks=pytest.mark.slow),
@@ -67,6 +69,19 @@ def test_a_killed_rank_ends_all_others(what: str, ranks: int) -> None:
         assert "rank 1" in ends[rank].message, ends[rank].message
         if what != "killed before the first step":
             assert "bucket" in ends[rank].message, ends[rank].message
+
+
+def test_a_rank_is_missed_although_its_data_workers_live_on() -> None:
+    """Forked workers kept the dead rank's connections open, so nobody noticed its death."""
+    with start_ranks(PROGRAM, 2, ["killed in the backward with workers"], PATIENT) as started:
+        started.processes[0].wait(PATIENCE)
+        workers = re.findall(r"workers=\[(\d+), (\d+)\]", started.output(1))[0]
+        for worker in workers:
+            os.kill(int(worker), signal.SIGKILL)  # they were still there
+        first, second = started.wait()
+    assert second.returncode == -signal.SIGKILL
+    end = end_of(first.stdout, first.returncode, first.stderr)
+    assert end.code == 3 and "rank 1" in end.message and "bucket" in end.message, end
 
 
 def test_a_step_left_out_on_one_rank_is_told_at_the_next_backward() -> None:

@@ -15,7 +15,6 @@ CHECKS = [
     for line in PROGRAM.with_name(name).read_text().splitlines()
     if line.startswith("def check_")
 ]
-HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 JOBS = {
     "alone": ("alone", 1, "torch"),
     "torch-2": ("torchrun-env", 2, "torch"),
@@ -27,8 +26,6 @@ JOBS = {
 @pytest.fixture(scope="module", params=JOBS)
 def job(request):
     launcher, size, engine = JOBS[request.param]
-    if engine == "horovod" and not HAS_HOROVOD:
-        pytest.skip("Horovod is not installed")
     env = {"COMMSCHED_TIMEOUT": "100", "COMMSCHED_RUNTIME": engine}
     return run_ranks(PROGRAM, size, env=env, launcher=launcher)
 

@@ -1,5 +1,6 @@
 """Ranks that die, hang, leave or skip an operation: the others end with an error that says so."""
 
+import os
 import re
 import signal
 
@@ -11,9 +12,14 @@ pytestmark = pytest.mark.dist
 # These are noticed without any time-out: this one no test reaches.
 PATIENT = {"COMMSCHED_TIMEOUT": "900"}
 WAITING = """
-import sys, time, torch, commsched as hvd
+import os, sys, time, torch, commsched as hvd
 hvd.init()
 hvd.allreduce(torch.ones(3))
+if hvd.rank() == int(sys.argv[1]):
+    child = os.fork()  # outlives it, as the workers of a DataLoader do
+    if child == 0:
+        time.sleep(900)
+    print(f"child={child}")
 print("ready", flush=True)
 if hvd.rank() == int(sys.argv[1]):
     time.sleep(900)
@@ -34,6 +40,7 @@ def run_without(victim, signum, timeout_setting="900"):
         survivors = [rank for rank in range(3) if rank != victim]
         for rank in survivors:
             ranks.processes[rank].wait(PATIENCE)
+        os.kill(int(re.findall(r"child=(\d+)", ranks.output(victim))[0]), signal.SIGKILL)  # still there
         if signum == signal.SIGSTOP:
             ranks.kill(victim, signal.SIGKILL)
         results = ranks.wait()
@@ -42,7 +49,7 @@ def run_without(victim, signum, timeout_setting="900"):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank(victim):
-    """Noticed at once: no test waits for the time-out."""
+    """Noticed at once, although a child of the dead rank lives on: no test waits for the time-out."""
     for result in run_without(victim, signal.SIGKILL):
         assert result.returncode == 7 and "lonely" in result.stdout
         assert ("rank 2 died" if victim == 2 else "rank 0 is gone") in result.stdout
@@ -244,12 +251,27 @@ def test_a_forked_child_that_ends_does_not_leave_the_job_for_its_parent():
     program = """
     import os, sys, torch, commsched as hvd
     hvd.init()
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hvd.data_group().barrier().wait()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    step()
     child = os.fork()
     if child == 0:
+        try:
+            hvd.allreduce(torch.ones(1), name="in the child")
+        except hvd.CommError as error:
+            print(error, hvd.rank())
         sys.exit(0)  # runs what is registered for the end of a process
     os.waitpid(child, 0)
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    step()
     print("still there", hvd.allgather_object(hvd.rank()))
     """
     for result in run_ranks(program, 2, check=True):
         assert "still there [0, 1]" in result.stdout
+        child = f"in the child can not run: this process was forked from rank {result.rank}"
+        assert child in result.stdout, result.stdout

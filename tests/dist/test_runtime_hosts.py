@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dnn_bench.cluster import Cluster
+from tests.support.needs import needs, needs_horovod, needs_root
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (Debian: iproute2)"),
-    pytest.mark.skipif(shutil.which("sshd") is None, reason="needs sshd (Debian: openssh-server)"),
+    needs_root,
+    needs("ip", "tc"),
 ]
 ROOT = str(Path(__file__).parents[2])
 JOB = """
@@ -36,11 +36,14 @@ hvd.shutdown()
 
 @pytest.mark.parametrize(
     ("launcher", "engine"),
-    [("torchrun", "torch"), ("horovodrun", "torch"), ("horovodrun", "horovod"), ("mpirun", "torch")],
+    [
+        ("torchrun", "torch"),
+        pytest.param("horovodrun", "torch", marks=[needs_horovod, needs("sshd", "ssh")]),
+        pytest.param("horovodrun", "horovod", marks=[needs_horovod, needs("sshd", "ssh")]),
+        pytest.param("mpirun", "torch", marks=needs("mpirun", "sshd", "ssh")),
+    ],
 )
 def test_two_hosts(launcher, engine, tmp_path):
-    if launcher != "torchrun" and shutil.which(launcher, path=search_path()) is None:
-        pytest.skip(f"needs {launcher}")
     script = tmp_path / "job.py"
     script.write_text(JOB)
     own = {
@@ -50,7 +53,7 @@ def test_two_hosts(launcher, engine, tmp_path):
         "PYTHONPATH": ROOT,
         "PATH": search_path(),
     }
-    with Cluster(hosts=2, link="1gbit") as cluster:
+    with Cluster(hosts=2, link="1gbit", ssh=launcher != "torchrun") as cluster:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         if launcher == "torchrun":  # the variables that it sets, one rank per host
             processes = cluster.launch([sys.executable, str(script)], own, **options)

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import run_ranks
+from tests.support.needs import needs, needs_horovod
 
 pytestmark = pytest.mark.dist
 PROGRAM = Path(__file__).with_name("programs") / "runtime_script.py"
-HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
-needs_horovod = pytest.mark.skipif(not HAS_HOROVOD, reason="Horovod is not installed")
-needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+needs_mpirun = needs("mpirun")
 
 # Python reads sitecustomize.py from PYTHONPATH before anything else: here it hides an installed Horovod.
 HIDE_HOROVOD = """

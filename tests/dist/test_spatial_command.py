@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT, clean_environment, launcher_command
+from tests.support.needs import needs
 
 pytestmark = pytest.mark.dist
 SMALL = ["--image-size", "64", "--num-filters", "4", "--warmup", "0", "--iterations", "2"]
@@ -38,7 +39,7 @@ def losses(text: str, tmp_path: Path, before: list[str] | None = None) -> list[f
     return found
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+@needs("mpirun")
 def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path) -> None:
     alone = losses("--model amoebanet --mode lp --split-size 1", tmp_path)
     text = "--model amoebanet --num-spatial-parts 4 --slice-method vertical --split-size 2 --spatial-size 1"
@@ -52,7 +53,7 @@ def test_mirrored_replicas_and_wide_halos_are_one_process(tmp_path: Path) -> Non
     assert found == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+@needs("mpirun")
 def test_a_wrong_number_of_ranks_is_an_error(tmp_path: Path) -> None:
     text = "--model resnet --num-spatial-parts 4 --split-size 2 --spatial-size 1"
     done = spatial(text, tmp_path / "none", launcher_command("mpirun", 2))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT, clean_environment, launcher_command
+from tests.support.needs import needs, needs_root
 
 pytestmark = pytest.mark.dist
 SMALL = ["--image-size", "64x24", "--iterations", "3", "--warmup", "1"]
@@ -36,7 +37,7 @@ def test_started_by_itself(tmp_path: Path) -> None:
     assert all(seconds > 0 for name in ("halo", "compute", "overlapped") for seconds in measured[name])
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+@needs("mpirun")
 def test_under_mpirun() -> None:
     done = halo(
         *SMALL, "--num-spatial-parts", "4", "--slice-method", "square", before=launcher_command("mpirun", 4)
@@ -61,7 +62,8 @@ def test_bad_options(arguments: list[str], said: str) -> None:
 
 @pytest.mark.bench
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@needs_root
+@needs("ip", "tc")
 def test_large_interiors_hide_four_fifths_of_the_halo_on_a_slow_link(tmp_path: Path) -> None:
     found = {}
     for columns in (64, 10):

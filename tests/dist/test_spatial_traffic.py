@@ -12,6 +12,7 @@ import pytest
 from dnn_bench.cluster import Cluster
 from tests.support.launch import ROOT, run_ranks
 from tests.support.spatial_traffic import COUNTED, events, program, violations
+from tests.support.needs import needs, needs_root
 
 pytestmark = pytest.mark.dist
 RANKS = 2
@@ -47,14 +48,9 @@ def on_slow_hosts(folder: Path, text: str, env: dict[str, str]) -> None:
         assert [process.wait(120) for process in processes] == [0] * RANKS
 
 
-needs_hosts = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("tc") is None,
-    reason="emulated hosts need root and tc (Debian: iproute2)",
-)
-
-
 @pytest.mark.root
-@needs_hosts
+@needs_root
+@needs("ip", "tc")
 def test_no_gradient_chunk_starts_while_a_halo_waits_on_a_slow_link(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     on_slow_hosts(tmp_path, program(steps=12), {"COMMSCHED_TIMELINE": str(trace)})
@@ -62,6 +58,7 @@ def test_no_gradient_chunk_starts_while_a_halo_waits_on_a_slow_link(tmp_path: Pa
 
 
 @pytest.mark.root
-@needs_hosts
+@needs_root
+@needs("ip", "tc")
 def test_what_leaves_a_host_is_what_explain_says(tmp_path: Path) -> None:
     on_slow_hosts(tmp_path, COUNTED, {})

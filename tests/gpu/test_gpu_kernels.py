@@ -24,7 +24,7 @@ TYPES = {short: dtype for dtype, short in SHORT.items()}
 
 @pytest.fixture(autouse=True)
 def kernels() -> None:
-    if gpu_launcher() is None:
+    if gpu_launcher(0) is None:
         pytest.fail("neither the extension nor CuPy can start kernels here; reinstall with nvcc on PATH")
 
 
@@ -94,7 +94,13 @@ def test_updates_against_float64(rule: str, kind: type) -> None:
     state = [torch.zeros_like(start) for _ in range(2)]
     cut = 123_457
     parts = [
-        Part(grad[s], weight[s], state[0][s], state[1][s] if rule == "adam" else None)
+        Part(
+            grad[s],
+            weight[s],
+            state[0][s],
+            state[1][s] if rule == "adam" else None,
+            steps=torch.zeros((), device="cuda") if rule == "adam" else None,
+        )
         for s in (slice(0, cut), slice(cut, numel))
     ]
     update = ShardUpdate(rule, parts)  # type: ignore[arg-type]
@@ -104,11 +110,8 @@ def test_updates_against_float64(rule: str, kind: type) -> None:
         reference.step()
         grad.copy_(values * 2)
         group = reference.param_groups[0]
-        hyper = (
-            Hyper.sgd(group, step == 1)
-            if rule == "sgd"
-            else Hyper.adam(group, step, kind is torch.optim.AdamW)
-        )
+        hyper = Hyper.sgd(group, step == 1) if rule == "sgd" else Hyper.adam(group, kind is torch.optim.AdamW)
+        update([hyper], skip=1.0 - zero)  # an overflow does not count
         update([hyper], factor=half, skip=zero)
     torch.testing.assert_close(weight.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     before = weight.clone()
@@ -159,3 +162,37 @@ def test_compute_sanitizer_finds_nothing() -> None:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *tests]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
         assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_a_table_follows_the_default_stream() -> None:
+    """A launch on another stream waits for the default one, whose kernel still reads the addresses."""
+    bucket = torch.zeros(1000, device="cuda")
+    copy = BucketCopy(one_after_another([1000]), bucket, 1, torch.float32)
+    first, second = (torch.full((1000,), float(value), device="cuda") for value in (1, 2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    copy.pack([first])
+    seen = bucket.clone()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        copy.pack([second])
+    torch.cuda.synchronize()
+    assert seen.unique().tolist() == [1.0] and bucket.unique().tolist() == [2.0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_launch_leaves_the_current_device_as_it_was() -> None:
+    tensors = [torch.ones(1000, device="cuda:1")]
+    bucket = torch.zeros(1000, device="cuda:1")
+    BucketCopy(one_after_another([1000]), bucket, 1, torch.float32).pack(tensors)
+    assert torch.cuda.current_device() == 0 and torch.empty(1, device="cuda").device.index == 0
+    assert torch.equal(bucket, tensors[0])
+
+
+def test_kernels_that_do_not_fit_are_told_apart() -> None:
+    from comm_core import CUDA_BUILT, _cuda
+
+    if not CUDA_BUILT:
+        pytest.skip("built without nvcc")
+    assert _cuda.unfit(0) is None
+    assert _cuda.unfit(torch.cuda.device_count())  # there is no such device

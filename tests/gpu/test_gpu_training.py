@@ -14,7 +14,7 @@ from dnn_bench.baselines.job import Job
 from dnn_bench.emulate import cli
 from dnn_bench.emulate.measure import Emulation
 from scheduler.ir.link import Link
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,8 @@ def build():
 def batch(rank, step):
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
 for gather in ("gradients", "parameters"):
-    for kind, more in ((torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (torch.optim.AdamW, dict(lr=1e-2))):
+    sgd, adamw = (torch.optim.SGD, dict(lr=0.1, momentum=0.9)), (torch.optim.AdamW, dict(lr=1e-2, eps=1e-3))
+    for kind, more in (sgd, adamw):
         model, plain = build(), build().double()
         optimizer = hvd.DistributedOptimizer(
             kind(model.parameters(), **more), model.named_parameters(), gather=gather, bucket_mb=0.1)
@@ -75,6 +76,123 @@ def test_training_equals_the_mean_batch(size: int) -> None:
         assert "trained on cuda" in result.stdout
         if size > torch.cuda.device_count():
             assert "staged, flags over" in result.stdout
+
+
+SKIPPED = """
+import torch, torch.nn as nn, commsched as hvd
+hvd.init()
+torch.cuda.set_device(0)
+torch.manual_seed(1)
+model, plain = (nn.Linear(64, 64).cuda() for _ in range(2))
+plain.load_state_dict(model.state_dict())
+make = lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, fused=True)
+optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), gather="parameters")
+reference = make(plain.parameters())
+scalers = [torch.amp.GradScaler(init_scale=4.0) for _ in range(2)]
+for step in range(12):
+    batch = torch.randn(5, 64).cuda() * (float("inf") if step % 5 == 0 else 1.0)
+    for each, inner, scaler in zip((model, plain), (optimizer, reference), scalers):
+        scaler.scale(each(batch).square().mean()).backward()
+        if inner is optimizer:
+            optimizer.synchronize()  # the scaler looks at whole gradients
+        scaler.step(inner)
+        scaler.update()
+        inner.zero_grad()
+for p, q in zip(model.parameters(), plain.parameters()):
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+assert {int(s["step"]) for s in optimizer.state_dict()["state"].values()} == {9}
+print("skipped steps do not count")
+"""
+
+
+def test_an_overflow_does_not_count_as_a_step() -> None:
+    for result in run_ranks(SKIPPED, 2, timeout=120, check=True):
+        assert "skipped steps do not count" in result.stdout
+
+
+BLOCKED = """
+import time, torch, commsched as hvd
+from commsched.errors import CommError
+hvd.init()
+torch.cuda.set_device(hvd.local_rank())
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(12):
+    model(torch.ones(2, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+wire = optimizer._driver.wire
+assert wire.transport_name.startswith("nccl"), wire.transport_name
+torch.cuda.synchronize()
+print("planned", flush=True)
+if hvd.rank() == 1:
+    time.sleep(100)
+with wire.device.on(wire.device.comm):
+    data = torch.ones(1 << 20, device="cuda")
+    wire.collectives.reduce_scatter(data, 1.0)  # rank 1 never comes
+    data.sum().item()
+try:
+    model(torch.ones(2, 64).cuda()).sum().backward()
+except CommError as error:
+    assert "rank 1 is gone" in str(error), error
+    print("told", flush=True)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_host_that_waits_for_its_gpu_is_freed_when_a_rank_dies() -> None:
+    with start_ranks(BLOCKED, 2) as ranks:
+        for rank in range(2):
+            ranks.wait_for_output(rank, "planned")
+        ranks.kill(1)
+        result = ranks.wait(100)[0]
+    assert "told" in result.stdout, result.stderr[-3000:]
+
+
+COMMUNICATORS = """
+import torch, torch.nn as nn, commsched as hvd
+hvd.init()
+torch.cuda.set_device(hvd.local_rank())
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+free = []
+for step in range(12):
+    model(torch.ones(2, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    free.append(torch.cuda.mem_get_info()[0])
+    model[0].bias.requires_grad_(bool(step % 2))
+optimizer.close()
+assert free[3] - free[-1] < 8 << 20, free  # a communicator holds tens of MB
+print("closed")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_frozen_parameters_leave_no_communicator_behind() -> None:
+    for result in run_ranks(COMMUNICATORS, 2, timeout=200, check=True):
+        assert "closed" in result.stdout
+
+
+JOIN = """
+import torch, commsched as hvd
+hvd.init()
+if hvd.rank() == 0:
+    torch.cuda.set_device(0)
+    found = hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum, name="x")
+    assert found.is_cuda and found.tolist() == [1.0] * 3
+    hvd.join(0)
+else:
+    hvd.join()  # its zeros are on the CPU
+    assert not torch.cuda.is_initialized()
+print("joined")
+"""
+
+
+def test_a_joined_rank_without_a_gpu() -> None:
+    for result in run_ranks(JOIN, 2, timeout=120, check=True):
+        assert "joined" in result.stdout
 
 
 NCCL_ALONE = """

@@ -1,6 +1,7 @@
 // Runs engines of several ranks in one process, over the hub and over TCP, for the sanitizers to watch: random plans, marks
 // from several threads, polls, delays, and every way to fail. Ends with status 1 at the first wrong number.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -53,7 +54,7 @@ Channels over_tcp(int size, unsigned) {
   }
   Channels channels(size);
   const std::string token(32, 'x');
-  on_ranks(size, [&](int rank) { channels[rank] = std::make_shared<TcpChannel>(rank, meshes[rank]->join(addresses, token, 10)); });
+  on_ranks(size, [&](int rank) { channels[rank] = std::make_shared<TcpChannel>(rank, meshes[rank]->join(addresses, token, 10, 25)); });
   return channels;
 }
 
@@ -177,6 +178,36 @@ void run_random_job(Random& random, const std::function<Channels(int, unsigned)>
   });
 }
 
+// Threads that wait for a bucket may wake up only after the buckets were replaced: they used to read the freed ones.
+void run_waits_while_buckets_are_replaced() {
+  constexpr int kWaiters = 16;
+  const Job before{1, false, {100}, {false}, {{Op::RS, 0}, {Op::AG, 0}}};
+  const Job after{1, false, {100, 100, 100}, {false, false, false}, {{Op::RS, 2}, {Op::AG, 2}}};
+  Buffers first, second;
+  Engine engine(make_transport(over_hub(1, 1), 0, false, 256), 30);
+  describe_buckets(engine, before, first);
+  engine->install(before.plan);
+  engine->begin_step();
+  std::atomic<int> waiting = 0;
+  std::vector<std::jthread> waiters;
+  for (int i = 0; i < kWaiters; ++i) {
+    waiters.emplace_back([&] {
+      ++waiting;
+      try {
+        engine->wait(0, Stage::gathered, {}, 1);
+      } catch (const EngineError&) {  // it came too late: there is no such bucket for a moment
+      }
+    });
+  }
+  while (waiting < kWaiters) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  engine->mark_ready(0);
+  engine->wait_all({});
+  engine->clear_buckets();
+  describe_buckets(engine, after, second);  // more than before, so that the old ones' memory is given back
+  engine->install(after.plan);
+}
+
 // One rank stops after `healthy` steps, in one of several ways; the others must end with an error, and soon.
 enum class Fault { close, abort, vanish };
 
@@ -223,6 +254,7 @@ int main(int argc, char** argv) {
       run_failing_job(over_hub, fault, ring);
     }
   }
+  for (int i = 0; i < 10 * rounds; ++i) run_waits_while_buckets_are_replaced();
   require(!LinkGate::of_process().passages(true).empty(), "that anything passed the gate");
   std::printf("ok: %d rounds\n", rounds);
   return 0;

@@ -38,6 +38,7 @@ import psutil
 
 from dnn_bench.runner.ports import HeldPort
 from tests.support import nursery
+from tests.support.needs import skip_without_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
@@ -76,6 +77,7 @@ def launcher_command(launcher: str, nprocs: int, port: int = 0) -> list[str]:
     """What stands before `python script`, empty where ranks start one by one; torchrun needs a `port`."""
     beside = Path(sys.executable).parent
     if launcher == "horovodrun":
+        skip_without_horovod()
         # Without --disable-cache it would write to the home folder.
         hosts = ["-H", f"localhost:{nprocs}"]
         return [str(beside / "horovodrun"), "--disable-cache", "--gloo", "-np", str(nprocs), *hosts]

@@ -31,12 +31,14 @@ class CastEachStep:
         for weight, copy in zip(self.weights, self.copies, strict=True):
             weight.data.copy_(copy.detach())
 
-    def clip(self, bound: float) -> torch.Tensor:
-        """The float32 gradients of the next step, clipped."""
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients, in float64."""
         grads = [p.grad.double().flatten() for p in self.weights if p.grad is not None]
-        total = torch.linalg.vector_norm(torch.cat(grads))
-        self.factor = torch.clamp(bound / (total + 1e-6), max=1.0)
-        return total
+        return torch.linalg.vector_norm(torch.cat(grads))
+
+    def clip(self, bound: float, norm: torch.Tensor) -> None:
+        """Scale the next step's gradients to this bound, given their norm."""
+        self.factor = torch.clamp(bound / (norm + 1e-6), max=1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for weight in self.weights:

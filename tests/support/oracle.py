@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.rounding import rounding
+
 Loss = Callable[[nn.Module, int, int], "torch.Tensor | None"]
 """Of a model, a rank and a step. None: this rank does no backward."""
 
@@ -112,17 +114,31 @@ def assert_same_bits(actual: Any, expected: Any, what: str = "parameters") -> No
             )
 
 
-def assert_close(actual: Any, expected: Any, relative: float, what: str = "parameters") -> None:
-    """Largest difference in relation to the largest value of each tensor."""
+def terms_of(model: nn.Module, steps: int) -> int:
+    """Terms of all sums in these steps: forward and backward of each parameter, at most all elements each."""
+    params = list(model.parameters())
+    return sum(p.numel() for p in params) * 2 * len(params) * steps
+
+
+def assert_close(
+    actual: Any, expected: Any, terms: int, what: str = "parameters", worth: float = 1e-3
+) -> None:
+    """Each tensor within its type's rounding of sums of ``terms``, as a share of its largest value.
+
+    A largest value below ``worth`` counts as that much.
+    """
     for number, (a, e) in enumerate(zip(values(actual), values(expected), strict=True)):
         if a.numel() == 0:
             continue
-        worst, scale = float((a.double() - e.double()).abs().max()), float(e.double().abs().max())
-        if not worst <= relative * max(scale, 1e-3):
+        if not e.is_floating_point():
+            assert torch.equal(a, e), f"{what}: tensor {number} is {a}, not {e}"
+            continue
+        worst, scale = float((a.double() - e.double()).abs().max()), max(float(e.double().abs().max()), worth)
+        allowed = rounding(e.dtype, terms)
+        if not worst <= allowed * scale:
             raise AssertionError(
                 f"{what}: tensor {number} of shape {tuple(a.shape)} {a.dtype} differs by {worst},"
-                f" {worst / max(scale, 1e-3):.2e}"
-                f" of its largest value; allowed are {relative}"
+                f" {worst / scale:.2e} of its largest value; rounding explains {allowed:.2e}"
             )
 
 

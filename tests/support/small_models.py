@@ -15,8 +15,18 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 3))
 
 
+def mlp64() -> nn.Module:
+    """In float64, for comparisons within rounding."""
+    return mlp().double()
+
+
+def samples(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """This rank's samples of this step, in the type of the model's first parameter."""
+    return batch(rank, step, dtype=next(model.parameters()).dtype)
+
+
 def loss_of(step: int, scale: float = 1.0) -> Callable[[nn.Module, int], torch.Tensor]:
-    return lambda model, rank: model(batch(rank, step)).square().mean() * scale
+    return lambda model, rank: model(samples(model, rank, step)).square().mean() * scale
 
 
 class Branches(nn.Module):
@@ -35,8 +45,12 @@ class Branches(nn.Module):
         return self.head(x)
 
 
+def branches64() -> nn.Module:
+    return Branches().double()
+
+
 def using(step: int, *use: int) -> Callable[[nn.Module, int], torch.Tensor]:
-    return lambda model, rank: model(batch(rank, step), use or (0, 1, 2, 3)).square().mean()
+    return lambda model, rank: model(samples(model, rank, step), use or (0, 1, 2, 3)).square().mean()
 
 
 class Words(nn.Module):
@@ -47,6 +61,10 @@ class Words(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.out(self.embed(words))
+
+
+def words64() -> nn.Module:
+    return Words(True).double()
 
 
 def words_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:

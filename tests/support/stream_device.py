@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -120,11 +121,48 @@ class FakeCollectives:
     def abort(self, reason: str) -> None:
         self.aborted = reason
 
+    def close(self) -> None:
+        pass
+
     def _put(self, op: str, bucket: torch.Tensor) -> None:
         number, self._count = self._count, self._count + 1
         stream = self._device.current()
         stream.put(lambda: self._network.arrive(self._rank, number, op, bucket))
         stream.put(lambda: None, lambda: self._network.is_over(number))
+
+
+class GroupOnPaper:
+    """A ``ProcessGroupNCCL`` on paper, over a group for CPU tensors; ``living`` hold a communicator."""
+
+    living: list[GroupOnPaper] = []
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.ended = ""
+        self.living.append(self)
+
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def _reduce_scatter_base(self, shard: torch.Tensor, bucket: torch.Tensor, options: Any) -> Any:
+        return self._group._reduce_scatter_base(shard, bucket.clone(), options)
+
+    def _allgather_base(self, bucket: torch.Tensor, shard: torch.Tensor, options: Any) -> Any:
+        return self._group._allgather_base(bucket, shard.clone(), options)
+
+    def shutdown(self) -> None:
+        self._end("shut down")
+
+    def abort(self) -> None:
+        self._end("aborted")
+
+    def _end(self, how: str) -> None:
+        assert not self.ended, f"{how}, but {self.ended} already"
+        self.ended = how
+        self.living.remove(self)
 
 
 class RegisteringGroup:

@@ -143,14 +143,17 @@ bool EngineCore::done(int bucket, Stage stage, std::optional<int64_t> step) cons
 
 void EngineCore::wait(int bucket, Stage stage, std::optional<double> timeout, std::optional<int64_t> step) {
   Lock lock(mutex_);
-  const Bucket& b = staged(bucket, stage);
+  staged(bucket, stage);
   const int64_t wanted = step.value_or(begun_);
   if (wanted > begun_) throw usage("step " + std::to_string(wanted) + " has not begun");
-  const int64_t& reached = stage == Stage::reduced ? b.reduced : b.gathered;
+  // Another thread may replace the buckets as soon as the step has finished: from then on `bucket` is not looked up again.
+  const auto reached = [&] {
+    return finished_ >= wanted || (stage == Stage::reduced ? buckets_[bucket].reduced : buckets_[bucket].gathered) >= wanted;
+  };
   // What has arrived stays readable after a failure: it may be what says why the others gave up.
-  if (reached >= wanted) return;
+  if (reached()) return;
   throw_if_failed();
-  wait_until(lock, [&] { return reached >= wanted; }, timeout,
+  wait_until(lock, reached, timeout,
              (stage == Stage::reduced ? "RS of bucket " : "AG of bucket ") + name(bucket) + in_step(wanted));
 }
 

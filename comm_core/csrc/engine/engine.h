@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "event_log.h"
+#include "socket.h"
 #include "transport.h"
 
 namespace commsched {
@@ -100,6 +101,7 @@ class EngineCore {
 };
 
 // All methods may be called from any thread. A failure, once it happened, is thrown by every later call that marks or waits.
+// In a forked child, which has neither the thread nor the connections, every call but close() is an error.
 class Engine {
  public:
   explicit Engine(std::shared_ptr<Transport> transport, double timeout_seconds = 300, size_t max_events = 1 << 15);
@@ -107,13 +109,14 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  EngineCore* operator->() { return core_.get(); }
+  EngineCore* operator->();
 
   void abort(const std::string& reason);
   void close() noexcept;  // never hangs; whatever is in flight is aborted
 
  private:
   std::shared_ptr<EngineCore> core_;
+  const Owned owned_;
   std::mutex closing_;
   std::thread thread_;
 };

@@ -74,9 +74,20 @@ Engine::Engine(std::shared_ptr<Transport> transport, double timeout_seconds, siz
     : core_(std::make_shared<EngineCore>(std::move(transport), timeout_seconds, max_events)),
       thread_([core = core_] { core->run(); }) {}
 
-void Engine::abort(const std::string& reason) { core_->fail(EngineError(ErrorKind::aborted, reason)); }
+EngineCore* Engine::operator->() {
+  if (owned_.here()) return core_.get();
+  throw EngineError(ErrorKind::usage, "this process was forked from the one that made the engine of rank " +
+                                          std::to_string(core_->transport().rank()) +
+                                          ": the engine works only there; make another one here, or start the process with spawn");
+}
+
+void Engine::abort(const std::string& reason) { (*this)->fail(EngineError(ErrorKind::aborted, reason)); }
 
 void Engine::close() noexcept {
+  if (!owned_.here()) {
+    new std::thread(std::move(thread_));  // there is no such thread here: it can be neither joined nor forgotten
+    return;
+  }
   const std::lock_guard lock(closing_);
   if (!thread_.joinable()) return;
   core_->stop();

@@ -23,9 +23,17 @@ std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
-TcpChannel::TcpChannel(int rank, std::vector<Socket> sockets)
-    : rank_(rank), peers_(sockets.size()), polled_(sockets.size() + 1), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), culprit_(rank) {
-  for (size_t i = 0; i < sockets.size(); ++i) peers_[i].socket = std::move(sockets[i]);
+TcpChannel::TcpChannel(int rank, std::vector<Connection> connections)
+    : rank_(rank),
+      peers_(connections.size()),
+      polled_(2 * connections.size() + 1),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      culprit_(rank) {
+  for (size_t i = 0; i < connections.size(); ++i) {
+    peers_[i].connection = std::move(connections[i]);
+    polled_[i] = {-1, 0, 0};
+    polled_[peers_.size() + i] = {peers_[i].connection.keepalive.fd(), 0, 0};  // poll() always tells failures
+  }
   polled_.back() = {wake_.fd(), POLLIN, 0};
 }
 
@@ -60,18 +68,33 @@ bool TcpChannel::done(const Request& request) const {
   return (request.is_send ? peer.out.done : peer.in.done) > request.sequence;
 }
 
-// What is still to move of the first messages, as pieces of memory.
-int TcpChannel::Stream::gather(iovec* pieces, bool incoming) {
+// What is still to leave of the first messages, as pieces of memory.
+int TcpChannel::Stream::gather_outgoing(iovec* pieces) {
   int count = 0;
   size_t skip = moved;
   for (uint64_t i = done; i < posted && count + 2 <= kPieces; ++i) {
     Message& message = (*this)[i];
-    char* header = reinterpret_cast<char*>(incoming ? &message.arrived : &message.header);
-    if (skip < sizeof(Header)) pieces[count++] = {header + skip, sizeof(Header) - skip};
+    if (skip < sizeof(Header)) pieces[count++] = {reinterpret_cast<char*>(&message.header) + skip, sizeof(Header) - skip};
     const size_t begin = skip > sizeof(Header) ? skip - sizeof(Header) : 0;
     if (begin < message.header.bytes) pieces[count++] = {message.data + begin, message.header.bytes - begin};
     skip = 0;
   }
+  return count;
+}
+
+// The next message's header; once that was checked, the rest of the message and the header behind it. A buffer therefore
+// receives only bytes that were announced as its own, never the text of a farewell.
+int TcpChannel::Stream::gather_incoming(iovec* pieces) {
+  if (idle()) return 0;
+  int count = 0;
+  uint64_t next = done;
+  size_t skip = moved;
+  if (moved >= sizeof(Header)) {
+    Message& message = (*this)[next++];
+    pieces[count++] = {message.data + moved - sizeof(Header), total(message) - moved};
+    skip = 0;
+  }
+  if (next < posted) pieces[count++] = {reinterpret_cast<char*>(&(*this)[next].arrived) + skip, sizeof(Header) - skip};
   return count;
 }
 
@@ -95,9 +118,9 @@ bool TcpChannel::write(int peer) {
   iovec pieces[kPieces];
   msghdr batch{};
   batch.msg_iov = pieces;
-  batch.msg_iovlen = stream.gather(pieces, false);
+  batch.msg_iovlen = stream.gather_outgoing(pieces);
   if (batch.msg_iovlen == 0) return false;
-  const ssize_t sent = ::sendmsg(peers_[peer].socket.fd(), &batch, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const ssize_t sent = ::sendmsg(peers_[peer].fd(), &batch, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent > 0) {
     advance(peer, stream, false, sent);
     return true;
@@ -110,34 +133,42 @@ bool TcpChannel::write(int peer) {
   return false;
 }
 
+// The number of bytes that came, 0 when there are none.
+size_t TcpChannel::receive(int peer, msghdr& batch, int flags) {
+  const ssize_t got = ::recvmsg(peers_[peer].fd(), &batch, MSG_DONTWAIT | flags);
+  if (got > 0) return got;
+  if (got == 0) lose(peer, "it closed the connection");
+  if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) lose(peer, std::strerror(errno));
+  return 0;
+}
+
 bool TcpChannel::read(int peer) {
   Stream& stream = peers_[peer].in;
-  iovec pieces[kPieces];
-  Header unexpected;
+  if (stream.idle()) look_for_farewell(peer);
+  bool moved = false;
+  iovec pieces[2];
   msghdr batch{};
   batch.msg_iov = pieces;
-  batch.msg_iovlen = stream.gather(pieces, true);
-  const bool expecting = batch.msg_iovlen > 0;
-  if (!expecting) {
-    pieces[0] = {&unexpected, sizeof(unexpected)};
-    batch.msg_iovlen = 1;
-  }
-  // Where nothing is expected this is called only to look for a farewell: leave anything else in the socket.
-  const ssize_t got = ::recvmsg(peers_[peer].socket.fd(), &batch, MSG_DONTWAIT | (expecting ? 0 : MSG_PEEK));
-  if (got == 0) lose(peer, "it closed the connection");
-  if (got < 0) {
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return false;
-    lose(peer, std::strerror(errno));
-  }
-  if (expecting) {
+  while ((batch.msg_iovlen = stream.gather_incoming(pieces)) > 0) {
+    const size_t wanted = pieces[0].iov_len + (batch.msg_iovlen > 1 ? pieces[1].iov_len : 0);
+    const size_t got = receive(peer, batch, 0);
     advance(peer, stream, true, got);
-    return true;
+    moved |= got > 0;
+    if (got < wanted) break;  // the socket is empty
   }
-  if (got == sizeof(unexpected) && unexpected.kind == kFarewell) {
-    ::recv(peers_[peer].socket.fd(), &unexpected, sizeof(unexpected), MSG_DONTWAIT);
-    hear_farewell(peer, unexpected);
-  }
-  return false;
+  return moved;
+}
+
+// Where no message is expected: anything but a farewell stays in the socket.
+void TcpChannel::look_for_farewell(int peer) {
+  Header header;
+  iovec piece{&header, sizeof(header)};
+  msghdr batch{};
+  batch.msg_iov = &piece;
+  batch.msg_iovlen = 1;
+  if (receive(peer, batch, MSG_PEEK) < sizeof(header) || header.kind != kFarewell) return;
+  receive(peer, batch, 0);
+  hear_farewell(peer, header);
 }
 
 void TcpChannel::check_arrived(int peer, const Message& message) {
@@ -153,22 +184,12 @@ void TcpChannel::check_arrived(int peer, const Message& message) {
                     peer);
 }
 
-// The farewell's header lies in `header`; its text was read into the message's memory, or is still to be read.
+// The farewell's header was read; its text comes next.
 void TcpChannel::hear_farewell(int peer, const Header& header) {
-  Stream& stream = peers_[peer].in;
   char text[kMaxText] = {};
-  size_t length = 0;
-  const size_t wanted = std::min<size_t>(header.bytes, kMaxText);
-  if (!stream.idle() && stream.moved > sizeof(Header)) {
-    length = std::min(wanted, stream.moved - sizeof(Header));
-    std::memcpy(text, stream[stream.done].data, length);
-  }
-  if (length < wanted) {
-    const ssize_t more = ::recv(peers_[peer].socket.fd(), text + length, wanted - length, MSG_DONTWAIT);
-    if (more > 0) length += more;
-  }
+  const ssize_t length = ::recv(peers_[peer].fd(), text, std::min<size_t>(header.bytes, kMaxText), MSG_DONTWAIT);
   culprit_ = static_cast<int>(header.tag.bucket);
-  throw EngineError(ErrorKind::peer_lost, rank_name(peer) + " gave up: " + std::string(text, length), culprit_);
+  throw EngineError(ErrorKind::peer_lost, rank_name(peer) + " gave up: " + std::string(text, std::max<ssize_t>(length, 0)), culprit_);
 }
 
 void TcpChannel::lose(int peer, const std::string& why) {
@@ -189,18 +210,29 @@ bool TcpChannel::move_ready() {
   return moved;
 }
 
+// Reports a host that does not answer, after everything that did arrive has been taken in.
+void TcpChannel::check_hosts() {
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    pollfd& entry = polled_[peers_.size() + i];
+    if (entry.fd < 0 || entry.revents == 0) continue;
+    const std::string why = lost_host(entry.fd, peers_[i].connection.host);
+    if (!why.empty()) lose(static_cast<int>(i), why);
+    entry.fd = -1;  // its process has ended: the connection with the data tells
+  }
+}
+
 // Has poll() look at what a peer's messages need, and not wake us for less than is worth it.
 void TcpChannel::watch(size_t i) {
   Peer& peer = peers_[i];
   const short events = (peer.in.idle() ? 0 : POLLIN) | (peer.out.idle() ? 0 : POLLOUT);
-  polled_[i] = {events != 0 ? peer.socket.fd() : -1, events, 0};
+  polled_[i] = {events != 0 ? peer.fd() : -1, events, 0};
   if (peer.in.idle()) return;
   // Not more than the next message has left: what follows it may not come before that one was answered.
   const size_t left = total(peer.in[peer.in.done]) - peer.in.moved;
   const int enough = static_cast<int>(std::min(left, kWorthWaking));
   if (enough == peer.enough) return;
   peer.enough = enough;
-  setsockopt(peer.socket.fd(), SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
+  setsockopt(peer.fd(), SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
 }
 
 void TcpChannel::sleep(Deadline deadline) {
@@ -225,7 +257,10 @@ void TcpChannel::wait(const Request& request) {
     if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
     if (move_ready()) {
       deadline = Clock::now() + timeout_;
-    } else if (Clock::now() >= deadline) {
+      continue;
+    }
+    check_hosts();
+    if (Clock::now() >= deadline) {
       culprit_ = request.peer;
       throw late(request);
     }
@@ -239,6 +274,7 @@ EngineError TcpChannel::late(const Request& request) const {
 }
 
 void TcpChannel::abort(const std::string& reason) noexcept {
+  if (!owned_.here()) return;  // the lock may never be free here
   const std::lock_guard lock(mutex_);
   if (aborted_) return;
   aborted_ = true;
@@ -255,8 +291,8 @@ void TcpChannel::say_farewell(const std::string& reason) noexcept {
   header.tag.bucket = static_cast<uint32_t>(culprit_);
   const std::string bytes = std::string(reinterpret_cast<const char*>(&header), sizeof(header)) + text;
   for (Peer& peer : peers_) {
-    if (!peer.socket) continue;
-    const int fd = peer.socket.fd();
+    if (!peer.connection.data) continue;
+    const int fd = peer.fd();
     if (peer.out.moved == 0) {
       [[maybe_unused]] const ssize_t sent = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <array>
@@ -16,7 +17,7 @@ namespace commsched {
 
 class TcpChannel : public Channel {
  public:
-  TcpChannel(int rank, std::vector<Socket> sockets);
+  TcpChannel(int rank, std::vector<Connection> connections);
   ~TcpChannel() override;
 
   Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) override;
@@ -49,13 +50,16 @@ class TcpChannel : public Channel {
 
     Message& operator[](uint64_t i) { return messages[i % kSlots]; }
     bool idle() const { return posted == done; }
-    int gather(iovec* pieces, bool incoming);
+    int gather_outgoing(iovec* pieces);
+    int gather_incoming(iovec* pieces);
   };
   struct Peer {
-    Socket socket;
+    Connection connection;
     Stream out;
     Stream in;
     int enough = 1;  // bytes that poll() waits for
+
+    int fd() const { return connection.data.fd(); }
   };
 
   static size_t total(const Message& message) { return sizeof(Header) + message.header.bytes; }
@@ -63,9 +67,12 @@ class TcpChannel : public Channel {
   bool done(const Request& request) const;
   bool write(int peer);
   bool read(int peer);
+  void look_for_farewell(int peer);
+  size_t receive(int peer, msghdr& batch, int flags);
   void advance(int peer, Stream& stream, bool incoming, size_t bytes);
   void check_arrived(int peer, const Message& message);
   bool move_ready();
+  void check_hosts();
   void watch(size_t peer);
   void sleep(Deadline deadline);
   [[noreturn]] void lose(int peer, const std::string& why);
@@ -76,8 +83,9 @@ class TcpChannel : public Channel {
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
   std::vector<Peer> peers_;
-  std::vector<pollfd> polled_;  // one per peer, then the one that abort() wakes
+  std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then the one that abort() wakes
   Socket wake_;
+  const Owned owned_;
 
   std::mutex mutex_;  // the streams; not held while asleep
   bool aborted_ = false;

@@ -23,6 +23,7 @@ struct Hello {
   char token[kTokenBytes] = {};
   uint32_t rank = 0;
   uint32_t size = 0;
+  uint32_t is_keepalive = 0;
 };
 
 EngineError lost(const std::string& what, int peer = -1) {
@@ -94,25 +95,20 @@ bool accept_one(const Socket& listener, Deadline deadline, Socket& socket, Hello
   return ::recv(socket.fd(), &hello, sizeof(hello), MSG_WAITALL) == sizeof(hello);
 }
 
-void make_ready(const Socket& socket) {
+Socket& socket_of(Connection& connection, const Hello& hello) {
+  return hello.is_keepalive != 0 ? connection.keepalive : connection.data;
+}
+
+void make_ready(Connection& connection, double host_timeout_seconds) {
+  if (!connection.data) return;
   const int on = 1;
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  set_deadline(socket, Clock::now());  // not used any more: every call is MSG_DONTWAIT
+  setsockopt(connection.data.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  set_deadline(connection.data, Clock::now());  // not used any more: every call is MSG_DONTWAIT
+  set_keepalive(connection.keepalive.fd(), host_timeout_seconds);
+  connection.host = peer_address(connection.keepalive.fd());
 }
 
 }  // namespace
-
-Socket& Socket::operator=(Socket&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-Socket::~Socket() {
-  if (fd_ >= 0) ::close(fd_);
-}
 
 TcpMesh::TcpMesh(int rank, int size, const std::string& host) : rank_(rank), size_(size), host_(host) {
   if (rank < 0 || rank >= size) {
@@ -123,11 +119,12 @@ TcpMesh::TcpMesh(int rank, int size, const std::string& host) : rank_(rank), siz
   if (::bind(listener_.fd(), addresses->ai_addr, addresses->ai_addrlen) != 0) throw lost("cannot listen at " + host);
   // Whoever called may have left again before it is accepted.
   ::fcntl(listener_.fd(), F_SETFL, O_NONBLOCK);
-  if (::listen(listener_.fd(), size) != 0) throw lost("cannot listen at " + host);
+  if (::listen(listener_.fd(), 2 * size) != 0) throw lost("cannot listen at " + host);
   port_ = port_of(listener_);
 }
 
-std::vector<Socket> TcpMesh::join(const std::vector<Address>& addresses, const std::string& token, double timeout_seconds) {
+std::vector<Connection> TcpMesh::join(const std::vector<Address>& addresses, const std::string& token, double timeout_seconds,
+                                      double host_timeout_seconds) {
   if (addresses.size() != static_cast<size_t>(size_) || token.size() != kTokenBytes) {
     throw EngineError(ErrorKind::usage, "join() needs an address per rank and a token of " + std::to_string(kTokenBytes) +
                                             " bytes, but got " + std::to_string(addresses.size()) + " and " + std::to_string(token.size()));
@@ -137,22 +134,26 @@ std::vector<Socket> TcpMesh::join(const std::vector<Address>& addresses, const s
   std::memcpy(mine.token, token.data(), kTokenBytes);
   mine.rank = rank_;
   mine.size = size_;
-  std::vector<Socket> sockets(size_);
-  for (int peer = 0; peer < rank_; ++peer) sockets[peer] = connect_to(addresses[peer], peer, mine, deadline);
-  for (int missing = size_ - 1 - rank_; missing > 0;) {
+  std::vector<Connection> connections(size_);
+  for (int peer = 0; peer < rank_; ++peer) {
+    for (mine.is_keepalive = 0; mine.is_keepalive < 2; ++mine.is_keepalive) {
+      socket_of(connections[peer], mine) = connect_to(addresses[peer], peer, mine, deadline);
+    }
+  }
+  for (int missing = 2 * (size_ - 1 - rank_); missing > 0;) {
     Socket socket;
     Hello theirs;
     if (!accept_one(listener_, deadline, socket, theirs)) continue;
     const bool known = std::memcmp(theirs.token, mine.token, kTokenBytes) == 0 && theirs.size == mine.size;
-    if (!known || theirs.rank <= mine.rank || theirs.rank >= mine.size || sockets[theirs.rank]) continue;
-    sockets[theirs.rank] = std::move(socket);
+    if (!known || theirs.rank <= mine.rank || theirs.rank >= mine.size) continue;
+    Socket& place = socket_of(connections[theirs.rank], theirs);
+    if (place) continue;
+    place = std::move(socket);
     --missing;
   }
-  for (const Socket& socket : sockets) {
-    if (socket) make_ready(socket);
-  }
+  for (Connection& connection : connections) make_ready(connection, host_timeout_seconds);
   listener_ = Socket();
-  return sockets;
+  return connections;
 }
 
 }  // namespace commsched

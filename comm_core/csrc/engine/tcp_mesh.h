@@ -5,34 +5,22 @@
 #include <string>
 #include <vector>
 
+#include "socket.h"
 #include "types.h"
 
 namespace commsched {
 
-// A file descriptor that closes itself.
-class Socket {
- public:
-  Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(other.release()) {}
-  Socket& operator=(Socket&& other) noexcept;
-  ~Socket();
-
-  int fd() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  int release() {
-    const int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-
- private:
-  int fd_ = -1;
-};
-
 struct Address {
   std::string host;
   int port = 0;
+};
+
+// What joins this rank to another one. `keepalive` never carries data, so it tells whether the other host answers even where
+// bytes in `data` wait for a rank that computes for minutes.
+struct Connection {
+  Socket data;
+  Socket keepalive;
+  std::string host;  // the other end's address
 };
 
 // One rank's way into the mesh: listens from the beginning, so that its address can be told to the others before join().
@@ -43,9 +31,10 @@ class TcpMesh {
   int rank() const { return rank_; }
   Address address() const { return {host_, port_}; }
 
-  // One connected, non-blocking socket per rank (none for this one). `token` keeps strangers out: all ranks know it and
-  // nobody else does.
-  std::vector<Socket> join(const std::vector<Address>& addresses, const std::string& token, double timeout_seconds);
+  // One connection per rank (none for this one). `token` keeps strangers out: all ranks know it and nobody else does.
+  // `keepalive` fails when the other host has not answered for `host_timeout_seconds`.
+  std::vector<Connection> join(const std::vector<Address>& addresses, const std::string& token, double timeout_seconds,
+                               double host_timeout_seconds);
 
  private:
   const int rank_;

@@ -20,6 +20,7 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using Stage = EngineCore::Stage;
 constexpr size_t kSegmentBytes = 256 << 10;
 constexpr int kDepth = 4;
+constexpr double kHostTimeout = 25;
 
 c10::intrusive_ptr<c10d::Backend> as_backend(const py::object& object) {
   try {
@@ -103,11 +104,13 @@ void def_alone(py::class_<Transport, std::shared_ptr<Transport>>& type, const ch
       py::arg("step") = 0);
 }
 
-std::vector<Socket> join(TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
-                         double timeout_seconds) {
+using Addresses = std::vector<std::pair<std::string, int>>;
+
+std::vector<Connection> join(TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout_seconds,
+                             double host_timeout_seconds) {
   std::vector<Address> others;
   for (const auto& [host, port] : addresses) others.push_back({host, port});
-  return mesh.join(others, token, timeout_seconds);
+  return mesh.join(others, token, timeout_seconds, host_timeout_seconds);
 }
 
 void bind_channels(py::module_& m) {
@@ -122,20 +125,34 @@ void bind_channels(py::module_& m) {
       .def_property_readonly("port", [](const TcpMesh& mesh) { return mesh.address().port; })
       .def(
           "join",
-          [](TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
-             double timeout_seconds) {
-            return std::make_shared<TcpChannel>(mesh.rank(), join(mesh, addresses, token, timeout_seconds));
+          [](TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout, double host_timeout) {
+            return std::make_shared<TcpChannel>(mesh.rank(), join(mesh, addresses, token, timeout, host_timeout));
           },
-          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0, NoGil())
+          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0,
+          py::arg("host_timeout_seconds") = kHostTimeout, NoGil())
       .def(
           "connect",
-          [](TcpMesh& mesh, const std::vector<std::pair<std::string, int>>& addresses, const std::string& token,
-             double timeout_seconds) {
-            std::vector<int> descriptors;
-            for (Socket& socket : join(mesh, addresses, token, timeout_seconds)) descriptors.push_back(socket.release());
+          [](TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout, double host_timeout) {
+            std::vector<std::pair<int, int>> descriptors;
+            for (Connection& one : join(mesh, addresses, token, timeout, host_timeout)) {
+              descriptors.emplace_back(one.data.release(), one.keepalive.release());
+            }
             return descriptors;
           },
-          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0, NoGil());
+          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0,
+          py::arg("host_timeout_seconds") = kHostTimeout, NoGil());
+  m.def(
+      "abort_message",
+      [](const py::object& work) {
+        auto* message = work.cast<c10d::Work*>();
+        const py::gil_scoped_release no_gil;
+        message->abort();
+      },
+      py::arg("work"));
+  m.attr("HOST_TIMEOUT") = kHostTimeout;
+  m.def("set_keepalive", &set_keepalive, py::arg("descriptor"), py::arg("seconds"));
+  m.def("peer_address", &peer_address, py::arg("descriptor"));
+  m.def("lost_host", &lost_host, py::arg("descriptor"), py::arg("address"));
   py::class_<HubChannel, Channel, std::shared_ptr<HubChannel>>(m, "HubChannel");
   py::class_<Hub, std::shared_ptr<Hub>>(m, "Hub")
       .def(py::init<int>(), py::arg("size"))

@@ -1,5 +1,31 @@
 """What may be done to split tiles. Importing a module here registers its operations."""
 
-from commsched.spatial.ops import conv, dropout, loss, norm, pad, pointwise, pool, reduce, resize, shape
+from commsched.spatial.ops import (
+    conv,
+    create,
+    dropout,
+    gradients,
+    loss,
+    norm,
+    pad,
+    pointwise,
+    pool,
+    reduce,
+    resize,
+    shape,
+)
 
-__all__ = ["conv", "dropout", "loss", "norm", "pad", "pointwise", "pool", "reduce", "resize", "shape"]
+__all__ = [
+    "conv",
+    "create",
+    "dropout",
+    "gradients",
+    "loss",
+    "norm",
+    "pad",
+    "pointwise",
+    "pool",
+    "reduce",
+    "resize",
+    "shape",
+]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.intervals import Split, pad_want
-from commsched.spatial.layout import enter, take
+from commsched.spatial.intervals import Split, Want, Window, pad_want
+from commsched.spatial.layout import enter, replicate, take
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
 
 
@@ -65,9 +65,42 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
             raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")
 
 
+@handles(torch.roll, torch.Tensor.roll)
+def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
+    """Pixels that leave at one end come in at the other: a fetch that wraps around."""
+    moves, along = _ints(shifts), _ints(() if dims is None else dims)
+    if not along:  # over the flattened tensor
+        return torch.roll(replicate(input), moves)
+    if len(moves) != len(along):
+        raise ValueError(f"{input.mesh.where('roll')}: {len(moves)} shifts for {len(along)} dimensions")
+    amounts: dict[int, int] = {}
+    for shift, dim in zip(moves, along):
+        dim = dim if dim < 0 else dim - input.ndim
+        amounts[dim] = amounts.get(dim, 0) + shift
+    cuts, wants = list(input.cuts), {}
+    for axis, cut in cut_axes(input.cuts):
+        shift = amounts.pop(cut.dim, 0) % cut.split.size
+        if shift:
+            cuts[axis] = Cut(cut.dim, cut.split.with_margin((0, 0)))
+            wants[axis] = tuple(_shifted(cut.split, part, shift) for part in range(cut.split.parts))
+    local = take(input, wants) if wants else enter(input, input.mesh, input.cuts)
+    if amounts:
+        local = torch.roll(local, tuple(amounts.values()), tuple(amounts))
+    return Tile.make(local, input.mesh, tuple(cuts))
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _shifted(split: Split, part: int, shift: int) -> Want:
+    lo, hi = split.owned(part)
+    return pad_want(lo - shift, hi - shift, split.size, "circular")
+
+
 @handles(torch.Tensor.__getitem__)
 def getitem(tile: Any, index: Any) -> Any:
-    """Indexing that leaves the split dimensions whole or crops them by slices of step 1."""
+    """Indexing that leaves the split dimensions whole, crops them, or takes every so many pixels of them."""
     if not isinstance(tile, Tile):
         return unsupported(torch.Tensor.__getitem__, (tile, index), {}, "the index is split")
     entries = index if isinstance(index, tuple) else (index,)
@@ -88,12 +121,14 @@ def getitem(tile: Any, index: Any) -> Any:
         dims[position] = kept
         axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim + tile.ndim == position), None)
         if axis is not None:
-            if isinstance(entry, int) or entry.step not in (None, 1):
+            if isinstance(entry, int):
                 return unsupported(
                     torch.Tensor.__getitem__, (tile, index), {}, f"dimension {position} is split"
                 )
-            lo, hi, _ = entry.indices(tile.shape[position])
-            if (lo, hi) != (0, tile.shape[position]):
+            lo, hi, step = entry.indices(tile.shape[position])
+            if step != 1:
+                tile = _strided(tile, axis, range(lo, hi, step))
+            elif (lo, hi) != (0, tile.shape[position]):
                 crops[position - tile.ndim] = (-lo, max(hi, lo) - tile.shape[position])
             entry = slice(None)
         local_index.append(entry)
@@ -107,6 +142,20 @@ def getitem(tile: Any, index: Any) -> Any:
         None if cut is None else Cut(dims[cut.dim + tile.ndim] - kept, cut.split) for cut in tile.cuts
     )
     return Tile.make(result, tile.mesh, cuts)
+
+
+def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
+    """``pixels`` along ``axis``: each stays with its owner, so nothing is sent."""
+    cut = tile.cuts[axis]
+    assert cut is not None
+    split = Window(1, pixels.step, before=-pixels.start).split(cut.split, len(pixels))
+    part = tile.mesh.coord[axis]
+    chosen, start = pixels[slice(*split.owned(part))], cut.split.held(part)[0]
+    own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)
+    index = (..., own, *((slice(None),) * (-1 - cut.dim)))
+    local = enter(tile, tile.mesh, tile.cuts)[index]
+    cuts = tuple(Cut(cut.dim, split) if a == axis else other for a, other in enumerate(tile.cuts))
+    return Tile.make(local, tile.mesh, cuts)
 
 
 def _explicit(entries: tuple, ndim: int) -> tuple:

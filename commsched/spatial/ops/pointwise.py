@@ -52,18 +52,24 @@ def base_name(func: Any) -> str:
 
 
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run ``func`` on the parts; the result is cut as the operands are."""
+    """Run ``func`` on the parts; the result is cut as the operands are, in place as its target is.
+
+    An in-place operation changes the target's own storage, margins included, so that views taken before see
+    the change and autograd notices it; the other operands are fetched as the target is cut.
+    """
     tiles = list(tiles_in((args, kwargs)))
-    mesh, cuts = tiles[0].mesh, common_cuts(tiles)
-    inplace = (
-        base_name(func).endswith("_") or kwargs.get("inplace") is True or base_name(func) in _INPLACE_DUNDER
-    )
-    target = args[0] if inplace and args else None
-    if kwargs.get("out") is not None or (inplace and not (isinstance(target, Tile) and target.cuts == cuts)):
-        return unsupported(func, args, kwargs, "it would write into a tensor that is cut otherwise")
+    mesh, cuts, target = tiles[0].mesh, None, None
+    if kwargs.get("out") is not None:
+        return unsupported(func, args, kwargs, "out= would write into a tensor that may be cut otherwise")
+    if base_name(func).endswith("_") or kwargs.get("inplace") is True or base_name(func) in _INPLACE_DUNDER:
+        target = args[0] if args else kwargs.get("input")
+        if not isinstance(target, Tile):
+            return unsupported(func, args, kwargs, "it would write split pixels into a tensor that is whole")
+        cuts = target.cuts
+    cuts = common_cuts(tiles) if cuts is None else cuts
     plain_args, plain_kwargs = tree_map(lambda t: fit(t, mesh, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if inplace and isinstance(target, Tile) and result is target.local:
+    if target is not None and result is target.local:
         return target
     return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
 
@@ -92,7 +98,7 @@ ALONG: dict[str, tuple[int, Any]] = {
     "normalize": (2, 1), "glu": (1, -1), "chunk": (2, 0), "split": (2, 0), "tensor_split": (2, 0),
     "unbind": (1, 0), "narrow": (1, None), "select": (1, None), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "any": (1, None), "all": (1, None), "prod": (1, None), "std": (1, None),
-    "var": (1, None), "norm": (2, None), "flip": (1, None), "roll": (2, None),
+    "var": (1, None), "norm": (2, None), "flip": (1, None),
     "repeat_interleave": (2, None), "index_select": (1, None), "amax": (1, None), "amin": (1, None),
     "max": (1, None), "min": (1, None), "median": (1, None), "cosine_similarity": (2, 1),
     "squeeze": (1, None), "unsqueeze": (1, None),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Split, clipped
-from commsched.spatial.layout import enter, local_owned, replicate, take
+from commsched.spatial.layout import enter, local_owned, owned_cuts, replicate, take
 from commsched.spatial.ops.pointwise import moved
 from commsched.spatial.replicated import Total
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
@@ -32,12 +32,8 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
     local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
     if axes:
         local = Total.apply(local, input.mesh, axes)
-    left = tuple(None if a in axes else c for a, c in enumerate(owned_cuts(input)))
+    left = tuple(None if a in axes else c for a, c in enumerate(owned_cuts(input.cuts)))
     return Tile.make(local, input.mesh, left if keepdim else moved(left, dims, -1))
-
-
-def owned_cuts(tile: Tile) -> tuple[Cut | None, ...]:
-    return tuple(None if c is None else Cut(c.dim, c.split.with_margin((0, 0))) for c in tile.cuts)
 
 
 @handles(torch.mean, torch.Tensor.mean)
@@ -121,10 +117,10 @@ def _global_max(tile: Tile, dim: int) -> Tile:
             local = F.pad(local, [0, 0] * (-1 - dim) + [0, 1], value=-float("inf"))
         best = local.max(dim, keepdim=True).values
         one_each = Split(tuple(range(tile.mesh.grid[axis] + 1)))
-        cuts = tuple(Cut(dim, one_each) if a == axis else c for a, c in enumerate(owned_cuts(tile)))
+        cuts = tuple(Cut(dim, one_each) if a == axis else c for a, c in enumerate(owned_cuts(tile.cuts)))
         tile = replicate(Tile.make(best, tile.mesh, cuts), (axis,))
         local = tile.local
-    return Tile.make(local.max(dim, keepdim=True).values, tile.mesh, owned_cuts(tile))
+    return Tile.make(local.max(dim, keepdim=True).values, tile.mesh, owned_cuts(tile.cuts))
 
 
 def _sizes(n: int, input: Any, output_size: Any) -> list[int]:

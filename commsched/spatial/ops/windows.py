@@ -94,7 +94,7 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan
         assert target is not None
         needs = (windows[axis].need(*target.split.held(part)) for part in range(target.split.parts))
         wants[axis] = tuple(clipped(lo, hi, cut.split.size) for lo, hi in needs)
-    return plan_for(tile, wants)
+    return plan_for(tile.mesh, tile.cuts, wants)
 
 
 def windowed(

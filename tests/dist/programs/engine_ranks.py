@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -131,6 +132,32 @@ def plans(transport: Transport) -> None:
     if RANK == SIZE - 1:
         engine.install([("RS", 1), ("RS", 3), ("AG", 3), ("RS", 2), ("AG", 1), ("AG", 2), ("AR", 0)])
     report(lambda: step(engine, gradients), time.monotonic())
+    engine.close()
+
+
+def forks(transport: Transport) -> None:
+    """A child ends as any process does, and cannot use the engine; another one outlives rank 1."""
+    engine, gradients = make_engine(transport)
+    step(engine, gradients)
+    child = os.fork()
+    if child == 0:
+        report(engine.begin_step, time.monotonic())
+        sys.exit(0)  # runs what is registered for the end of a process
+    os.waitpid(child, 0)
+    for _ in range(3):
+        step(engine, gradients)
+    if RANK == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        print(f"child={child}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        while True:
+            step(engine, gradients)
+
+    report(run, time.monotonic())
     engine.close()
 
 

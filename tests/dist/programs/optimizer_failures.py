@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import commsched as hvd
 from tests.support.oracle import batch, seeded
@@ -65,6 +66,25 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SlowData(Dataset[int]):
+    """Keeps the workers of a DataLoader busy for longer than any test."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 4:
+            time.sleep(900)
+        return index
+
+
+def start_workers() -> Any:
+    batches = iter(DataLoader(SlowData(), batch_size=None, num_workers=2))
+    print(f"workers={[worker.pid for worker in batches._workers]}", flush=True)  # type: ignore[attr-defined]
+    next(batches)
+    return batches
+
+
 def misbehave(what: str, step: int, model: nn.Module) -> bool:
     """Rank 1's turn; True: no step() this time."""
     if step != WHEN:
@@ -85,6 +105,7 @@ def misbehave(what: str, step: int, model: nn.Module) -> bool:
 def train(what: str) -> None:
     odd = hvd.rank() == 1
     model, optimizer = trainer(what, odd)
+    workers = start_workers() if odd and what.endswith("with workers") else None  # noqa: F841  it keeps them
     for step in range(STEPS):
         skips = odd and misbehave(what, step, model)
         model(batch(hvd.rank(), step)).square().mean().backward()

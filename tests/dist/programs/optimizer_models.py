@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
-from tests.support.small_models import Branches, using
+from tests.support.small_models import Branches, branches64, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded
 from tests.support.twin import Twin, momentum
@@ -72,12 +72,12 @@ def a_rank_without_a_loss_takes_part(me: Me) -> None:
 @case()
 def unused_with_gradients_kept_at_zero(me: Me) -> None:
     """After ``zero_grad(set_to_none=False)`` gradients are zeros, and zeros are stepped with."""
-    twin = Twin(me, Branches)
+    twin = Twin(me, branches64)
     for step in range(6):
         twin.step(using(step, 0, 1) if step % 2 else using(step, 0, 2), zero=False)
         twin.zero_grad(set_to_none=False)
         twin.compare_grads(f"step {step}")
-    twin.compare(relative=1e-6)
+    twin.compare(exact=False)
     release(twin.optimizer)
 
 
@@ -183,10 +183,10 @@ def checkpointed_modules_used_twice(me: Me) -> None:
                 if read:
                     mine = [p.grad for p in twin.model.parameters() if p.grad is not None]
                     plain = [p.grad for p in twin.plain.parameters() if p.grad is not None]
-                    assert_close(mine, plain, 1e-12, f"{build.__name__} in step {step}")
+                    assert_close(mine, plain, twin.terms, f"{build.__name__} in step {step}")
                 twin.update()
                 twin.zero_grad()
-                twin.compare(f"{build.__name__} in step {step}", relative=1e-12)
+                twin.compare(f"{build.__name__} in step {step}", exact=False)
             release(twin.optimizer)
 
 
@@ -194,15 +194,15 @@ def checkpointed_modules_used_twice(me: Me) -> None:
 def compiled_models(me: Me) -> None:
     for backend in ("eager", "aot_eager"):
         for planned in (True, False):
-            twin = Twin(me, Branches, planned=planned)
+            twin = Twin(me, branches64, planned=planned)
             compiled = {id(m): torch.compile(m, backend=backend) for m in (twin.model, twin.plain)}
             for step in range(8):
                 twin.step(
                     lambda m, rank, step=step, c=compiled: (
-                        c[id(m)](batch(rank, step), (0, 1, 2, 3)).square().mean()
+                        c[id(m)](batch(rank, step).double(), (0, 1, 2, 3)).square().mean()
                     )
                 )
-            twin.compare(f"{backend}", relative=1e-6)
+            twin.compare(f"{backend}", exact=False)
             release(twin.optimizer)
             torch._dynamo.reset()
 
@@ -231,13 +231,16 @@ def orders_that_differ_between_ranks(me: Me) -> None:
 
 
 @case()
-def broadcasting_a_fresh_optimizer_changes_nothing(me: Me) -> None:
+def broadcasting_a_fresh_optimizer_takes_no_step(me: Me) -> None:
+    """It leaves gradients of zero, as Horovod does; they used to be None, which Horovod's own test refuses."""
     for make in (momentum, lambda m: torch.optim.Adam(m.parameters(), 0.01, weight_decay=0.1)):
         twin = Twin(me, Branches, make)
         before = copy.deepcopy(twin.model.state_dict())
         hvd.broadcast_optimizer_state(twin.optimizer, 0)
         assert_same_bits(twin.model, before.values(), "parameters after the broadcast")
         assert not twin.optimizer.state_dict()["state"], twin.optimizer.state_dict()["state"]
+        assert all(p.grad is not None and not p.grad.any() for p in twin.model.parameters())
+        twin.zero_grad()
         for step in range(4):
             twin.step(using(step, 0, 1, 2))
         hvd.broadcast_optimizer_state(twin.optimizer, 0)

@@ -11,37 +11,36 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import commsched as hvd
-from tests.support.small_models import Branches, loss_of, mlp
+from tests.support.small_models import branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
 from tests.support.twin import Twin, momentum
 
-# Vectorised loops end at other places in a shard than in a whole tensor: a few units in the last place.
-ULPS = 2e-6
 
-
-def sharded(me: Me, build: Callable[[], nn.Module] = mlp, make: Any = momentum, **options: Any) -> Twin:
+def sharded(me: Me, build: Callable[[], nn.Module] = mlp64, make: Any = momentum, **options: Any) -> Twin:
+    """Vectorised loops end at other places in a shard than in a whole tensor, so last bits differ."""
     return Twin(me, build, make, **{"gather": "parameters", **options})
 
 
 def finish(twin: Twin, must_have_waited: bool = True) -> None:
-    twin.compare("at the end", ULPS)
+    twin.compare("at the end", exact=False)
     release(twin.optimizer)
     waited = [int(text) for text in twin.me.everybody(str(twin.seen_pending))]
     if must_have_waited:
         assert sum(waited) > 0, "no step() returned with parameters on their way; nothing was tested"
 
 
+# A small eps would make an update of the rounding of a gradient that is nearly zero.
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), 0.05),
     "nesterov": lambda m: torch.optim.SGD(
         m.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=0.01
     ),
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, weight_decay=0.01),
-    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), 0.01, amsgrad=True),
-    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.005, momentum=0.9, centered=True),
-    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.05, lr_decay=0.01),
-    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, weight_decay=0.01, eps=1e-3),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), 0.01, amsgrad=True, eps=1e-3),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.005, momentum=0.9, centered=True, eps=1e-3),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.05, lr_decay=0.01, eps=1e-3),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters(), eps=1e-3),
     "ASGD": lambda m: torch.optim.ASGD(m.parameters(), 0.01),
 }
 
@@ -50,11 +49,32 @@ OPTIMIZERS: dict[str, Any] = {
 def every_optimizer_on_shards(me: Me) -> None:
     for name, make in OPTIMIZERS.items():
         for early in (False, True):
-            twin = sharded(me, lambda: mlp().double(), make, early_step=early)
+            twin = sharded(me, make=make, early_step=early)
             for step in range(8):
-                twin.step(lambda m, rank, step=step: m(batch(rank, step).double()).square().mean())
-            twin.compare(f"{name}, early_step={early}", 1e-12)
+                twin.step(loss_of(step))
+            twin.compare(f"{name}, early_step={early}", exact=False)
             release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+def rounding_hides_no_fault(me: Me) -> None:
+    """One rank's gradient lost or off by a ten-thousandth, in one step of six; or one step left out."""
+    for factor, skipped in ((1.0, -1), (0.0, -1), (1.0001, -1), (1.0, 3)):
+        twin = sharded(me)
+        for step in range(6):
+            twin.backward(twin.spoiled(loss_of(step), factor if step == 3 else 1.0))
+            if step == skipped:
+                twin.optimizer.step()
+            else:
+                twin.update()
+            twin.zero_grad()
+        try:
+            twin.compare("a fault", exact=False)
+        except AssertionError as error:
+            assert "rounding explains" in str(error) and (factor, skipped) != (1.0, -1), error
+        else:
+            assert (factor, skipped) == (1.0, -1), f"not found: {factor}, {skipped}"
+        release(twin.optimizer)
 
 
 @case()
@@ -76,7 +96,7 @@ def a_fused_optimizer_unscales_by_itself(me: Me) -> None:
             scaler.update()
         assert mine.get_scale() == plain.get_scale(), f"step {step}: {mine.get_scale()} {plain.get_scale()}"
         twin.zero_grad()
-    twin.compare("with GradScaler", 1e-5)
+    twin.compare("with GradScaler", exact=False)
     release(twin.optimizer)
 
 
@@ -103,7 +123,7 @@ def every_policy_on_shards(me: Me) -> None:
                 twin = sharded(me, schedule=policy, bucket_mb=size, planned=planned)
                 for step in range(8):
                     twin.step(loss_of(step))
-                twin.compare(f"{policy} with buckets of {size} MB", ULPS)
+                twin.compare(f"{policy} with buckets of {size} MB", exact=False)
                 release(twin.optimizer)
 
 
@@ -132,7 +152,7 @@ def odd_models_on_shards(me: Me) -> None:
         twin = sharded(me, Odd, early_step=early)
         for step in range(6):
             twin.step(loss_of(step))
-        twin.compare(f"early_step={early}", 2e-2)  # bfloat16 in the middle
+            twin.compare_update(f"step {step}, early_step={early}")
         release(twin.optimizer)
 
 
@@ -141,16 +161,16 @@ def nobody_sees_a_stale_parameter(me: Me) -> None:
     looks: list[Callable[[nn.Module], Any]] = [
         lambda m: values(m.state_dict().values()),
         lambda m: list(copy.deepcopy(m).parameters()),
-        lambda m: [m.eval()(batch(9, 9)).detach()],
+        lambda m: [m.eval()(samples(m, 9, 9)).detach()],
         lambda m: [p.data.clone() for p in m.parameters()],
         lambda m: [torch.nn.utils.parameters_to_vector(m.parameters()).detach()],
-        lambda m: [torch.func.functional_call(m, dict(m.named_parameters()), batch(3, 3)).detach()],
+        lambda m: [torch.func.functional_call(m, dict(m.named_parameters()), samples(m, 3, 3)).detach()],
     ]
     for look in looks:
         twin = sharded(me)
         for step in range(4):
             twin.step(loss_of(step))
-            assert_close(*twin.both(look), ULPS, f"step {step}")
+            assert_close(*twin.both(look), twin.terms, f"step {step}")
         finish(twin)
 
 
@@ -160,7 +180,7 @@ def older_aliases_see_new_parameters(me: Me) -> None:
     mine, plain = twin.both(lambda m: [p.detach() for p in m.parameters()])
     for step in range(4):
         twin.step(loss_of(step))
-        assert_close(mine, plain, ULPS, f"aliases in step {step}")
+        assert_close(mine, plain, twin.terms, f"aliases in step {step}")
     finish(twin, must_have_waited=False)
 
 
@@ -173,7 +193,7 @@ def averages_edits_and_loads(me: Me) -> None:
         twin.step(loss_of(step))
         for average, model in zip(averages, (twin.model, twin.plain), strict=True):
             average.update_parameters(model)
-        assert_close(*averages, ULPS, f"average in step {step}")
+        assert_close(*averages, twin.terms, f"average in step {step}")
         if step == 3:
             with torch.no_grad():
                 twin.both(lambda m: [p.mul_(0.9) for p in m.parameters()])
@@ -196,7 +216,7 @@ def gradients_are_refused_until_gathered(me: Me) -> None:
             raise AssertionError(f"a gradient that nobody holds was shown: {shown}")
         twin.optimizer.synchronize()
         for p, q in zip(twin.model.parameters(), twin.plain.parameters(), strict=True):
-            assert_close([p.grad], [q.grad], ULPS, f"gradient in step {step}")
+            assert_close([p.grad], [q.grad], twin.terms, f"gradient in step {step}")
         twin.update()
         twin.zero_grad()
     finish(twin, must_have_waited=False)
@@ -210,10 +230,10 @@ def clipping_from_shards(me: Me) -> None:
             twin.backward(loss_of(step, 10.0))
             theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.1, norm)
             mine = twin.optimizer.clip_grad_norm_(0.1, norm)
-            assert_close([mine], [theirs], 1e-5, "norm")
+            assert_close([mine], [theirs], twin.terms, "norm")
             twin.update()
             twin.zero_grad()
-            twin.compare(f"step {step}", 1e-5)
+            twin.compare(f"step {step}", exact=False)
         release(twin.optimizer)
 
 
@@ -232,7 +252,7 @@ def gathered_gradients_may_be_replaced(me: Me) -> None:
         twin.both(change)
         twin.update()
         twin.zero_grad()
-        twin.compare(f"step {step}", ULPS)
+        twin.compare(f"step {step}", exact=False)
     release(twin.optimizer)
 
 
@@ -255,27 +275,27 @@ def accumulation_on_shards(me: Me) -> None:
 
 @case()
 def two_backwards_and_one_step(me: Me) -> None:
-    twin = sharded(me, lambda: mlp().double())
+    twin = sharded(me)
     for step in range(5):
         for k in range(2):
-            twin.backward(lambda m, rank, at=2 * step + k: m(batch(rank, at).double()).square().mean())
+            twin.backward(loss_of(2 * step + k))
         twin.update()
         twin.zero_grad()
-    twin.compare(relative=1e-12)
+    twin.compare(exact=False)
     release(twin.optimizer)
 
 
 @case()
 def unused_parameters_on_shards(me: Me) -> None:
     for early in (False, True):
-        twin = sharded(me, Branches, early_step=early)
+        twin = sharded(me, branches64, early_step=early)
         for step in range(8):
             twin.step(
                 lambda m, rank, step=step: (
-                    m(batch(rank, step), (0,) if step % 2 else ((rank + step) % 3,)).square().mean()
+                    using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
                 )
             )
-            twin.compare(f"step {step}, early_step={early}", ULPS)
+            twin.compare(f"step {step}, early_step={early}", exact=False)
         release(twin.optimizer)
 
 
@@ -287,16 +307,16 @@ def a_round_that_is_dropped(me: Me) -> None:
             loss_of(100 + step)(twin.model, me.rank).backward()
             twin.optimizer.zero_grad()
         twin.step(loss_of(step))
-        twin.compare(f"step {step}", ULPS)
+        twin.compare(f"step {step}", exact=False)
     release(twin.optimizer)
 
 
 @case()
 def state_of_shards_is_gathered_and_scattered(me: Me) -> None:
     def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), 0.01)
+        return torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
 
-    twin = sharded(me, mlp, adam)
+    twin = sharded(me, make=adam)
     for step in range(4):
         twin.step(loss_of(step))
     mine, plain = twin.optimizer.state_dict(), twin.oracle.optimizer.state_dict()
@@ -305,8 +325,8 @@ def state_of_shards_is_gathered_and_scattered(me: Me) -> None:
     for i, entry in plain["state"].items():
         assert mine["state"][i].keys() == entry.keys()
         for key, value in entry.items():
-            assert_close([mine["state"][i][key]], [value], 1e-5, f"{key} of {i}")
-    other = sharded(me, mlp, adam)
+            assert_close([mine["state"][i][key]], [value], twin.terms, f"{key} of {i}")
+    other = sharded(me, make=adam)
     other.model.load_state_dict(twin.plain.state_dict())
     other.plain.load_state_dict(twin.plain.state_dict())
     other.optimizer.load_state_dict(copy.deepcopy(plain))
@@ -320,7 +340,7 @@ def state_of_shards_is_gathered_and_scattered(me: Me) -> None:
 @case(ranks=(2,))
 def state_of_shards_is_broadcast(me: Me) -> None:
     """Only the root once asked for its state, which takes all ranks."""
-    twin = sharded(me, mlp, lambda m: torch.optim.Adam(m.parameters(), 0.01))
+    twin = sharded(me, make=lambda m: torch.optim.Adam(m.parameters(), 0.01, eps=1e-3))
     for step in range(4):
         if step in (0, 2):
             hvd.broadcast_optimizer_state(twin.optimizer, 0)
@@ -350,14 +370,14 @@ def each_rank_keeps_its_part_of_the_state(me: Me) -> None:
 def frozen_and_added_parameters_on_shards(me: Me) -> None:
     def every(model: nn.Module) -> torch.optim.Optimizer:
         model.branch[1].requires_grad_(False)
-        return torch.optim.Adam(model.parameters(), lr=0.01)
+        return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
-    twin = sharded(me, Branches, every, planned=False)
-    for step in range(9):
-        if step in (3, 6):
-            twin.both(lambda m, step=step: m.branch[1].requires_grad_(step == 3))
-        twin.step(lambda m, rank, step=step: m(batch(rank, step), (0, 1, 2)).square().mean())
-        twin.compare(f"step {step}", 1e-5)
+    twin = sharded(me, branches64, every, planned=False)
+    for step in range(12):  # what was frozen once came back without its state
+        if step in (3, 6, 9):
+            twin.both(lambda m, step=step: m.branch[1].requires_grad_(step != 6))
+        twin.step(using(step, 0, 1, 2))
+        twin.compare(f"step {step}", exact=False)
     release(twin.optimizer)
 
 

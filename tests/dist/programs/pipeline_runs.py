@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from commsched.pipeline import Pipeline
 from dnn_bench.pipeline import peers
 from dnn_bench.pipeline.jobs import job_of
 from tests.support.cases import Me, case, main
+from tests.support.oracle import terms_of
 from tests.support.pipeline_runs import (
+    ROUNDING,
     adam,
     assert_close,
     batches,
@@ -25,6 +29,7 @@ from tests.support.pipeline_runs import (
     replayed,
     sgd,
 )
+from tests.support.rounding import rounding
 
 SCHEDULES: dict[int, list[tuple[str, int, tuple[int, Any], int]]] = {
     2: [
@@ -66,22 +71,24 @@ def all_schedules(me: Me) -> None:
         pipeline = Pipeline(copy.deepcopy(model), schedule, count, mesh, loss=loss_of, optimizer=momentum)
         state, losses = finished(pipeline, data)
         wanted, expected = replayed(model, data, pipeline.program, momentum)
-        assert_close(state, wanted, 1e-11)
-        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
+        assert_close(state, wanted)
+        torch.testing.assert_close(losses, expected, rtol=ROUNDING, atol=0)
 
 
 @case(ranks=(2,))
 def losses_are_those_of_torchs_pipelines(me: Me) -> None:
     job = job_of("mlp_tiny")
+    job.model.double()
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("torch", me.store), rank=me.rank, world_size=me.size
     )
     for schedule in peers.SCHEDULES:
         pipeline = Pipeline(copy.deepcopy(job.model), schedule, 4, loss=job.loss, optimizer=job.optimizer)
         peer = peers.Peer(job, schedule, pipeline.layout.cuts, 4, me.rank, me.size)
-        for _, batch in zip(range(4), job.batches(16)):
-            ours, its = pipeline.step(batch), peer.step(batch)
-            assert its is None or abs(ours - its) < 1e-5 * abs(its), (schedule, ours, its)
+        for step, (inputs, targets) in zip(range(1, 5), job.batches(16)):
+            ours, its = (one.step((inputs.double(), targets)) for one in (pipeline, peer))
+            allowed = rounding(torch.float64, terms_of(job.model, step))
+            assert its is None or abs(ours - its) <= allowed * abs(its), (schedule, ours, its)
         pipeline.close()
     dist.destroy_process_group()
 
@@ -142,6 +149,41 @@ def goes_on_in_mid_run_with_other_random_numbers_drawn_meanwhile(me: Me) -> None
     state, rest = finished(second, data[3:])
     assert [value for value in found if value is not None] + rest == losses
     assert all(torch.equal(state[name], value) for name, value in whole.items())
+
+
+@case(ranks=(2,))
+def other_ranks_stages_are_freed_with_the_users_model(me: Me) -> None:
+    """Every rank kept the whole model, because the pipeline held a method of the traced one."""
+    for schedule, count, layers in (("1f1b", 3, 4), ("wpipe", 2, 4)):
+        model, data = chain_model(layers), batches(6)
+        reference = copy.deepcopy(model)
+        weights = {name: weakref.ref(p) for name, p in model.named_parameters()}
+        modules = {name: weakref.ref(part) for name, part in model.named_children()}
+        pipeline = Pipeline(model, schedule, count, loss=loss_of, optimizer=momentum)
+        del model
+        gc.collect()
+        mine = {name for stage in pipeline.stages.values() for name in stage.versions.names}
+        assert 0 < len(mine) < len(weights)
+        assert {name for name, seen in weights.items() if seen() is not None} <= mine
+        # Each stage of these models is one layer and its activation, so the modules tell the stages apart.
+        kept = {name for name, seen in modules.items() if seen() is not None}
+        assert {name.partition(".")[0] for name in mine} <= kept and len(kept) == len(modules) // 2
+
+        # Everything that speaks of the whole model gets it from the ranks.
+        state = pipeline.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
+        expected = float(loss_of(reference(data[0][0]), data[0][1]))
+        assert abs(pipeline.evaluate(data[0]) - expected) < 1e-12 * expected
+        pipeline.load_state_dict(chain_model(layers, seed=5).state_dict())
+        pipeline.load_state_dict(state)
+        losses = [pipeline.step(batch) for batch in data[:3]]
+        again = Pipeline(chain_model(layers), schedule, count, loss=loss_of, optimizer=momentum)
+        again.resume(pipeline.checkpoint())
+        found, rest = finished(again, data[3:])
+        wanted, told = replayed(reference, data, pipeline.program, momentum)
+        assert_close(found, wanted, 1e-11)
+        torch.testing.assert_close([v for v in losses if v is not None] + rest, told, rtol=1e-11, atol=0)
+        pipeline.close()
 
 
 main(__name__)

@@ -124,10 +124,16 @@ def check_optimizer_state():
             [p.clone() for p in model.parameters()],
             json.dumps(optimizer.state_dict(), default=repr),
         )
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # fresh: must stay exactly as it is
-        assert all(
-            torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True)
-        )
+        # Fresh: no step is taken and no state is made; as with Horovod there are gradients of zero.
+        model.bias.requires_grad_(False)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert model.bias.grad is None
+        if isinstance(optimizer, torch.optim.Adagrad):  # it has state from the beginning
+            assert model.weight.grad is None
+        else:
+            assert torch.equal(model.weight.grad, torch.zeros(2, 3))
+        model.bias.requires_grad_(True)
         assert json.dumps(optimizer.state_dict(), default=repr) == steps
         if hvd.rank() == 0:  # the root has trained, the others are fresh
             optimizer.param_groups[0]["lr"] = 0.25

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched import spatial
@@ -100,6 +101,52 @@ def bad_input_is_an_error_on_every_rank(me: Me) -> None:
         assert all(text in said for text in texts), (name, said)
 
 
+class StochasticDepth(nn.Module):
+    """Draws into a plain tensor, which no rank can tell from its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty([x.shape[0], 1, 1, 1], dtype=x.dtype, device=x.device)
+        return x * noise.bernoulli_(0.5).div_(0.5)
+
+
+@case(ranks=(4,))
+def stochastic_depth_drops_what_one_process_drops(me: Me) -> None:
+    """Whatever the ranks' seeds are, and again when a checkpoint computes its part a second time."""
+    generator = torch.Generator().manual_seed(0)
+    conv, depth = small_integers(nn.Conv2d(2, 2, 3, padding=1), generator), StochasticDepth()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return depth(checkpoint(lambda y: depth(self.conv(depth(y))), x, use_reentrant=False))
+
+    model, image = Checkpointed(), integers(generator, (16, 2, 8, 8))
+    torch.manual_seed(3)
+    expected = [model(image) for _ in range(2)]
+    sum(out.square().sum() for out in expected).backward()
+    reference, after = conv.weight.grad, torch.rand(4)
+    assert all(out.any() and (out == 0).any() for out in expected)
+
+    spatial.shard(model, grid=(2, 2), timeout=60)
+    for alike in (True, False):
+        conv.weight.grad = None
+        torch.manual_seed(3 if alike or me.rank == 0 else 100 + me.rank)
+        mine = torch.get_rng_state()
+        outputs = [model(spatial.scatter(image)) for _ in range(2)]
+        for out, whole in zip(outputs, expected):
+            assert torch.equal(spatial.gather(out).local, whole), alike
+        if alike or me.rank == 0:
+            assert torch.equal(torch.rand(4), after)
+        else:  # a rank that draws its own numbers goes on with them
+            assert torch.equal(torch.get_rng_state(), mine)
+        sum(out.square().sum() for out in outputs).backward()
+        spatial.sum_gradients([conv.weight])
+        assert torch.equal(conv.weight.grad, reference), alike
+
+
 # -- replicas ------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +184,7 @@ def tiles_and_replicas(name: str, me: Me) -> None:
         wrapped.step()
     state = model.state_dict()
     for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(
-            state[key], parameter, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k} {m}"
-        )
+        torch.testing.assert_close(state[key], parameter, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k} {m}")
 
 
 @case(ranks=(3,))

@@ -68,6 +68,18 @@ def test_the_others_hear_which_rank_ended_and_why() -> None:
         assert "the disk of rank 2 is full" in str(error)
 
 
+def test_a_farewell_writes_nothing_into_the_buffer_that_is_gathered_in_place() -> None:
+    """Its text was received into the parameters, which an emergency checkpoint then saved."""
+    first, second = channels(2)
+    waiting, leaving = DirectTransport(first, 0, 2), DirectTransport(second, 1, 2)
+    waiting.set_timeout(LONG)
+    leaving.abort("the disk of rank 1 is full")
+    parameters = torch.full((2000,), 7.0)
+    error = failure(lambda: waiting.all_gather(parameters))
+    assert (error.kind, error.peer) == ("peer_lost", 1) and "the disk of rank 1 is full" in str(error)
+    torch.testing.assert_close(parameters, torch.full((2000,), 7.0), rtol=0, atol=0)
+
+
 def test_other_sizes_and_other_steps_are_a_mismatch() -> None:
     first, second = channels(2)
 
@@ -87,7 +99,7 @@ def test_strangers_are_kept_out() -> None:
     other = TcpMesh(1, 2, HOST)
     addresses = [(HOST, mesh.port), (HOST, other.port)]
     with socket.create_connection((HOST, mesh.port)) as stranger:
-        stranger.sendall(b"x" * 40)  # as long as a greeting, with another token
+        stranger.sendall(b"x" * 44)  # as long as a greeting, with another token
         joined = on_ranks(2, lambda rank: (mesh, other)[rank].join(addresses, TOKEN, timeout_seconds=LONG))
         assert stranger.recv(1) == b""
     values = on_ranks(2, lambda rank: _sum_of_ranks(joined[rank], rank))

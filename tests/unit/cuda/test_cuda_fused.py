@@ -15,8 +15,10 @@ from commsched.flow.layout import Buffers, build_layout
 from commsched.flow.shards import Shards
 from scheduler.ir.buckets import fuse_by_bytes
 from tests.support.host_kernels import HostLauncher
+from tests.support.oracle import assert_close
 
 NUMELS = [300, 7, 1000, 64]
+OPERATIONS = 4  # roundings of numbers as large as the largest weight, in one update
 
 
 class OnTheCpu(FusedShards):
@@ -61,14 +63,14 @@ def test_equal_to_torch(base: type, options: dict[str, Any], rank: int, used: li
     found, wanted = (made(kind, rank, base, **options) for kind in (OnTheCpu, Shards))
     for shards, _, grads in (found, wanted):
         train(shards, grads, used)
-    torch.testing.assert_close(found[0].buffers.flat[0], wanted[0].buffers.flat[0], rtol=1e-5, atol=1e-6)
+    assert_close([found[0].buffers.flat[0]], [wanted[0].buffers.flat[0]], OPERATIONS * len(used))
     for mine, theirs in zip(sum(found[0].parts, []), sum(wanted[0].parts, []), strict=True):
         state, other = found[0].state.get(mine.leaf, {}), wanted[0].state.get(theirs.leaf, {})
         state, other = ({k: v for k, v in s.items() if v is not None} for s in (state, other))
         assert set(state) == set(other)
         for key in state:
             assert state[key].dtype == other[key].dtype and state[key].shape == other[key].shape
-            torch.testing.assert_close(state[key], other[key], rtol=1e-5, atol=1e-6)
+            assert_close([state[key]], [other[key]], OPERATIONS * len(used), key)
     launches = OnTheCpu.launcher.launches
     assert launches and all(name.endswith("_f32_f32") for name, _ in launches)
 
@@ -90,8 +92,36 @@ def test_state_taken_over_is_gone_on_with() -> None:
         shards.take_state({p: {"step": torch.tensor(7.0), "exp_avg": torch.ones_like(p.data),
                                "exp_avg_sq": torch.ones_like(p.data)} for p in params})  # fmt: skip
         train(shards, grads, [ALL])
-    torch.testing.assert_close(found[0].buffers.flat[0], wanted[0].buffers.flat[0], rtol=1e-5, atol=1e-6)
+    assert_close([found[0].buffers.flat[0]], [wanted[0].buffers.flat[0]], OPERATIONS * 3)
     assert {int(s["step"]) for s in found[0].state.values()} == {8}
+
+
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_skipped_step_does_not_count(base: type) -> None:
+    """The device skips a step that overflows; the host counted it all the same, so that every later bias
+    correction was that of another step.
+    """
+    # In the second step only some parameters are used: later the parts of a bucket have different counts.
+    overflows, used = [1.0, 0.0, 1.0, 0.0, 0.0], [ALL, [1, 0, 1, 0], [0, 1, 1, 1], ALL, ALL]
+    found, wanted = (made(kind, 0, base, weight_decay=0.1) for kind in (OnTheCpu, Shards))
+    for shards, _, grads in (found, wanted):
+        shards.keep.grad_scale = torch.tensor(4.0)
+        for step, (overflow, flags) in enumerate(zip(overflows, used, strict=True)):
+            shards.keep.found_inf = torch.tensor(overflow)
+            generator = torch.Generator().manual_seed(step)
+            grads.flat[0].copy_(4.0 * torch.randn(len(grads.flat[0]), generator=generator))
+            if overflow:
+                grads.flat[0][::50] = float("inf")
+            for bucket in range(len(shards.parts)):
+                shards.update(bucket, flags)
+    torch.testing.assert_close(found[0].buffers.flat[0], wanted[0].buffers.flat[0], rtol=1e-6, atol=1e-7)
+    counts = []
+    for mine, theirs in zip(sum(found[0].parts, []), sum(wanted[0].parts, []), strict=True):
+        state, other = found[0].state[mine.leaf], wanted[0].state[theirs.leaf]
+        assert torch.equal(state["step"], other["step"]), (state["step"], other["step"])
+        torch.testing.assert_close(state, other, rtol=1e-6, atol=1e-7)
+        counts.append(int(state["step"]))
+    assert set(counts) == {2, 3}
 
 
 def test_scale_and_skip_of_a_grad_scaler() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from comm_core.cuda import launchers
 from comm_core.cuda.kernels import SOURCE
+from comm_core.cuda.memory import DeviceTable
+from tests.support.fake_cuda import FakeCuda, Stream
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +71,10 @@ def test_the_first_that_is_there(
     monkeypatch: pytest.MonkeyPatch, wanted: str, built: bool, cupy: bool, name: str | None
 ) -> None:
     monkeypatch.setenv("COMMSCHED_KERNELS", wanted)
+    FakeCuda().install(monkeypatch)
     monkeypatch.setattr(launchers._C, "CUDA_BUILT", built)
-    monkeypatch.setitem(sys.modules, "comm_core._cuda", SimpleNamespace(launch=print))  # type: ignore[arg-type]
     with_cupy(monkeypatch, FakeCupy() if cupy else None)
-    found = launchers.gpu_launcher()
+    found = launchers.gpu_launcher(0)
     assert (found and found.name) == name
     assert launchers.launcher_for(torch.device("cpu")) is None
     assert launchers.launcher_for(torch.device("cuda:0")) is found
@@ -90,14 +93,81 @@ def test_what_is_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch, wanted
     monkeypatch.setattr(launchers._C, "CUDA_BUILT", False)
     with_cupy(monkeypatch, None)
     with pytest.raises(ValueError, match=message):
-        launchers.gpu_launcher()
+        launchers.gpu_launcher(0)
+
+
+UNFIT = (
+    "the kernels that were built do not run on cuda:1, compute capability 75 (no kernel image is available"
+    " for execution on the device): reinstall with COMMSCHED_CUDA_ARCHS=75"
+)
+
+
+@pytest.mark.parametrize("cupy", [True, False])
+def test_a_gpu_that_the_built_kernels_do_not_fit(monkeypatch: pytest.MonkeyPatch, cupy: bool) -> None:
+    """They were chosen because they were there, and failed at the first launch."""
+    cuda = FakeCuda(capabilities=[(9, 0), (7, 5)]).install(monkeypatch)
+    with_cupy(monkeypatch, FakeCupy() if cupy else None)
+    with pytest.warns(UserWarning) as told:
+        found = launchers.launcher_for(torch.device("cuda:1"))
+    instead = "CuPy compiles them now and does" if cupy else "torch's operations do"
+    assert str(told[0].message) == f"{UNFIT}. Until then {instead} their work"
+    assert (found and found.name) == ("cupy" if cupy else None)
+    fits = launchers.launcher_for(torch.device("cuda:0"))
+    assert fits is not None and fits.name == "built" and cuda.current == 0
+
+
+def test_kernels_that_do_not_fit_are_an_error_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(capabilities=[(9, 0), (7, 5)]).install(monkeypatch)
+    monkeypatch.setenv("COMMSCHED_KERNELS", "built")
+    with pytest.raises(
+        ValueError, match="COMMSCHED_KERNELS=built, but the kernels that were built do not run"
+    ):
+        launchers.gpu_launcher(1)
+
+
+def test_a_launch_leaves_the_current_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that updates tensors of cuda:1 went on to make its next tensors there."""
+    cuda = FakeCuda(capabilities=[(9, 0), (9, 0)]).install(monkeypatch)
+    launcher = launchers.gpu_launcher(1)
+    assert launcher is not None
+    for device in (1, 0):
+        launcher.launch("hold", device, 1, (1000,), 0)
+        assert cuda.current == 0
+    assert cuda.launches == [("hold", 1), ("hold", 0)]
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(capabilities=[(9, 0), (9, 0)]).install(monkeypatch)
+    cuda.current = 1
+    assert [launchers.device_number(torch.device(name)) for name in ("cuda", "cuda:0", "cpu")] == [1, 0, 0]
+
+
+def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is 0, and torch makes a new stream of that: the next stream waited for one without work."""
+    cuda = FakeCuda().install(monkeypatch)
+    table = DeviceTable((2,), torch.int64, torch.device("cpu"))
+    monkeypatch.setattr(
+        "comm_core.cuda.memory.current_stream",
+        lambda device: torch.cuda.current_stream(torch.device("cuda", 0)),
+    )
+    default, side = cuda.streams[0], Stream(0, 77)
+    for stream, waits in (
+        (default, []),
+        (default, []),
+        (side, [default]),
+        (side, [default]),
+        (default, [side]),
+    ):
+        cuda.streams[0] = stream
+        table.set(np.array([1, 2]))
+        assert stream.waits == waits
 
 
 def test_cupy_compiles_the_same_source_and_starts_it_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy()
     monkeypatch.setattr(launchers._C, "CUDA_BUILT", False)
     with_cupy(monkeypatch, cupy)
-    launcher = launchers.gpu_launcher()
+    launcher = launchers.gpu_launcher(0)
     assert launcher is not None
     assert cupy.calls == [(SOURCE.read_text(), ("--std=c++17", f"-I{SOURCE.parent}"), "nvrtc")]
     cupy.calls.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.cuda import memory
+from commsched.cuda import device
 from commsched.cuda.memory import RegisteredMemory, can_register
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
@@ -40,7 +40,7 @@ class Scene:
         self.while_waiting(monkeypatch, lambda: run([self.device], seed=0))
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-        monkeypatch.setattr(memory.time, "sleep", lambda seconds: act())
+        monkeypatch.setattr(device.time, "sleep", lambda seconds: act())
 
     def nothing_travels(self) -> None:
         assert not self.device.comm.queue, "memory that NCCL is using was given back"

@@ -68,7 +68,7 @@ def test_every_process_draws_the_same_global_batch() -> None:
 
 
 def test_the_reference_is_large_batch_training() -> None:
-    alone = reference.train_alone(JOB, 2)[-1]
+    references = reference.train_alone(JOB, 2)
     model = JOB.build_model()
     optimizer = JOB.build_optimizer(model.parameters())
     for step in range(reference.STEPS):
@@ -77,15 +77,16 @@ def test_the_reference_is_large_batch_training() -> None:
         optimizer.zero_grad()
         JOB.loss(model(inputs), targets).backward()
         optimizer.step()
-    whole = {name: value.detach() for name, value in model.named_parameters()}
-    assert alone.compare(whole).right
-    assert not alone.compare(alone.before).right
+        for alone in (one for one in references if one.steps == step + 1):
+            assert alone.compare(dict(model.named_parameters())).right
+            assert not alone.compare(alone.before).right
+    assert references[-1].steps == reference.STEPS
 
 
 def test_the_check_finds_one_wrong_bias() -> None:
     alone = reference.train_alone(JOB, 2)[-1]
     actual = {name: value.clone() for name, value in alone.after.items()}
-    assert alone.compare(actual) == reference.Verdict(0.0, next(iter(actual)))
+    assert alone.compare(actual) == reference.Verdict(0.0, next(iter(actual)), alone.tolerance)
     actual["6.bias"] = alone.before["6.bias"].clone()
     verdict = alone.compare(actual)
     assert not verdict.right and verdict.tensor == "6.bias"
@@ -134,10 +135,12 @@ def trained(job: baselines.Job, steps: int, ranks: list[int]) -> reference.Param
 def test_another_order_of_sums_is_right_in_a_chaotic_network_too() -> None:
     """DDP on four hosts was reported wrong: in three steps rounding had grown to 0.27 of a change."""
     job = baselines.Job("resnet_tiny", batch=2)
-    *_, alone = reference.train_alone(job, 4)
+    references = reference.train_alone(job, 4)
     around, forgetful = [1, 2, 3, 0], [0, 1, 2]
-    assert alone.compare(trained(job, alone.steps, around)).right
-    assert alone.compare(trained(job, alone.steps, forgetful)).error > 3 * alone.tolerance
+    for alone in references:
+        assert alone.compare(trained(job, alone.steps, around)).right
+        assert not alone.compare(trained(job, alone.steps, forgetful)).right
+    assert references[0].steps == 1 and references[0].tolerance < 0.01
     too_late = reference.Reference(alone.before, trained(job, 3, [0, 1, 2, 3]))
     assert not too_late.compare(trained(job, 3, around)).right
     assert alone.steps < 3
@@ -146,9 +149,46 @@ def test_another_order_of_sums_is_right_in_a_chaotic_network_too() -> None:
 def test_a_network_that_is_not_chaotic_is_compared_after_the_first_step_and_after_all() -> None:
     first, last = reference.train_alone(JOB, 4)
     assert (first.steps, first.tolerance) == (1, reference.TOLERANCE)
-    assert (last.steps, last.tolerance) == (reference.STEPS, reference.KINK)
-    assert first.compare(trained(JOB, 1, [2, 0, 3, 1])).error < 1e-5
+    assert last.steps == reference.STEPS and last.tolerance >= reference.KINK
+    assert first.compare(trained(JOB, 1, [2, 0, 3, 1])).right
     assert last.compare(trained(JOB, last.steps, [2, 0, 3, 1])).right
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_that_round_to_a_neighbour_are_not_wrong(seed: int) -> None:
+    """On another processor one weight was off by its last bit, a ten-thousandth of what all had moved."""
+    first = reference.train_alone(JOB, 4)[0]
+    size = {name: value.abs().amax() for name, value in first.after.items()}
+    dice = torch.Generator().manual_seed(seed)
+    actual = {name: value.clone() for name, value in first.after.items()}
+    for name, value in actual.items():
+        large = (value.abs() > 0.9 * size[name]).flatten().nonzero().flatten()
+        one = large[torch.randint(len(large), (1,), generator=dice)]
+        value.view(-1)[one] = value.view(-1)[one].nextafter(torch.tensor(float("inf")))
+    apart = {n: float((actual[n] - v).norm() / (v - first.before[n]).norm()) for n, v in first.after.items()}
+    assert max(apart.values()) > reference.TOLERANCE
+    assert first.compare(actual).right
+
+
+@pytest.mark.parametrize("share", [0.1, -0.03, 0.005])
+def test_the_error_is_the_share_by_which_gradients_are_off(share: float) -> None:
+    """Although most weights of this job move by their last bit or not at all."""
+    first = reference.train_alone(JOB, 4)[0]
+    model = JOB.build_model()
+    optimizer = JOB.build_optimizer(model.parameters())
+    for inputs, targets in JOB.global_batch(0, 4):
+        (JOB.loss(model(inputs), targets) * ((1 + share) / 4)).backward()
+    optimizer.step()
+    verdict = first.compare(dict(model.named_parameters()))
+    assert verdict.error == pytest.approx(abs(share), rel=0.3) and not verdict.right
+
+
+def test_one_or_two_ranks_may_round_in_another_way_too() -> None:
+    """Two numbers have one sum, but weights updated in pieces need not have one last bit."""
+    for ranks in (1, 2):
+        first, last = reference.train_alone(JOB, ranks)
+        assert (first.steps, last.steps) == (1, reference.STEPS)
+        assert last.tolerance >= reference.KINK
 
 
 def test_a_kink_crossed_by_the_last_bit_is_not_wrong() -> None:
@@ -172,7 +212,7 @@ def test_a_kink_crossed_by_the_last_bit_is_not_wrong() -> None:
     assert len(crossed) == 1 and 0 < crossed[0] < 1e-3
     *_, last = reference.train_alone(JOB, 4)
     verdict = last.compare({name: value.detach() for name, value in model.named_parameters()})
-    assert verdict.error > 10 * reference.TOLERANCE and verdict.right
+    assert verdict.error > 3 * reference.TOLERANCE and verdict.right
 
 
 class OneGradientLost:

@@ -65,7 +65,7 @@ def test_without_root_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ClusterError, match="needs ip, tc: install Debian's iproute2"):
+    with pytest.raises(ClusterError, match="needs ip, tc: apt-get install iproute2 on Debian"):
         system.require(["ip", "tc"])
 
 

@@ -57,7 +57,7 @@ def test_a_job_draws_the_same_global_batch_from_files_everywhere(pictures: str) 
         ("resnet_tiny", None, "has no images: it needs a folder per class"),
         ("gpt2_tiny", None, "has no text"),
         ("gpt2_tiny", "short", "gives 5 tokens .* the model needs at least 65"),
-        ("mlp_tiny", "text", "takes vectors"),
+        ("mlp_tiny", "text", "takes inputs that no folder holds"),
     ],
 )
 def test_unusable_folders(tmp_path: Path, model: str, content: str | None, message: str) -> None:

@@ -94,6 +94,8 @@ def test_mpirun_command_with_hosts_and_rdma() -> None:
 def test_without_horovod_another_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find", lambda name: None if name == "horovodrun" else name)
     assert read({}).launcher == "torchrun"
+    # torchrun starts ranks on its own host only, and was chosen and refused.
+    assert read({"hosts": "a,b"}).launcher == "mpirun"
 
 
 @pytest.mark.parametrize(("baseline", "names"), [("all", "all"), ("PipeDAP, ddp_4MB", "pipedap,ddp_4mb")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,25 @@ from commsched.pipeline.fabric import ThreadFabric
 from commsched.pipeline.job import load_job
 from commsched.pipeline.profiling import message_link
 from commsched.pipeline.spans import Span, handling
+from dnn_bench import models
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
 from scheduler.formats.graph_txt import Graph, read_graph, write_graph
-from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.formats.pipeline_plan import Plan
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.profile import Layer, Profile
-from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
+from tests.support.pipeline_runs import (
+    WIDTH,
+    adam,
+    assert_close,
+    batches,
+    chain_model,
+    loss_of,
+    on_threads,
+    replayed,
+    sgd,
+    train,
+)
 
 
 def little() -> Job:
@@ -158,8 +171,16 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     assert made.sizes == graph.sizes == (8 * (WIDTH * WIDTH + WIDTH),) * 4
     words = ["partition", "--profile", str(files[0]), "--devices", "2", "--link", "10gbit"]
     assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0
-    assert PipelinePlan.load(files[2]).sizes == made.sizes
+    assert Plan.load(files[2]).sizes == made.sizes
     assert "written to" in capsys.readouterr().out
+
+
+def test_a_plan_that_leaves_devices_out_says_so(capsys: Any) -> None:
+    """The documented launch of one rank on every device failed without a word about why."""
+    assert main("partition --profile bert_base --devices 3 --link 1mbit".split()) == 0
+    assert "1 of 3 devices are used: start 1 rank" in capsys.readouterr().out
+    assert main("partition --profile bert_base --devices 2 --link 100gbit".split()) == 0
+    assert "devices are used" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -181,6 +202,64 @@ def test_models_of_the_registry_are_jobs() -> None:
 
 def options(*words: str) -> Any:
     return cli.options_of(cli.parse(list(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        # BERT's pre-training ties its word embedding to the last stage, which asynchronous schedules refuse.
+        ("--schedule wpipe --depth 4 --num-data-parallel 2 --model bert_tiny", "bert_tiny_classifier"),
+        ("--schedule 2bw --model BERT-base", "bert_base_classifier"),
+        ("--schedule 2bw --model bert_base --task pretraining", "bert_base"),
+        ("--schedule 1f1b --model bert_tiny", "bert_tiny"),
+        ("--schedule 1f1b --model bert_tiny --task classification", "bert_tiny_classifier"),
+        ("--schedule pipedream --depth 1 --model bert_tiny", "bert_tiny"),
+        # GPT-2 is a language model; nobody asks for it and means a classifier.
+        ("--schedule 2bw --model gpt2_tiny", "gpt2_tiny"),
+        ("--schedule 2bw --model gpt2_tiny --task classification", "gpt2_tiny_classifier"),
+        ("--schedule 2bw --model vgg_tiny --task classification", "vgg_tiny"),
+    ],
+)
+def test_the_head_follows_the_schedule(words: str, model: str) -> None:
+    assert options(*words.split()).model == model
+
+
+def test_a_plan_tells_its_schedule(tmp_path: Path) -> None:
+    pair = (False, False)
+    for schedule, model in (("1f1b", "bert_tiny"), ("2bw", "bert_tiny_classifier")):
+        plan = Plan("", (4, 4), schedule, 2, (0, 1), (1, 1), pair, "bubble", (0, 1), 1.0, 1.0, (8, 8))
+        plan.save(tmp_path / "plan.json")
+        assert options("--plan", str(tmp_path / "plan.json"), "--model", "bert_tiny").model == model
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model vgg_tiny --task pretraining", "'vgg_tiny' has no pre-training head"),
+        ("--model paced --task classification", "'paced' has no head"),
+        ("--schedule 3f1b --model bert_tiny", "no pipeline schedule '3f1b'"),
+    ],
+)
+def test_heads_that_are_none(words: str, said: str, capsys: Any) -> None:
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bert_tiny_classifier", "gpt2_tiny_classifier"])
+def test_classifiers_train_under_weight_groups(name: str) -> None:
+    """The papers' task under WPipe's schedule, against one process that replays its weight versions."""
+    torch.manual_seed(0)
+    model = models.build(name, vocab_size=32, dim=8, heads=2, dropout=0.0).double()
+    dice = torch.Generator().manual_seed(1)
+    batch = models.sample_batch(name, 8, generator=dice, seq_len=5, vocab_size=32)
+    loss = functools.partial(models.loss, name)
+    weights, losses, pipeline = train(
+        model, [batch] * 8, 2, adam, loss, schedule="wpipe", num_microbatches=2, mesh=(2, 1)
+    )
+    assert pipeline.delays == (1, 1, 0, 0)
+    wanted, expected = replayed(model, [batch] * 8, pipeline.program, adam, loss)
+    assert_close(weights, wanted, 1e-9)
+    assert losses == pytest.approx(expected, rel=1e-9) and losses[-1] < losses[0]
 
 
 def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:

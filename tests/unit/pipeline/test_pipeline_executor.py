@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.pipeline_runs import (
+    ROUNDING,
     assert_close,
     batches,
     by_delays,
@@ -34,7 +35,7 @@ def test_equals_the_replayed_versions(schedule: str, stages: int, count: int, re
     weights, losses, pipeline = train(model, data, stages * replicas, **options)
     wanted, expected = replayed(model, data, pipeline.program)
     assert_close(weights, wanted)
-    assert losses == pytest.approx(expected, rel=1e-12)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "ashpipe"])

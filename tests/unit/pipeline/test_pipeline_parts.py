@@ -53,7 +53,7 @@ def test_two_halves_are_the_whole(again: bool) -> None:
     wanted = torch.autograd.grad(net(x, w, v, again), [x, w, v], grad)
     inputs, weights = split_backward([net(x, w, v, again)], [grad], [x], [w, v])
     found = [*inputs, *weights()]
-    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(found, wanted))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(found, wanted))
 
 
 def test_the_first_half_leaves_weights_and_the_second_the_rest() -> None:
@@ -216,7 +216,7 @@ def test_modules_compute_in_a_thread_while_another_traces() -> None:
     assert chains[0].names == ("layer",)
 
 
-@pytest.mark.parametrize("name", [name for name in models.names() if name.endswith("_tiny")])
+@pytest.mark.parametrize("name", [name for name in models.names() if "_tiny" in name])
 def test_the_models_of_the_benchmarks_can_be_cut(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name)

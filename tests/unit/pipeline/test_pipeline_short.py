@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comm_core import Host, TcpConnection
 from commsched.errors import CommError
 from commsched.pipeline.short import MOST_BYTES, ShortMessages
 
 
 def pair(timeout: float = 10.0) -> tuple[ShortMessages, ShortMessages]:
     """Ranks 0 and 1."""
-    left, right = socket.socketpair()
+    data, keepalive = socket.socketpair(), socket.socketpair()
+    left, right = (TcpConnection(data[i], Host(keepalive[i], 25.0)) for i in range(2))
     return ShortMessages(0, [None, left], timeout), ShortMessages(1, [right, None], timeout)
 
 

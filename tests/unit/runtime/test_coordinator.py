@@ -7,7 +7,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from commsched.runtime.coordinator import Coordinator, receive, send
+from commsched.runtime.coordinator import Coordinator, Line, send
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -16,18 +16,14 @@ def test_a_fault_in_the_coordinator_lets_nobody_wait(monkeypatch: pytest.MonkeyP
     listener = socket.create_server(("127.0.0.1", 0))
     address, coordinator = listener.getsockname(), Coordinator(listener, b"key", 2, 30.0)
     coordinator.start()
-    ranks = []
-    for rank in range(2):
-        connection = Client(address, "AF_INET", authkey=b"key")
-        send(connection, {"rank": rank})
-        ranks.append(connection)
-    assert [receive(connection)["type"] for connection in ranks] == ["welcome"] * 2
-    send(ranks[0], {"type": "request"})  # of nothing
-    for connection in ranks:
-        assert connection.poll(100), "it still waits"
+    ranks = [Line.dial(address, b"key", rank) for rank in range(2)]
+    assert [line.receive()["type"] for line in ranks] == ["welcome"] * 2
+    send(ranks[0].messages, {"type": "request"})  # of nothing
+    for line in ranks:
+        assert line.messages.poll(100), "it still waits"
         with pytest.raises((EOFError, ConnectionError)):
-            receive(connection)
-        connection.close()
+            line.receive()
+        line.close()
     coordinator.join(100)
     assert not coordinator.is_alive()
     with pytest.raises(OSError), socket.create_connection(address, 1):
@@ -43,10 +39,9 @@ def test_a_stranger_keeps_nobody_waiting() -> None:
         another.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             Client(address, "AF_INET", authkey=b"another job's")
-        rank = Client(address, "AF_INET", authkey=b"key")
-        send(rank, {"rank": 0})
-        assert rank.poll(100), "it still waits"
-        assert receive(rank)["type"] == "welcome"
-        send(rank, {"type": "bye"})
+        rank = Line.dial(address, b"key", 0)
+        assert rank.messages.poll(100), "it still waits"
+        assert rank.receive()["type"] == "welcome"
+        send(rank.messages, {"type": "bye"})
         coordinator.join(100)
         assert not coordinator.is_alive()

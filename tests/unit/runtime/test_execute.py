@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import commsched as hvd
 from commsched.errors import CommError
 from commsched.runtime import process_sets, state
 from commsched.runtime.base import ReduceOp, Reduction
 from commsched.runtime.execute import Executor
+from commsched.runtime.groups import nccl_usable
 from commsched.runtime.launch import ALONE
 from commsched.runtime.operation import Operation, device_name
 from commsched.runtime.rendezvous import meet
@@ -52,6 +54,33 @@ def test_staging_makes_new_results():
     assert torch.equal(staged("reducescatter", [rows], reduction=Reduction(ReduceOp.AVERAGE)), rows)
     found, received = staged("alltoall", [rows], splits=[2], template=torch.empty(0, dtype=torch.int64))
     assert torch.equal(found, rows) and received.tolist() == [2] and received.dtype is torch.int64
+
+
+def joined_in(device):
+    """What a rank that has joined is told of the others' all-reduce of GPU tensors."""
+    request = {"kind": "allreduce", "name": "x", "set": 0, "device": "cuda:a:0", "op": 1}
+    request |= {"shapes": [[2]], "dtypes": ["torch.float32"], "prescale": 1.0, "postscale": 1.0}
+    return {"request": request, "devices": ["cuda:a:0", device]}
+
+
+def test_the_zeros_of_a_joined_rank_are_on_the_cpu():
+    """They were on cuda:0, whatever GPU the rank had, or none."""
+    result = Executor(meet(ALONE)).run(None, joined_in("cpu"))
+    assert result.tolist() == [0.0, 0.0] and result.device.type == "cpu"
+
+
+def test_the_zeros_of_a_joined_rank_are_where_it_said():
+    executor = Executor(meet(ALONE))
+    executor.joined_on = torch.device("cuda", 1)
+    with FakeTensorMode():  # which has every device
+        assert executor._zeros(joined_in("cuda:b:1")["request"]).tensors[0].device == executor.joined_on
+
+
+def test_nccl_needs_a_gpu_for_each_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert nccl_usable(["cuda:a:0", "cuda:a:1"])
+    assert not nccl_usable(["cuda:a:0", "cuda:a:0"]) and not nccl_usable(["cuda:a:0", "cpu"])
 
 
 def test_where_tensors_live_is_told():

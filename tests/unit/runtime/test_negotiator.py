@@ -130,6 +130,17 @@ def test_joined_ranks_stand_in_with_zeros(three):
     assert three.submit(0, request("c")) == [], "after join() has ended, ranks are waited for again"
 
 
+def test_the_others_know_where_the_zeros_of_a_joined_rank_are(three):
+    """They took its zeros to be on a GPU of their own: NCCL was never used beside a joined rank."""
+    for device in ("cpu", "cuda:b:1"):
+        three.join(1, device)
+        three.submit(0, request("a", device="cuda:a:0"))
+        message = only(three.submit(2, request("a", device="cuda:c:0")))[1]
+        assert message["devices"] == ["cuda:a:0", device, "cuda:c:0"]
+        three.join(0)
+        three.join(2)
+
+
 @pytest.mark.parametrize(
     ("kind", "op"), [("allreduce", 3), ("allgather", 1), ("broadcast", 1), ("alltoall", 1)]
 )
@@ -221,7 +232,7 @@ def test_a_collective_that_broke_off_is_explained_by_the_death_that_follows(thre
     clock.now = 4.9
     assert only(three.leave(2, "rank 2 died", alarm=True)) == (
         [0, 1],
-        {"type": "lost", "message": "rank 2 died"},
+        {"type": "lost", "message": "rank 2 died", "rank": 2},
     )
     three.fail("a failed on rank 1: Connection closed by peer")
     assert three.next_deadline() is None
@@ -234,7 +245,7 @@ def test_a_collective_that_broke_off_although_all_ranks_live_is_told_to_all(thre
     clock.now = 5.0
     assert only(three.expire()) == (
         [0, 1, 2],
-        {"type": "lost", "message": "a failed on rank 0: out of memory"},
+        {"type": "lost", "message": "a failed on rank 0: out of memory", "rank": None},
     )
     assert three.next_deadline() is None and three.expire() == []
 

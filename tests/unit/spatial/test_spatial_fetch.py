@@ -39,7 +39,7 @@ def adjoint(seed: int, grid: tuple[int, int], channel: Channel) -> None:
     bounds = {axis: Split(bounds_of(rng, shape[2 + axis], grid[axis])) for axis in range(2)}
     wants = {axis: tuple(random_want(rng, shape[2 + axis]) for _ in range(grid[axis])) for axis in range(2)}
     tile = recut(scatter(whole, mesh), bounds)
-    plan = plan_for(tile, wants)
+    plan = plan_for(mesh, tile.cuts, wants)
     there = Fetch.apply(tile.local, plan, mesh, 0.0, "test")
     y = integers(torch.Generator().manual_seed(seed + 1000 * mesh.rank), there.shape)
     back = Deliver.apply(y, plan, mesh, "test")

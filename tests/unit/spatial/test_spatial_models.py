@@ -12,6 +12,7 @@ from torch import nn
 from commsched import spatial
 from commsched.spatial.channel import Channel
 from dnn_bench import models
+from tests.support.oracle import assert_close, terms_of
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build, train
 
@@ -80,11 +81,11 @@ def test_benchmark_models_run_unedited(name: str) -> None:
         mine.zero_grad()
         spatial.shard(mine, grid=(2, 2), channel=channel, fuse_halo="off")
         out = mine(spatial.scatter(images))
-        torch.testing.assert_close(out.local, expected, rtol=1e-9, atol=1e-10)
+        assert_close([out.local], [expected], terms_of(model, 1), "output")
         out.square().sum().backward()
         spatial.sum_gradients(mine.parameters())
         for (key, p), q in zip(mine.named_parameters(), model.parameters()):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+            assert_close([p.grad], [q.grad], terms_of(model, 1), key)
 
     on_threads(4, run)
 
@@ -132,8 +133,14 @@ def test_a_coarser_grid_in_the_middle() -> None:
     on_threads(4, run)
 
 
-def test_dropout_does_not_depend_on_the_grid() -> None:
-    model = nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.5)).double()
+class DropPixels(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_empty(x.shape).bernoulli_(0.9)
+        return x * mask * torch.bernoulli(torch.full_like(x, 0.95)) * torch.bernoulli(x[:, :1], 0.96)
+
+
+def test_masks_do_not_depend_on_the_grid() -> None:
+    model = nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.5), DropPixels()).double()
     image = torch.ones(3, 8, 9, 10).double()
 
     def run(channel: Channel, grid: tuple[int, int]) -> torch.Tensor:
@@ -146,7 +153,30 @@ def test_dropout_does_not_depend_on_the_grid() -> None:
     assert 0.3 < (one == 0).double().mean() < 0.95
     kept = (one != 0).flatten(2)
     channels = kept.any(2)
-    assert abs(kept[channels].double().mean() - 0.7) < 0.05 and 0 < channels.sum() < channels.numel()
+    expected = 0.7 * 0.9 * 0.95 * 0.96
+    assert abs(kept[channels].double().mean() - expected) < 0.05 and 0 < channels.sum() < channels.numel()
     for grid in ((2, 2), (3, 1), (1, 4)):
         for part in on_threads(grid[0] * grid[1], lambda channel, g=grid: run(channel, g)):
             assert torch.equal(part, one)
+
+
+def test_drop_path_is_that_of_one_process() -> None:
+    """One mask for all tiles of a sample, drawn as torch draws it."""
+
+    def drop_path(x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5)
+        return x * mask.div_(0.5)
+
+    image = torch.ones(16, 2, 6, 6).double()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        expected = drop_path(image)
+    assert 0 < expected.mean() < 2
+
+    def run(channel: Channel) -> None:
+        if channel.rank == 0:  # whose numbers count
+            torch.manual_seed(7)
+        tile = spatial.scatter(image, spatial.Mesh(channel, (2, 2), (-2, -1)))
+        assert torch.equal(spatial.gather(drop_path(tile)).local, expected)
+
+    on_threads(4, run)

@@ -108,8 +108,17 @@ def padding() -> dict[str, nn.Module]:
         "reflect": nn.Conv2d(C, 3, 5, padding=2, padding_mode="reflect", stride=2),
         "replicate": nn.Conv2d(C, 3, 5, padding=2, padding_mode="replicate"),
         "crop": Lambda(lambda x: x[:, 1:3, 2:-1, :-3].relu()),
+        "patch merging": Lambda(
+            lambda x: torch.cat([x[..., i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], 1)
+        ),
+        "every third": Lambda(lambda x: x[:, ::2, 2:11:3, -9::3] * 2),
         "index": Lambda(lambda x: x[:, None, 0]),
         "odd u-net": Lambda(_odd_unet),
+        "roll": Lambda(lambda x: torch.roll(x, (-2, 5, 1), (2, -1, 1)) * x),
+        "roll beyond a tile": Lambda(
+            lambda x, conv: conv(x.roll(10, -1).roll((3, 8, -30), (-2, -2, -1))), nn.Conv2d(C, 2, 3)
+        ),
+        "roll flattened": Lambda(lambda x: x * x.roll(7)),
     }
 
 

@@ -1,0 +1,116 @@
+"""Gradients of tiles: the gradient of a tile is a tile, of the pixels that each rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from commsched.spatial.fetch import Deliver
+from commsched.spatial.layout import fit, held_wants, local_owned, owned_cuts, plan_for
+from commsched.spatial.mesh import Mesh
+from commsched.spatial.tile import Cuts, Tile, cut_axes, handles_all, tree_map
+
+_T = torch.Tensor
+_GRAD: Any = torch.Tensor.grad  # the descriptor
+
+
+def gradient(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
+    """``local``, the gradient of a part cut by ``cuts``, as a tile.
+
+    Ranks that hold a pixel in their margin compute with a copy of it, so each copy has a gradient of its own:
+    their sum is the pixel's. With margins this is an exchange.
+    """
+    owned = owned_cuts(cuts)
+    wants = {axis: held_wants(cut.split) for axis, cut in cut_axes(cuts) if cut.split.margin != (0, 0)}
+    if wants:
+        local = Deliver.apply(local, plan_for(mesh, owned, wants), mesh, mesh.module)
+    return Tile.make(local, mesh, owned)
+
+
+def _held(grad: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
+    """The inverse of `gradient`: all of it on the owned pixels, nothing on margins."""
+    local, pads = fit(grad, mesh, owned_cuts(cuts)), [0] * (2 * grad.ndim)
+    for axis, cut in cut_axes(cuts):
+        (lo, hi), (start, stop) = cut.split.owned(mesh.coord[axis]), cut.split.held(mesh.coord[axis])
+        pads[2 * (-1 - cut.dim) : 2 * -cut.dim] = [lo - start, stop - hi]
+    return F.pad(local, pads) if any(pads) else local
+
+
+@handles_all(_GRAD.__get__)
+def get_grad(tile: Tile) -> Tile | None:
+    local = tile.local.grad
+    return None if local is None else gradient(local, tile.mesh, tile.cuts)
+
+
+@handles_all(_GRAD.__set__)
+def set_grad(tile: Tile, grad: Tensor | None) -> None:
+    tile.local.grad = None if grad is None else _held(grad, tile.mesh, tile.cuts)
+
+
+@handles_all(_GRAD.__delete__)
+def delete_grad(tile: Tile) -> None:
+    tile.local.grad = None
+
+
+@handles_all(_T.register_hook)
+def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """``hook`` sees, and may replace, the gradient as a tile."""
+    mesh, cuts = tile.mesh, tile.cuts  # not the tile: it would keep itself alive
+
+    def on_local(local: Tensor) -> Tensor | None:
+        replaced = hook(gradient(local, mesh, cuts))
+        return None if replaced is None else _held(replaced, mesh, cuts)
+
+    handle: RemovableHandle = tile.local.register_hook(on_local)
+    return handle
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _seeded(outputs: Any, grads: Any) -> tuple[list[Any], list[Any] | None]:
+    """Owned parts of ``outputs`` and of the gradients that their backward starts with."""
+    tensors = _as_list(outputs)
+    plain = [local_owned(t) if isinstance(t, Tile) else t for t in tensors]
+    if grads is None:
+        return plain, None
+    seeds = [
+        fit(grad, tensor.mesh, owned_cuts(tensor.cuts))
+        if isinstance(tensor, Tile) and isinstance(grad, Tensor)
+        else grad
+        for tensor, grad in zip(tensors, _as_list(grads), strict=True)
+    ]
+    return plain, seeds
+
+
+def _locals(tree: Any) -> Any:
+    return tree_map(lambda t: t.local if isinstance(t, Tile) else t, tree)
+
+
+@handles_all(_T.backward)
+def tile_backward(tile: Any, gradient: Any = None, *args: Any, **options: Any) -> None:
+    backward(tile, gradient, *args, **options)
+
+
+@handles_all(torch.autograd.backward)
+def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+    plain, seeds = _seeded(tensors, grad_tensors)
+    torch.autograd.backward(plain, seeds, *_locals(args), **_locals(options))
+
+
+@handles_all(torch.autograd.grad)
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
+    """Gradients with respect to tiles are tiles."""
+    plain, seeds = _seeded(outputs, grad_outputs)
+    sources: Sequence[Any] = _as_list(inputs)
+    found = torch.autograd.grad(plain, _locals(sources), seeds, *args, **options)
+    return tuple(
+        gradient(part, source.mesh, source.cuts) if isinstance(source, Tile) and part is not None else part
+        for part, source in zip(found, sources, strict=True)
+    )

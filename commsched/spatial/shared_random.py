@@ -1,0 +1,71 @@
+"""Random numbers that are the same on every rank: those of the mesh's first rank."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from commsched.spatial.mesh import Mesh
+from commsched.spatial.replicated import everyone
+
+
+class SharedGenerators:
+    """The first rank's default generators, on every rank of a mesh while the model runs.
+
+    Models also draw into plain tensors (``torch.empty(n).bernoulli_()``), which are no tiles: with equal
+    generators those numbers are equal. A rank whose generators differed gets its own back afterwards; ranks
+    whose generators were equal keep them equal.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._state = self._read()
+        self._replaced = False
+
+    def digest(self) -> bytes:
+        """Eight bytes that differ where states do."""
+        return blake2b(self._state.numpy().tobytes(), digest_size=8).digest()
+
+    def share(self, mesh: Mesh, module: str) -> None:
+        """Take over the first rank's state; every rank calls it."""
+        axes = tuple(range(len(mesh.grid)))
+        first = everyone(self._state, mesh, axes, "state of the random generators", module)[0]
+        self._replaced = not torch.equal(first, self._state)
+        if self._replaced:
+            self._write(first)
+
+    def restore(self) -> None:
+        if self._replaced:
+            self._write(self._state)
+
+    def _read(self) -> Tensor:
+        state = torch.get_rng_state()
+        return state if self._device is None else torch.cat([state, torch.cuda.get_rng_state(self._device)])
+
+    def _write(self, state: Tensor) -> None:
+        length = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:length])
+        if self._device is not None:
+            torch.cuda.set_rng_state(state[length:], self._device)
+
+
+def draws(mesh: Mesh) -> bool:
+    """Whether this rank draws a number that the first rank draws for all.
+
+    Every process does, so that equal generators stay equal. Threads of one process share one generator.
+    """
+    return mesh.rank == 0 or mesh.channel.own_generator
+
+
+def shared_seed(mesh: Mesh, device: torch.device) -> int:
+    """A number from the default generator of the mesh's first rank."""
+    axes = tuple(range(len(mesh.grid)))
+    if device.type == "meta":  # a dry run draws nothing
+        everyone(torch.empty(1, dtype=torch.int64, device="meta"), mesh, axes, "seed")
+        return 0
+    drawn = torch.zeros(1, dtype=torch.int64)
+    if draws(mesh):
+        drawn.random_(-(1 << 62), 1 << 62)
+    return int(everyone(drawn, mesh, axes, "seed")[0])

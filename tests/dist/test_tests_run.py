@@ -1,0 +1,116 @@
+"""tests/run: gets the programs that tests need where it may, and names what was not tested elsewhere."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import ROOT, make_path, make_script
+
+pytestmark = pytest.mark.dist
+# sshd and the browser are never on the PATH of these tests.
+WANTED = "chromium chromium-driver openssh-server"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A PATH with every program that tests need but WANTED's, and an apt-get that writes down its arguments."""
+    folder = make_path(tmp_path / "bin", "tail")
+    for name in ("ip", "tc", "ssh", "mpirun"):
+        make_script(folder / name, "")
+    make_script(folder / "id", "echo 0")
+    make_script(folder / "apt-get", f'echo "$*" >> {tmp_path}/apt')
+    return folder
+
+
+def run(folder: Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """tests/run in a checkout with nothing to install; its Python says what it was asked to do."""
+    checkout = folder / "checkout"
+    for name in ("docker", "tests/support", "env/bin"):
+        (checkout / name).mkdir(parents=True)
+    for name in ("docker/common.sh", "tests/run", "tests/support/needs.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    make_script(checkout / "docker/install.sh", "")
+    answer = f'case $2 in tests.*) exec {sys.executable} "$@" ;; *) echo "ran $*" ;; esac'
+    make_script(checkout / "env/bin/python", answer)
+    env = {"PATH": str(path), "HOME": str(folder), "VIRTUAL_ENV": str(checkout / "env")} | variables
+    command = ["/bin/bash", str(checkout / "tests/run"), "tests/unit"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+
+def asked(folder: Path) -> list[str]:
+    return (folder / "apt").read_text().splitlines() if (folder / "apt").exists() else []
+
+
+def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
+    """A fresh machine left out 14 tests, of ssh between hosts and of the report's page, and passed."""
+    result = run(tmp_path, path)
+    assert result.returncode == 0, result.stderr
+    assert asked(tmp_path)[0] == "update"
+    assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
+    assert result.stdout.splitlines()[-1] == "ran -m pytest tests/unit"
+
+
+def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path, path: Path) -> None:
+    for name in ("sshd", "google-chrome", "chromedriver"):
+        make_script(path / name, "")
+    assert run(tmp_path, path).returncode == 0
+    assert asked(tmp_path) == []
+
+
+@pytest.mark.parametrize("reason", ["not root", "no apt-get", "not wanted"])
+def test_where_it_may_not_install_the_tests_run_all_the_same(tmp_path: Path, path: Path, reason: str) -> None:
+    if reason == "not root":
+        make_script(path / "id", "echo 1000")
+    elif reason == "no apt-get":
+        (path / "apt-get").unlink()
+    result = run(tmp_path, path, COMMSCHED_TEST_TOOLS="0" if reason == "not wanted" else "1")
+    assert result.returncode == 0 and "ran -m pytest tests/unit" in result.stdout
+    assert asked(tmp_path) == []
+
+
+def test_an_apt_that_fails_is_told_and_the_tests_run(tmp_path: Path, path: Path) -> None:
+    make_script(path / "apt-get", 'case "$*" in update) ;; *) exit 100 ;; esac')
+    result = run(tmp_path, path)
+    assert result.returncode == 0 and "ran -m pytest tests/unit" in result.stdout
+    assert "build/logs/test-tools.log says why" in result.stderr
+
+
+UNTESTED = """
+import pytest
+from tests.support.needs import needs
+
+@needs("sshd")
+@pytest.mark.parametrize("n", [1, 2])
+def test_ssh(n):
+    pass
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"]])
+def test_the_end_names_what_was_not_tested(tmp_path: Path, path: Path, options: list[str]) -> None:
+    (tmp_path / "test_untested.py").write_text(UNTESTED)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        ".",
+    ]
+    result = subprocess.run(
+        [*command, *options, "test_untested.py"],
+        cwd=tmp_path,
+        env={"PATH": str(path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    title, line, end = [line for line in result.stdout.splitlines() if line][-3:]
+    assert "not tested" in title and "2 skipped" in end
+    assert line == "   2 tests: needs sshd: apt-get install openssh-server"

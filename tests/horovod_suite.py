@@ -1,0 +1,100 @@
+"""Runs Horovod's own test suite over commsched and, beside it, over Horovod itself.
+
+    python -m tests.horovod_suite CHECKOUT [--ranks 2] [--files test/parallel/test_torch.py] [-k EXPRESSION]
+
+CHECKOUT is a checkout of Horovod at the installed version; source packages leave the tests out. Once the
+files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.
+A test has passed where it passed on every rank. The last line is "commsched P of N, Horovod Q of N"; N leaves
+out what a system skips. The exit status is 1 where a test passes with Horovod alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from tests.support.launch import run_ranks
+
+FILES = ["test/parallel/test_torch.py"]
+WITH = {"commsched": "import commsched as hvd", "Horovod": "import horovod.torch as hvd"}
+TIMEOUT = 1800.0  # seconds for all ranks of one run
+_ORDER = ("passed", "skipped", "failed")
+# Each rank leaves a report of its own; horovodrun tells it its number.
+_RANK = """
+import os, sys, pytest
+report, *arguments = sys.argv[1:]
+sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ['HOROVOD_RANK']}"]))
+"""
+
+
+def outcomes(reports: list[Path]) -> dict[str, str]:
+    """The worst outcome that a rank reports of each test. A rank without a report has failed all of them."""
+    found: dict[str, str] = {}
+    for report in reports:
+        for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
+            kinds = {child.tag for child in case}
+            now = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            before = found.get(case.attrib["name"], "passed")
+            found[case.attrib["name"]] = max(before, now, key=_ORDER.index)
+    return found if all(map(Path.exists, reports)) else dict.fromkeys(found, "failed")
+
+
+def run(checkout: Path, files: list[str], system: str, ranks: int, arguments: list[str]) -> dict[str, str]:
+    """The outcomes of the files' tests with one of the two systems."""
+    with tempfile.TemporaryDirectory(prefix="horovod-suite-") as name:
+        folder = Path(name)
+        shutil.copytree(checkout / "test", folder / "test")
+        for file in files:
+            text = (folder / file).read_text()
+            (folder / file).write_text(text.replace(WITH["Horovod"], WITH[system]))
+        report, tests = folder / "report", [str(folder / file) for file in files]
+        pytest = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments, *tests]
+        results = run_ranks(_RANK, ranks, [str(report), *pytest], timeout=TIMEOUT, launcher="horovodrun")
+        print(f"--- {system}, rank 0\n{results[0].stdout[-6000:]}", file=sys.stderr)
+        return outcomes([folder / f"report.{rank}" for rank in range(ranks)])
+
+
+def compare(found: dict[str, dict[str, str]]) -> tuple[str, int]:
+    """What differs or fails and how many passed, as text; and the exit status."""
+    ours, theirs = (
+        {name: found[system].get(name, "did not run") for rows in found.values() for name in rows}
+        for system in WITH
+    )
+    lines = [
+        f"{name}: commsched {ours[name]}, Horovod {theirs[name]}"
+        for name in sorted(ours)
+        if ours[name] != theirs[name] or ours[name] == "failed"
+    ]
+    ran = [name for name in ours if "skipped" not in (ours[name], theirs[name])]
+    mine, others = ([name for name in ran if rows[name] == "passed"] for rows in (ours, theirs))
+    lines.append(f"commsched {len(mine)} of {len(ran)}, Horovod {len(others)} of {len(ran)}")
+    return "\n".join(lines), int(not ran or bool(set(others) - set(mine)))
+
+
+def main(words: list[str] | None = None) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="horovod_suite", description=__doc__, formatter_class=form)
+    parser.add_argument("checkout", type=Path, help="Horovod's sources, with their tests")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each run (default 2)")
+    parser.add_argument("--files", nargs="+", default=FILES, help=f"test files (default {' '.join(FILES)})")
+    parser.add_argument("-k", dest="expression", help="run only the tests that match, as in pytest")
+    options = parser.parse_args(words)
+    for file in options.files:
+        path = options.checkout / file
+        if not path.is_file():
+            parser.error(f"{path} is missing: a source package leaves the tests out, take a checkout")
+        if WITH["Horovod"] not in path.read_text():
+            parser.error(f"{path} does not say {WITH['Horovod']!r}: it is no test of horovod.torch")
+    chosen = ["-k", options.expression] if options.expression else []
+    found = {system: run(options.checkout, options.files, system, options.ranks, chosen) for system in WITH}
+    text, status = compare(found)
+    print(text)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
