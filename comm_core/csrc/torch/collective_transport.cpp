@@ -36,6 +36,14 @@ std::string operation_name(const char* op, const BucketSpec& b, const OpTag& tag
   return std::string(op) + "." + std::to_string(tag.bucket) + "." + b.name;
 }
 
+// Backends can be aborted from torch 2.8 on; before that, a collective ends by its own time-out.
+template <class Backend>
+auto abort_backend(Backend& backend, int) -> decltype(backend.abort()) {
+  backend.abort();
+}
+template <class Backend>
+void abort_backend(Backend&, long) {}
+
 }  // namespace
 
 void CollectiveTransport::pass(size_t count, DType type) const {
@@ -142,7 +150,7 @@ void C10dTransport::abort(const std::string& reason) noexcept {
   LinkGate::of_process().wake();
   try {
     if (work_) work_->abort();
-    backend_->abort();
+    abort_backend(*backend_, 0);
   } catch (const std::exception&) {  // a backend that cannot abort ends by its own time-out
   }
 }
