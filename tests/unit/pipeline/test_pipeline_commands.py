@@ -20,8 +20,10 @@ from commsched.pipeline.spans import Span, handling
 from dnn_bench import models
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
+from dnn_bench.pipeline.worker import default_rows
 from scheduler.actions import Action, Kind
 from scheduler.graph_txt import read_graph
+from scheduler.pipeline.build import generate
 from scheduler.pipeline.plan import Plan
 from scheduler.profile import Profile
 from tests.support.pipeline_runs import (
@@ -260,6 +262,14 @@ def test_classifiers_train_under_weight_groups(name: str) -> None:
     wanted, expected = replayed(model, [batch] * 8, pipeline.program, adam, loss)
     assert_close(weights, wanted, 1e-9)
     assert losses == pytest.approx(expected, rel=1e-9) and losses[-1] < losses[0]
+
+
+def test_every_replica_has_a_row() -> None:
+    """The documented ``bundle ... --world-size 2 --DP-ONLY`` gave eight replicas four rows."""
+    for words, rows in (("--DP-ONLY", 8), ("", 4)):
+        made = options("bundle", "--num-hp", "2", "--world-size", "2", *words.split())
+        layout = generate("bundle", made.depth, made.microbatches, ranks=made.ranks).pipeline
+        assert layout is not None and default_rows(layout) == rows
 
 
 def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
