@@ -46,7 +46,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2, metavar="S", help="ranks of one replica")
     parser.add_argument("--num-data-parallel", default="1", metavar="R", help="replicas, or 4,3,1 by stage")
     parser.add_argument("--num-microbatches", type=int, metavar="M", help="default 4 (ashpipe, bundle: 1)")
-    parser.add_argument("--batch-size", type=int, default=0, metavar="N", help="rows of a step, all replicas")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows of a step, all replicas (default: 4 per micro-batch, at least 1 per replica)",
+    )
     parser.add_argument("--config", metavar="FILE", help="hybrid_conf.json of PipeDream and AshPipe")
     parser.add_argument("--graph", metavar="FILE", help="with --config: the partitioned graph, gpus=N.txt")
     parser.add_argument("--plan", default="", metavar="FILE", help="of `commsched partition`")

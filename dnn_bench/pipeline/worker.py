@@ -25,6 +25,7 @@ from commsched.runtime import control
 from dnn_bench.pipeline.jobs import job_of
 from dnn_bench.pipeline.options import Options, Ratio, Result
 from scheduler.ir.cluster import Cluster
+from scheduler.ir.layout import Layout
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.report import examine
@@ -53,8 +54,8 @@ def measure(options: Options) -> Result | None:
     paced = {"seconds": options.seconds, "height": max(1, options.layer_bytes // 256)}
     extra: dict[str, Any] = paced if options.model == "paced" else {}
     job = job_of(options.model, options.layers, **extra)
-    rows = options.rows or 4 * options.microbatches
     pipeline = _pipeline(options, job, options.placement)
+    rows = options.rows or default_rows(pipeline.layout)
     other = _pipeline(options, job, options.against) if options.against else None
     batch = next(job.batches(rows))
     micro = cut(batch, (0, border(1, rows, options.microbatches)))
@@ -85,6 +86,11 @@ def measure(options: Options) -> Result | None:
     rank = commsched.rank()
     commsched.shutdown()
     return result if rank == 0 else None
+
+
+def default_rows(layout: Layout) -> int:
+    """Four rows per micro-batch, or one for each replica where there are more."""
+    return layout.microbatches * max(4, *(len(ranks) for ranks in layout.ranks))
 
 
 def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:

@@ -20,10 +20,12 @@ from commsched.pipeline.spans import Span, handling
 from dnn_bench import models
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
+from dnn_bench.pipeline.worker import default_rows
 from scheduler.formats.graph_txt import Graph, read_graph, write_graph
-from scheduler.formats.pipeline_plan import Plan
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines.build import generate
 from tests.support.pipeline_runs import (
     WIDTH,
     adam,
@@ -171,7 +173,7 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     assert made.sizes == graph.sizes == (8 * (WIDTH * WIDTH + WIDTH),) * 4
     words = ["partition", "--profile", str(files[0]), "--devices", "2", "--link", "10gbit"]
     assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0
-    assert Plan.load(files[2]).sizes == made.sizes
+    assert PipelinePlan.load(files[2]).sizes == made.sizes
     assert "written to" in capsys.readouterr().out
 
 
@@ -260,6 +262,14 @@ def test_classifiers_train_under_weight_groups(name: str) -> None:
     wanted, expected = replayed(model, [batch] * 8, pipeline.program, adam, loss)
     assert_close(weights, wanted, 1e-9)
     assert losses == pytest.approx(expected, rel=1e-9) and losses[-1] < losses[0]
+
+
+def test_every_replica_has_a_row() -> None:
+    """The documented ``bundle ... --world-size 2 --DP-ONLY`` gave eight replicas four rows."""
+    for words, rows in (("--DP-ONLY", 8), ("", 4)):
+        made = options("bundle", "--num-hp", "2", "--world-size", "2", *words.split())
+        layout = generate("bundle", made.depth, made.microbatches, ranks=made.ranks).pipeline
+        assert layout is not None and default_rows(layout) == rows
 
 
 def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
