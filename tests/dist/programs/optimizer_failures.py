@@ -73,7 +73,7 @@ class SlowData(Dataset[int]):
         return 1000
 
     def __getitem__(self, index: int) -> int:
-        if index >= 4:
+        if index >= 2:
             time.sleep(900)
         return index
 

@@ -229,7 +229,7 @@ def test_the_head_follows_the_schedule(words: str, model: str) -> None:
 def test_a_plan_tells_its_schedule(tmp_path: Path) -> None:
     pair = (False, False)
     for schedule, model in (("1f1b", "bert_tiny"), ("2bw", "bert_tiny_classifier")):
-        plan = Plan("", (4, 4), schedule, 2, (0, 1), (1, 1), pair, "bubble", (0, 1), 1.0, 1.0, (8, 8))
+        plan = PipelinePlan("", (4, 4), schedule, 2, (0, 1), (1, 1), pair, "bubble", (0, 1), 1.0, 1.0, (8, 8))
         plan.save(tmp_path / "plan.json")
         assert options("--plan", str(tmp_path / "plan.json"), "--model", "bert_tiny").model == model
 
