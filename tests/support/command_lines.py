@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+from _pytest.mark.expression import Expression
+
 from commsched import cli
 from dnn_bench import __main__ as bench
 from dnn_bench import settings
@@ -254,6 +256,13 @@ class _Marks(dict[str, bool]):
         return False
 
 
+def matches(expression: str, test: str) -> bool:
+    """Whether ``-k expression`` selects the test; without an expression every test is selected."""
+    if not expression:
+        return True
+    return Expression.compile(expression).evaluate(lambda name, **_: name.lower() in test.lower())
+
+
 def selected(words: Sequence[str], tests: dict[str, list[str]]) -> list[str]:
     """The tests that pytest would run. ``tests``: every test's id and its marks."""
     options = SELECTOR.parse_args(list(words))
@@ -266,6 +275,6 @@ def selected(words: Sequence[str], tests: dict[str, list[str]]) -> list[str]:
         test
         for test, marks in tests.items()
         if (not files or any(test.startswith((f"{path}/", f"{path}::")) for path in files))
-        and options.keyword.lower() in test.lower()
+        and matches(options.keyword, test)
         and eval(options.marks, {"__builtins__": {}}, _Marks.fromkeys(marks, True))
     ]

@@ -63,5 +63,9 @@ def summary(reasons: Iterable[str]) -> list[str]:
     return [f"{count:4} {plural.get(count, 'tests')}: {reason}" for reason, count in counted.most_common()]
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(*missing_packages())
+
+
+if __name__ == "__main__":
+    main()
