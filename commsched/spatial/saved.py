@@ -35,7 +35,7 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 
 def _hooks_decide() -> bool:
-    """Whether hooks of the user's may be active. torch 2.6 cannot tell, so autograd keeps whole buffers there."""
+    """Whether the user's hooks may be active. torch 2.6 cannot tell: autograd keeps whole buffers there."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or bool(top(True))
 
