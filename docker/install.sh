@@ -137,8 +137,13 @@ default_torch() {
     if [ "$gpu" = 1 ]; then echo "torch>=2.6,<2.16"; else echo "torch==2.13.0"; fi
 }
 
+# Not has_module: an installation that was interrupted leaves modules without metadata.
+torch_requirement() {
+    "$PYTHON" -I -c 'from importlib.metadata import version; print("torch==" + version("torch"))' 2>/dev/null
+}
+
 install_torch() {
-    ! has_module torch || return 0
+    ! torch_requirement >/dev/null || return 0
     local torch=${COMMSCHED_TORCH:-$(default_torch)}
     step torch "installing $torch" "$PYTHON" -m pip install "$torch"
 }
@@ -180,7 +185,7 @@ install_project() {
     rm -f "$ROOT/build/stamps/project"
     # Naming the torch that is there keeps pip from replacing one that is too old: that is for its owner to decide.
     local torch
-    torch=$("$PYTHON" -I -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
+    torch=$(torch_requirement)
     step project "building commsched (a minute or two)" \
         "$PYTHON" -m pip install --no-build-isolation -e "$ROOT[dev]" "$torch"
     (cd / && "$PYTHON" -c 'import comm_core') || fail "comm_core was built but cannot be imported: see the lines above"

@@ -34,6 +34,12 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
+def _hooks_decide() -> bool:
+    """Whether the user's hooks may be active. torch 2.6 cannot tell: autograd keeps whole buffers there."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or bool(top(True))
+
+
 def compact(
     buffer: Tensor, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]
 ) -> AbstractContextManager[Any]:
@@ -41,11 +47,7 @@ def compact(
 
     Where hooks of the user's are active (activation checkpointing, offloading) those decide instead.
     """
-    if (
-        buffer is tile
-        or not torch.is_grad_enabled()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ):
+    if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
         return nullcontext()
     recipe = _Recipe(tile, plan, fill, received)
     address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions

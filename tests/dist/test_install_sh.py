@@ -179,8 +179,12 @@ def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, 
 def test_which_torch(
     checkout: Path, path: Path, tmp_path: Path, gpu: bool, switch: dict[str, str], version: str
 ) -> None:
-    """Machines with a GPU got the newest version with a CPU build, two releases old."""
+    """Machines with a GPU got the newest version with a CPU build, two releases old.
+
+    The folder is what an interrupted installation leaves: it was taken for a torch that can be kept.
+    """
     environment = make_environment(tmp_path / "env", without=("torch",))
+    (next(environment.glob("lib/python3.*/site-packages")) / "torch").mkdir()
     make_script(path / "nvidia-smi", f"exit {0 if gpu else 9}")
     nowhere = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
     result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **nowhere, **switch)
