@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.command_lines import Reader, selected
 from tests.support.documented import ROOT, Block, Call, blocks, calls, of_help, of_page
+from tests.support.documented_runs import NOT_RUN
 
 COLLECT = """
 import json, sys
@@ -45,8 +47,12 @@ def test_every_command_is_one(tmp_path: Path) -> None:
     (tmp_path / "calls").mkdir()
     shown = [block for block in blocks() if block.kind in ("shell", "inline")]
     reader = Reader()
-    wrong = problems(calls(shown, tmp_path / "calls"), reader)
+    found = calls(shown, tmp_path / "calls")
+    wrong = problems(found, reader)
     assert not wrong, "\n".join(wrong)
+    lines = [" ".join(call.words) for call in found]
+    stale = [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)]
+    assert not stale, f"no page shows these any more: {stale}"
 
     # What pytest would run needs all tests, which one process collects.
     done = subprocess.run(
