@@ -1,7 +1,7 @@
 """Every environment variable that commsched itself defines, as documented fields of one dataclass read once.
 
 What launchers set (``HOROVOD_RANK``, ``RANK``, ``OMPI_COMM_WORLD_RANK``, ...) is read in
-``runtime/launch.py``.
+``process/launch.py``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commsched.runtime.launch import detect_launch
+from commsched.process.launch import detect_launch
 from dnn_bench import baselines, models
 from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import require

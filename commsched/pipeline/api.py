@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from commsched.errors import CommError
-from commsched.pipeline import checkpoint, start, whole
+from commsched.pipeline import checkpoint, start
+from commsched.pipeline import full_state as whole
+from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.memory import keep_freed_memory
 from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
 from commsched.pipeline.stage import Loss

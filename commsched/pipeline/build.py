@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.flow.shards import check_elementwise
+from commsched.optimizer.shards import check_elementwise
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over

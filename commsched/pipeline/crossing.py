@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from comm_core import Traffic
-from commsched.pipeline.boxes import Inbox, Outbox
 from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.mailbox import Inbox, Outbox
 from commsched.pipeline.messages import Description, Leaf
 from commsched.pipeline.rows import Range, Share, common
 from commsched.pipeline.stage import Job, Stage

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 import comm_core
+from commsched.collectives import state
+from commsched.collectives.private_groups import data_group, tcp_channel
 from commsched.env import settings
-from commsched.pipeline.short import MOST_BYTES, ShortMessages
-from commsched.runtime import state
-from commsched.runtime.data import data_group, tcp_channel
-from commsched.spatial.channel import DistChannel, Pending, ThreadHub
+from commsched.transport.channel import DistChannel, Pending, ThreadHub
+from commsched.transport.short_messages import MOST_BYTES, ShortMessages
 
 _CHANNEL = 77  # of data_group: all pipelines share its connections
 _LANES, _MOST_LANES = 16, 1 << 15  # of one pipeline, and before their numbers come round again

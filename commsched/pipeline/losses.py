@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.stage import Stage
-from commsched.spatial.channel import Pending
+from commsched.transport.channel import Pending
 from scheduler.ir.layout import Layout
 
 

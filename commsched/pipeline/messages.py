@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.fabric import Lane, from_host, to_host
-from commsched.spatial.channel import Pending
+from commsched.transport.channel import Pending
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

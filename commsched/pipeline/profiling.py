@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
-from commsched.pipeline.memory import keep_freed_memory
 from commsched.pipeline.messages import receive_object, send_object
 from commsched.pipeline.rows import cut, rows_of
-from commsched.pipeline.short import MOST_BYTES
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
+from commsched.transport.short_messages import MOST_BYTES
 from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
 

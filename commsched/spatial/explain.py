@@ -15,13 +15,13 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from commsched.spatial.api import from_local, tile_bounds
-from commsched.spatial.channel import SilentChannel
 from commsched.spatial.fuse import Fusion, cheapest, dry_runner, find_fusion, meta_state
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.meter import PeakMeter
 from commsched.spatial.shard import name_hooks
 from commsched.spatial.tile import Tile, tiles_in
+from commsched.transport.channel import SilentChannel
 
 
 @dataclass

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from commsched.spatial.channel import Parcel, Pending
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Piece, Plan, Slices
+from commsched.transport.channel import Parcel, Pending
 
 
 def fetch(

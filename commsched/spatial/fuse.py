@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from commsched.spatial.channel import SilentChannel
 from commsched.spatial.mesh import Mesh, Rates, Site, Visit
 from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile, cut_axes, tree_map
+from commsched.transport.channel import SilentChannel
 
 Fusion = dict[Site, int]
 DryRun = Callable[[Fusion], list[Visit]]

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 import commsched
-from commsched.spatial.channel import DistChannel, Pending
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.placement import Placement, Samples, Value, as_many, as_one, rank_orders, trace
 from commsched.spatial.redistribute import Crossing, by_rank, moves
 from commsched.spatial.shard import shard
 from commsched.spatial.summation import StageSum
 from commsched.spatial.tile import Tile
+from commsched.transport.channel import DistChannel, Pending
 from scheduler.ir.actions import Action, Kind
 from scheduler.pipelines.schedules.mirrored_order import interleaved_replicas, share_of
 

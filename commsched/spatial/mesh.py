@@ -10,8 +10,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from commsched.spatial.channel import Channel
 from commsched.spatial.intervals import Split
+from commsched.transport.channel import Channel
 
 # Below about so many multiplications in the interior, cutting an operation in pieces costs more than the halo
 # takes.

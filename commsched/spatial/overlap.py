@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from commsched.spatial.channel import Parcel, Pending
 from commsched.spatial.fetch import Deliver, add_arrived, ask, boxes_of, own_contributions, return_to_owners
 from commsched.spatial.intervals import Interval, Window
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Plan, Slices
+from commsched.transport.channel import Parcel, Pending
 
 Region = dict[int, Interval]  # per dimension
 

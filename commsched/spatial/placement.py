@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from commsched.spatial.channel import SilentChannel
 from commsched.spatial.fuse import meta_state
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import owned_cuts
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Slices
 from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes
+from commsched.transport.channel import SilentChannel
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from comm_core import Traffic
-from commsched.spatial.channel import DistChannel, Pending
 from commsched.spatial.fetch import buffer_for, own_pixels, pack, place, unpack
 from commsched.spatial.intervals import Run
 from commsched.spatial.plan import Plan, Slices, pieces
+from commsched.transport.channel import DistChannel, Pending
 
 
 def moves(rank: int, have: Mapping[int, Slices], want: Mapping[int, Slices]) -> Plan:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from commsched.errors import CommError
-from commsched.spatial.channel import Channel, DistChannel, SilentChannel
 from commsched.spatial.fuse import Fusion, choose
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, set_mesh
 from commsched.spatial.shared_random import SharedGenerators
 from commsched.spatial.tile import Tile, tiles_in, tree_map
+from commsched.transport.channel import Channel, DistChannel, SilentChannel
 
 Model = TypeVar("Model", bound=nn.Module)
 _DATA_CHANNEL = 5  # connections of our own: halos never wait behind an optimizer's messages

@@ -11,8 +11,8 @@ from torch.distributed import PrefixStore
 
 import comm_core
 import commsched
+from commsched.collectives import state
 from commsched.errors import CommError
-from commsched.runtime import state
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 # Every sum has connections of its own; those of the same ranks are made in the same order on all of them.

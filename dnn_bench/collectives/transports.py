@@ -103,7 +103,7 @@ class Ours(Collectives):
 
     def __init__(self, job: Job, transport: str) -> None:
         import commsched as hvd
-        from commsched.flow.transports import make_transport
+        from commsched.backends.transports import make_transport
 
         torch.set_num_threads(job.threads)
         hvd.init()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from comm_core.cuda.launchers import launcher_for
-from commsched.cuda.device import CudaDevice, Device, Event, Stream
+from commsched.backends.cuda_device import CudaDevice, Device, Event, Stream
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link
 

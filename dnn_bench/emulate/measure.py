@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import commsched as hvd
-from commsched.cuda.device import Device
+from commsched.backends.cuda_device import Device
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_path
 from scheduler import policies

@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from commsched.cuda.device import CudaDevice, Device
-from commsched.cuda.flow import DeviceFlow, DeviceShardedFlow
-from commsched.cuda.memory import Memory
-from commsched.cuda.planner import DevicePlanner
-from commsched.cuda.stream_plan import StreamPlan
-from commsched.cuda.watch import DeviceWatch
-from commsched.cuda.wire import DeviceWire
+from commsched.backends.cuda import DeviceWire
+from commsched.backends.cuda_device import CudaDevice, Device
+from commsched.backends.cuda_memory import Memory
+from commsched.backends.cuda_planner import DevicePlanner
+from commsched.backends.cuda_reducer import DeviceFlow, DeviceShardedFlow
+from commsched.backends.cuda_streams import StreamPlan
+from commsched.backends.cuda_timing import DeviceWatch
 from commsched.env import settings
-from commsched.flow.path import Path
+from commsched.optimizer.backend_choice import Path
 from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
 from scheduler.ir.link import Link
 

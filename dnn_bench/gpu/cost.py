@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commsched.flow.updates import Face
+from commsched.optimizer.deferred_updates import Face
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.measure import Emulation
 from scheduler.ir.link import Link

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import commsched
+from commsched.collectives import control
 from commsched.pipeline import Job, Pipeline, profile
 from commsched.pipeline.profiling import message_link
 from commsched.pipeline.rows import border, cut
 from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
-from commsched.runtime import control
 from dnn_bench.pipeline.jobs import job_of
 from dnn_bench.pipeline.options import Options, Ratio, Result
 from scheduler.ir.cluster import Cluster

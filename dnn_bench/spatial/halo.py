@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched import spatial
-from commsched.spatial.channel import Channel, Parcel, SilentChannel
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile
+from commsched.transport.channel import Channel, Parcel, SilentChannel
 from scheduler.ir.borders import Border
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile

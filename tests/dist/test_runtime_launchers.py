@@ -182,7 +182,7 @@ def test_no_rank_goes_on_while_another_still_waits_for_its_process_set():
     program = """
     import time, commsched as hvd
     from horovod.torch import mpi_ops
-    from commsched.runtime import state
+    from commsched.collectives import state
     hvd.init()
     store = state.engine().meeting.store
     add = mpi_ops.add_process_set

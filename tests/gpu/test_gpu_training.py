@@ -198,9 +198,9 @@ def test_a_joined_rank_without_a_gpu() -> None:
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL
-from commsched.cuda.collectives import NcclCollectives
-from commsched.cuda.device import CudaDevice
-from commsched.cuda.stream_plan import StreamBucket, StreamPlan
+from commsched.backends.cuda_collectives import NcclCollectives
+from commsched.backends.cuda_device import CudaDevice
+from commsched.backends.cuda_streams import StreamBucket, StreamPlan
 device = CudaDevice(torch.device("cuda", 0))
 torch.cuda.set_device(0)
 group = ProcessGroupNCCL(HashStore(), 0, 1, ProcessGroupNCCL.Options())
@@ -258,7 +258,7 @@ print("masters kept")
 
 REGISTERED = """
 import torch, torch.nn as nn, commsched as hvd
-from commsched.cuda.memory import RegisteredMemory
+from commsched.backends.cuda_memory import RegisteredMemory
 hvd.init()
 torch.cuda.set_device(0)
 found = []

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import comm_core
-from commsched.flow.flow import Flow
-from commsched.flow.hooks import Hooks
-from commsched.flow.layout import Buffers, build_layout
-from commsched.flow.model import Model
-from commsched.flow.planning import Plan
-from commsched.flow.wire import Wire
+from commsched.backends.cpu import Wire
+from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.planning import Plan
+from commsched.optimizer.reducer import Flow
 from scheduler.ir.link import Link
 from scheduler.policies import plan
 from tests.support import threads

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from commsched.spatial.channel import PATIENCE
+from commsched.transport.channel import PATIENCE
 
 PROGRAM = """
 import torch

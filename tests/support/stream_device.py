@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commsched.cuda.device import Device
+from commsched.backends.cuda_device import Device
 
 
 class FakeEvent:

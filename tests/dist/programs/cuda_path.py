@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.cuda.device import ImmediateDevice
-from commsched.cuda.flow import DeviceFlow, DeviceShardedFlow
-from commsched.cuda.fused import FusedShards
-from commsched.cuda.memory import RegisteredMemory
-from commsched.cuda.stream_plan import StreamBucket
-from commsched.cuda.wire import DeviceWire
+from commsched.backends.cuda_device import ImmediateDevice
+from commsched.backends.cuda_reducer import DeviceFlow, DeviceShardedFlow
+from commsched.backends.cuda_fused_update import FusedShards
+from commsched.backends.cuda_memory import RegisteredMemory
+from commsched.backends.cuda_streams import StreamBucket
+from commsched.backends.cuda import DeviceWire
 from commsched.env import settings
-from commsched.runtime.data import private_group
+from commsched.collectives.private_groups import private_group
 from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.oracle import assert_close, release, seeded
@@ -324,11 +324,11 @@ class Ending(ImmediateDevice):
 def over_nccl_on_paper() -> ExitStack:
     """Buckets travel over groups that count themselves, through the code that is for NCCL."""
     stack = ExitStack()
-    stack.enter_context(patch("commsched.cuda.wire.nccl_usable", lambda names: True))
-    stack.enter_context(patch("commsched.cuda.wire.device_of", Ending))
+    stack.enter_context(patch("commsched.backends.cuda.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.backends.cuda.device_of", Ending))
     stack.enter_context(
         patch(
-            "commsched.cuda.wire.private_group",
+            "commsched.backends.cuda.private_group",
             lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
         )
     )
@@ -368,7 +368,7 @@ def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
 def registering_without_nccl_is_told(me: Me) -> None:
     model = seeded(Mixed)
     asked = replace(settings(), nccl_register="1")
-    with patch("commsched.cuda.wire.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
+    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
     text = [str(warning.message) for warning in told]

@@ -17,10 +17,10 @@ from torch.distributed import PrefixStore
 import comm_core
 import commsched as hvd
 from commsched.env import settings
-from commsched.pipeline.short import ShortMessages
-from commsched.runtime import state
-from commsched.runtime.data import data_channel
-from commsched.spatial.channel import DistChannel
+from commsched.transport.short_messages import ShortMessages
+from commsched.collectives import state
+from commsched.collectives.private_groups import data_channel
+from commsched.transport.channel import DistChannel
 from tests.support.twin import some_profile
 
 hvd.init()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.cuda.fused import FusedShards
-from commsched.flow.masters import KEY, take_written
+from commsched.backends.cuda_fused_update import FusedShards
+from commsched.optimizer.master_weights import KEY, take_written
 from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.masters import CastEachStep

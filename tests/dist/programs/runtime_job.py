@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import commsched as hvd
-from commsched.runtime import control
+from commsched.collectives import control
 from tests.support.runtime_checks import everyone, of_rank, raises, same
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.cuda.fused import FusedShards
-from commsched.flow.layout import Buffers, build_layout
-from commsched.flow.shards import Shards
+from commsched.backends.cuda_fused_update import FusedShards
+from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.shards import Shards
 from scheduler.ir.buckets import fuse_by_bytes
 from tests.support.host_kernels import HostLauncher
 from tests.support.oracle import assert_close

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.cuda import device
-from commsched.cuda.memory import RegisteredMemory, can_register
+from commsched.backends import cuda_device as device
+from commsched.backends.cuda_memory import RegisteredMemory, can_register
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from commsched.cuda.stream_plan import StreamBucket, StreamPlan
+from commsched.backends.cuda_streams import StreamBucket, StreamPlan
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, run
 

@@ -1,6 +1,6 @@
 """Where the flags stand in the engine's order."""
 
-from commsched.flow.wire import _plan
+from commsched.backends.cpu import _plan
 from scheduler.ir.actions import parse_actions
 from scheduler.ir.buckets import Bucket, Piece, one_per_layer
 from scheduler.ir.program import data_parallel_program

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commsched.flow.layout import ALIGN, Buffers, build_layout
+from commsched.optimizer.bucket_layout import ALIGN, Buffers, build_layout
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=12)

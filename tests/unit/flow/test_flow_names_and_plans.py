@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.flow.model import Model
-from commsched.flow.planning import Plan
-from commsched.naming import checked_names, group_indices
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.parameter_names import checked_names, group_indices
+from commsched.optimizer.planning import Plan
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from commsched.flow import pending
-from commsched.flow.pending import (
+from commsched.optimizer.distributed import pending
+from commsched.optimizer.pending import (
     PendingGradient,
     PendingParameter,
     can_pend,

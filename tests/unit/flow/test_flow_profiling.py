@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commsched.flow.profiling import across_ranks, combine, iteration_times
-from commsched.flow.watch import Watch
+from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.profiling import across_ranks, combine, iteration_times
 
 # Three modules; the second owns two parameters.
 HOOKS: Any = SimpleNamespace(

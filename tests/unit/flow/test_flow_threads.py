@@ -11,10 +11,10 @@ from torch import nn
 
 import comm_core
 from commsched.errors import CommError
-from commsched.flow.arrivals import Phase
-from commsched.flow.grads import raw_grad
-from commsched.flow.pending import PendingGradient, PendingParameter
-from commsched.flow.updates import DeferredUpdate
+from commsched.optimizer.arrivals import Phase
+from commsched.optimizer.deferred_updates import DeferredUpdate
+from commsched.optimizer.gradients import raw_grad
+from commsched.optimizer.pending import PendingGradient, PendingParameter
 from tests.support.hub_wire import HubWire, flow_of, mean_of, run_threads
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from commsched.flow import aside as flow_aside
-from commsched.flow.aside import plan_aside
+from commsched.optimizer.distributed import planner_process as flow_aside
+from commsched.optimizer.planner_process import plan_aside
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 

@@ -25,7 +25,7 @@ from tests.support.pipeline_runs import batches, chain_model, loss_of, on_thread
 
 FREED = """
 import ctypes, sys
-from commsched.pipeline.memory import keep_freed_memory
+from commsched.pipeline.allocator import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from comm_core import Host, TcpConnection
 from commsched.errors import CommError
-from commsched.pipeline.short import MOST_BYTES, ShortMessages
+from commsched.transport.short_messages import MOST_BYTES, ShortMessages
 
 
 def pair(timeout: float = 10.0) -> tuple[ShortMessages, ShortMessages]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commsched.runtime.agreement import disagreement
+from commsched.collectives.agreement import disagreement
 
 BASE = {
     "name": "x",

@@ -5,10 +5,10 @@ import socket
 import pytest
 import torch
 
-from commsched.runtime.checks import check_splits, check_tensors, even_splits
-from commsched.runtime.network import first_reachable, is_loopback, own_addresses
-from commsched.runtime.process_sets import ProcessSet, registered_id
-from commsched.runtime.rendezvous import Record, _disagreement, _reachable_address
+from commsched.collectives.checks import check_splits, check_tensors, even_splits
+from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.process.network import first_reachable, is_loopback, own_addresses
+from commsched.process.rendezvous import Record, _disagreement, _reachable_address
 
 
 def test_tensors_that_can_travel():

@@ -7,7 +7,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from commsched.runtime.coordinator import Coordinator, Line, send
+from commsched.collectives.coordinator import Coordinator, Line, send
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

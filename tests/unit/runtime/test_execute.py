@@ -7,15 +7,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import commsched as hvd
+from commsched.collectives import process_sets, state
+from commsched.collectives.base import ReduceOp, Reduction
+from commsched.collectives.execution import Executor
+from commsched.collectives.operation import Operation, device_name
+from commsched.collectives.timeline import Timeline
 from commsched.errors import CommError
-from commsched.runtime import process_sets, state
-from commsched.runtime.base import ReduceOp, Reduction
-from commsched.runtime.execute import Executor
-from commsched.runtime.groups import nccl_usable
-from commsched.runtime.launch import ALONE
-from commsched.runtime.operation import Operation, device_name
-from commsched.runtime.rendezvous import meet
-from commsched.runtime.timeline import Timeline
+from commsched.process.groups import nccl_usable
+from commsched.process.launch import ALONE
+from commsched.process.rendezvous import meet
 
 
 @pytest.fixture

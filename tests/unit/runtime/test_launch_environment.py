@@ -3,7 +3,7 @@
 import pytest
 
 from commsched.errors import CommError
-from commsched.runtime.launch import ALONE, detect_launch
+from commsched.process.launch import ALONE, detect_launch
 
 HOROVODRUN = {
     "HOROVOD_RANK": "3",

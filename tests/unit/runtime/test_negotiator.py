@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from commsched.runtime.negotiator import Negotiator
+from commsched.collectives.negotiation import Negotiator
 
 
 class Clock:

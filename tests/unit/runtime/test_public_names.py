@@ -144,7 +144,7 @@ def test_unknown_names_are_refused():
 
 
 def test_importing_the_package_does_not_import_torch():
-    program = "import sys, commsched.env, commsched.runtime.launch; print('torch' in sys.modules)"
+    program = "import sys, commsched.env, commsched.process.launch; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True
     )

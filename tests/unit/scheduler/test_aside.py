@@ -40,7 +40,7 @@ def test_the_command_answers_from_any_folder(tmp_path):
 def test_the_asking_process_does_not_load_the_compiler():
     code = """
 import sys
-from commsched.flow.aside import plan_aside
+from commsched.optimizer.planner_process import plan_aside
 from scheduler import profiles
 from scheduler.ir.link import Link
 plan_aside(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})

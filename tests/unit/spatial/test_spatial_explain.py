@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from commsched import spatial
-from commsched.spatial.channel import Channel
 from commsched.spatial.meter import PeakMeter
 from commsched.spatial.ops import windows
+from commsched.transport.channel import Channel
 from dnn_bench.models.resnet import resnet18
 from dnn_bench.spatial.models import unet
 from tests.support.spatial_cases import on_threads

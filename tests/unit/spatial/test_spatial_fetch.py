@@ -12,11 +12,11 @@ from torch import Tensor
 
 from commsched.errors import CommError
 from commsched.spatial import Mesh, scatter
-from commsched.spatial.channel import Channel
 from commsched.spatial.fetch import Deliver, Fetch
 from commsched.spatial.intervals import Fill, Run, Split, Want
 from commsched.spatial.layout import plan_for, recut, replicate
 from commsched.spatial.replicated import Spread, everyone, sum_in_order
+from commsched.transport.channel import Channel
 from tests.support.spatial_cases import bounds_of, integers, on_threads
 
 

@@ -1,0 +1,113 @@
+"""What moves a bucket once it is its turn: NCCL in the stream, or a CPU transport through the host.
+
+All work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
+fills in the others' shards.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from commsched.backends.cuda_device import Device
+
+
+class Collectives(Protocol):
+    """``scales`` tells whether ``postscale`` is heeded; otherwise the bucket must come scaled."""
+
+    name: str
+    scales: bool
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None: ...
+
+    def all_gather(self, bucket: torch.Tensor) -> None: ...
+
+    def abort(self, reason: str) -> None:
+        """Ends what is under way, because another rank is gone. From any thread."""
+
+    def close(self) -> None:
+        """Gives back what the group holds; nothing is under way, and nothing will be."""
+
+
+class NcclCollectives:
+    """In the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
+
+    name, scales = "nccl", False
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._ending, self._ended = threading.Lock(), False
+        self._rank, self._size = group.rank(), group.size()
+        self._reduce = ReduceScatterOptions()
+        self._gather = AllgatherOptions()
+        for options in (self._reduce, self._gather):
+            # On the caller's stream itself; a torch that does not know this uses its own stream and joins it.
+            if hasattr(options, "asyncOp"):
+                options.asyncOp = False
+
+    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
+        part = bucket.numel() // self._size
+        return bucket.narrow(0, self._rank * part, part)
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._join(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._join(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
+
+    def _join(self, work: Any) -> None:
+        if work is not None:
+            work.wait()  # the current stream waits, not the host
+
+    def abort(self, reason: str) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+        abort = getattr(self.group, "abort", None)
+        if abort is not None:
+            abort()
+
+    def close(self) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+        self.group.shutdown()
+
+
+class StagedCollectives:
+    """Through the host's memory and a CPU transport, at once: for CPU tensors and ranks that share a GPU."""
+
+    name, scales = "staged", True
+
+    def __init__(self, transport: Any, device: Device) -> None:
+        self._transport, self._device = transport, device
+        self._count = 0
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        staged = bucket.cpu()
+        self._transport.reduce_scatter(staged, postscale=postscale, step=self._next())
+        self._copy_back(bucket, staged)
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        staged = bucket.cpu()
+        self._transport.all_gather(staged, step=self._next())
+        self._copy_back(bucket, staged)
+
+    def _copy_back(self, bucket: torch.Tensor, staged: torch.Tensor) -> None:
+        if staged is not bucket:
+            bucket.copy_(staged)
+
+    def abort(self, reason: str) -> None:
+        self._transport.abort(reason)
+
+    def close(self) -> None:
+        pass  # its connections end with the transport

@@ -1,0 +1,94 @@
+"""Where buckets stand: in torch's memory, or in memory that NCCL has registered (COMMSCHED_NCCL_REGISTER=1).
+
+NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
+sums. Every rank must use the same places of its registered memory in a collective. So each plan has a pool of
+its own, which is filled in the order of the plan's layout and therefore alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from commsched.backends.cuda_collectives import Collectives
+from commsched.backends.cuda_device import Device
+from commsched.errors import CommError
+
+# Seconds.
+_PATIENCE_AT_THE_END = 5.0
+
+
+class Memory:
+    """torch's: nothing is to be registered."""
+
+    def room(self) -> AbstractContextManager[Any]:
+        """Within it, the next plan's buckets are made."""
+        return nullcontext()
+
+    def take_over(self) -> None:
+        """The next plan's buckets are all there and take the place of the former's."""
+
+    def forget(self) -> None:
+        """The group has been aborted, which ends its registrations too."""
+
+    def close(self) -> None:
+        """There will be no further plan."""
+
+
+def can_register(group: Any, device: torch.device) -> bool:
+    """Whether this torch, NCCL and GPU can; of a ``ProcessGroupNCCL``."""
+    known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
+    return known and bool(group.supports_tensor_alloc(device))
+
+
+class RegisteredMemory(Memory):
+    """``group`` is a ``ProcessGroupNCCL``."""
+
+    def __init__(self, group: Any, collectives: Collectives, device: Device, timeout: float) -> None:
+        self._group, self._device, self._timeout = group, device, timeout
+        self._next: Any = None  # the pool that is being filled
+        self._registered: Any = None
+        # NCCL connects with the first collective and registers only once it is connected.
+        with device.on(device.comm), torch.no_grad():
+            collectives.all_gather(torch.zeros(group.size(), device=device.device))
+
+    def room(self) -> AbstractContextManager[Any]:
+        if self._next is None:
+            self._next = self._new_pool()
+        return self._within(self._next)
+
+    def take_over(self) -> None:
+        if not self._give_back(self._timeout):
+            raise CommError(
+                f"rank {self._group.rank()}: the GPU did not end its communication in {self._timeout:g} s,"
+                " so that a new plan cannot start; is another rank gone? (COMMSCHED_TIMEOUT sets the time)"
+            )
+        if self._next is not None:
+            self._group.register_mem_pool(self._next)
+        self._registered, self._next = self._next, None
+
+    def forget(self) -> None:
+        self._registered = None
+
+    def close(self) -> None:
+        # A script that ends with an exception must not wait for ranks that never come; then the registration
+        # ends with the group.
+        self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
+
+    def _give_back(self, patience: float) -> bool:
+        """Not before the communication stream has ended: until then NCCL reads and writes this memory."""
+        if self._registered is None:
+            return True
+        if not self._device.finished(patience):
+            return False
+        self._group.deregister_mem_pool(self._registered)
+        self._registered = None
+        return True
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.MemPool(self._group.mem_allocator)
+
+    def _within(self, pool: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.use_mem_pool(pool, self._device.device)

@@ -1,0 +1,210 @@
+"""The plan, in-stream: each operation is put onto the communication stream in the order of the plan.
+
+An operation is put there as soon as all before it are and its own input has an event. The stream runs them
+one after the other, each behind its input's event; whoever needs a result makes his stream wait for the
+result's event. The host waits for nothing::
+
+    backward stream   B3 pack(0)* B2 pack(1)* B1
+                               |          |
+    comm stream                RS0 ...... RS1 AG1* AG0*
+                                                |    |
+    forward stream                 F0(waits AG0, update) F1(waits AG1, update)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from comm_core import OPS
+from commsched.backends.cuda_collectives import Collectives
+from commsched.backends.cuda_device import Device, Event
+from commsched.errors import CommError
+
+_KEPT_OPERATIONS = 1 << 13
+
+_RECORD = np.dtype(
+    [
+        ("step", "i8"),
+        ("op", "i4"),
+        ("bucket", "i4"),
+        ("ready", "f8"),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("bytes", "i8"),
+    ]
+)
+
+
+@dataclass
+class StreamBucket:
+    """``data`` is reduced (``wire`` instead, where that is another type), ``gather`` or ``data`` is
+    gathered.
+    """
+
+    data: torch.Tensor
+    wire: torch.Tensor | None = None
+    gather: torch.Tensor | None = None
+    postscale: float = 1.0
+    events: dict[str, Event] = field(default_factory=dict)  # ready, reduced, updated, gathered
+
+    @property
+    def travels(self) -> torch.Tensor:
+        return self.data if self.wire is None else self.wire
+
+
+class StreamPlan:
+    """Runs a plan once per step on a device's communication stream."""
+
+    def __init__(self, device: Device, collectives: Collectives, rank: int, size: int) -> None:
+        self.device, self.collectives = device, collectives
+        self.rank, self.size = rank, size
+        self.plan: list[tuple[str, int]] = []
+        self.buckets: list[StreamBucket] = []
+        self.step = 0
+        self._next = 0
+        self._last: Event | None = None  # the end of the operation before
+        self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
+
+    def install(self, plan: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
+        """Between two steps: this plan from now on."""
+        self.plan, self.buckets = list(plan), list(buckets)
+        self._next = len(self.plan)
+
+    def begin_step(self) -> None:
+        if self.device.is_capturing():
+            raise CommError(
+                f"rank {self.rank}: a step with commsched cannot be captured into a CUDA graph: in every step"
+                " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
+                " capture the model's forward and backward without the optimizer's hooks, or use one rank"
+            )
+        if self._next < len(self.plan):
+            op, bucket = self.plan[self._next]
+            raise CommError(
+                f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
+            )
+        self.step += 1
+        self._next = 0
+        for bucket_ in self.buckets:
+            bucket_.events.clear()
+
+    # -- hand-overs, from the thread that computes -----------------------------------------------------------
+
+    def mark_ready(self, bucket: int) -> None:
+        """All that is on the current stream now belongs to the bucket's gradients: they may travel
+        behind it.
+        """
+        self._mark(bucket, "ready")
+
+    def mark_updated(self, bucket: int) -> None:
+        """The same for the bucket's updated parameters."""
+        self._mark(bucket, "updated")
+
+    def _mark(self, bucket: int, what: str) -> None:
+        self.buckets[bucket].events[what] = self.device.record(self.device.current())
+        while self._next < len(self.plan):
+            op, number = self.plan[self._next]
+            event = self.buckets[number].events.get(self._input_of(op, number))
+            if event is None:
+                return
+            self._next += 1
+            self._start(op, number, event)
+
+    def _input_of(self, op: str, bucket: int) -> str:
+        if op != "AG":
+            return "ready"
+        return "reduced" if self.buckets[bucket].gather is None else "updated"
+
+    def wait_reduced(self, bucket: int) -> None:
+        """What is put onto the current stream from now on finds this rank's shard reduced."""
+        self._wait(bucket, "reduced")
+
+    def wait_gathered(self, bucket: int) -> None:
+        self._wait(bucket, "gathered")
+
+    def _wait(self, bucket: int, what: str) -> None:
+        event = self.buckets[bucket].events.get(what)
+        if event is not None:
+            self.device.wait(self.device.current(), event)
+        elif self.step:  # before the first step everything is where it belongs
+            raise CommError(
+                f"rank {self.rank}: bucket {bucket} is waited for and is not {what} in step {self.step}:"
+                f" {self._next} of {len(self.plan)} operations were started"
+            )
+
+    def gather_now(self, buffer: torch.Tensor) -> None:
+        """An all-gather outside of the plan, behind what was started so far: every rank calls at the same
+        place.
+        """
+        device, current = self.device, self.device.current()
+        device.wait(device.comm, device.record(current))
+        with device.on(device.comm), torch.no_grad():
+            self.collectives.all_gather(buffer)
+        device.wait(current, device.record(device.comm))
+        device.uses(buffer, device.comm)
+
+    def is_gathered(self, bucket: int) -> bool:
+        """Whether nobody needs to wait for the bucket any more."""
+        event = self.buckets[bucket].events.get("gathered")
+        return event is not None and self.device.has_passed(event)
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def _start(self, op: str, number: int, after: Event) -> None:
+        device, bucket = self.device, self.buckets[number]
+        device.wait(device.comm, after)
+        with device.on(device.comm), torch.no_grad():
+            if op != "AG":
+                self._reduce(bucket)
+            if op != "RS":
+                self._gather(bucket)
+            end = device.record(device.comm)
+        if op != "AG":
+            bucket.events["reduced"] = end
+        if op != "RS":
+            bucket.events["gathered"] = end
+        size = bucket.travels.numel() * bucket.travels.element_size()
+        self._log.append(
+            (self.step, op, number, after, after if self._last is None else self._last, end, size)
+        )
+        self._last = end
+
+    def _reduce(self, bucket: StreamBucket) -> None:
+        self.collectives.reduce_scatter(bucket.travels, bucket.postscale)
+        if bucket.wire is not None and bucket.gather is not None:
+            self._shard(bucket.data).copy_(self._shard(bucket.wire))
+
+    def _gather(self, bucket: StreamBucket) -> None:
+        if bucket.gather is not None:
+            self.collectives.all_gather(bucket.gather)
+            return
+        self.collectives.all_gather(bucket.travels)
+        if bucket.wire is not None:
+            bucket.data.copy_(bucket.wire)
+
+    def _shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor.numel() // self.size
+        return tensor.narrow(0, self.rank * part, part)
+
+    # -- what the engine on the CPU tells too ----------------------------------------------------------------
+
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        """The operations of the steps before this one, as ``comm_core.Engine.events`` tells them; in the
+        device's time.
+        """
+        done = [entry for entry in self._log if entry[0] < self.step]
+        rows = []
+        for step, op, bucket, *marks, size in done:
+            ready, before, end = map(self.device.moment, marks)
+            # The stream starts it when it comes to it: no mark of its own, which would cost the host time.
+            rows.append((step, OPS.index(op), bucket, ready, max(ready, before), end, size))
+        if clear:
+            for _ in done:
+                self._log.popleft()
+        return np.array(rows, _RECORD)

@@ -1,0 +1,84 @@
+"""Which transport carries the optimizer's buckets.
+
+``direct`` and ``ring`` exchange messages over TCP connections of their own, ``gloo`` and ``gloo-ring`` the
+same over torch's; ``c10d`` calls torch's collectives; ``horovod`` calls Horovod's operations. Horovod and the
+launcher keep start-up and control whatever moves the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import comm_core
+from commsched.collectives.private_groups import data_channel, private_group
+from commsched.collectives.process_sets import ProcessSet
+from commsched.env import settings
+
+NAMES = ("direct", "ring", "gloo", "gloo-ring", "c10d", "horovod")
+OVER_GROUPS = ("gloo", "gloo-ring", "c10d")  # which do not notice that a host is lost
+
+# Direct sends every pair's share at once; from here on a ring's fewer connections win.
+_LARGEST_DIRECT = 8
+
+
+def choose(name: str | None, size: int) -> str:
+    """The transport asked for by argument or ``COMMSCHED_TRANSPORT``, else the fastest one for so many
+    ranks.
+    """
+    wanted = (name or settings().transport or "auto").lower()
+    if wanted == "auto":
+        return "direct" if size <= _LARGEST_DIRECT else "ring"
+    if wanted not in NAMES:
+        raise ValueError(f"there is no transport {wanted!r}; the transports are auto, {', '.join(NAMES)}")
+    return wanted
+
+
+def make_transport(
+    name: str | None, process_set: ProcessSet, channel: int, timeout: float
+) -> tuple[str, Any]:
+    """The transport's name and object. Collective: every rank of the process set must call."""
+    rank, size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
+    chosen = choose(name, size)
+    transport: Any
+    if chosen == "horovod":
+        transport = comm_core.PythonTransport(HorovodCollectives(process_set))
+    elif chosen == "c10d":
+        transport = comm_core.C10dTransport(private_group(process_set, channel))
+    else:
+        kind = comm_core.RingTransport if chosen.endswith("ring") else comm_core.DirectTransport
+        link: Any
+        if chosen.startswith("gloo"):
+            link = comm_core.C10dChannel(private_group(process_set, channel))
+        else:
+            link = data_channel(process_set, channel=channel)
+        # Segment by segment, so that halos and activations of this process can go first.
+        transport = kind(comm_core.GatedChannel(link), rank, size)
+    transport.set_timeout(timeout)
+    return chosen, transport
+
+
+class HorovodCollectives:
+    """Horovod's operations as the engine's Python transport wants them: blocking, into given tensors."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        from commsched.collectives import ops, state
+
+        if state.engine().name != "horovod":
+            raise ValueError(
+                "transport='horovod' needs Horovod to carry this job; start it with horovodrun or set"
+                " COMMSCHED_RUNTIME=horovod"
+            )
+        self._ops = ops
+        self._process_set = process_set
+        self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
+
+    def scatter_sum(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
+        shard.copy_(self._ops.reducescatter(full, op=self._ops.Sum, name=name, process_set=self._process_set))
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
+        full.copy_(self._ops.allgather(shard, name=name, process_set=self._process_set))
+
+    def sum(self, full: torch.Tensor, name: str) -> None:
+        self._ops.allreduce_(full, op=self._ops.Sum, name=name, process_set=self._process_set)

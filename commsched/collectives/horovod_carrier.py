@@ -1,0 +1,262 @@
+"""The engine that hands everything to an installed Horovod; thin on purpose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commsched.collectives.base import Built, Engine, Reduction
+from commsched.env import settings
+from commsched.errors import CommError
+from commsched.process.launch import Launch
+from commsched.process.rendezvous import Meeting, launcher_server, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+_STALL_WARNING_SECONDS = 60
+
+
+def load_horovod() -> ModuleType:
+    """``horovod.torch.mpi_ops``; ``CommError`` says whether Horovod is missing or broken and what to do."""
+    try:
+        import horovod.torch.mpi_ops as mpi_ops
+    except ModuleNotFoundError as error:
+        if error.name not in ("horovod", "horovod.torch"):
+            raise CommError(_broken(error)) from error
+        raise CommError(
+            "Horovod is not installed; install it with docker/install.sh, or set COMMSCHED_RUNTIME=torch to "
+            "run without it"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a Horovod built for another torch fails in many ways: ImportError, OSError, its own
+        raise CommError(_broken(error)) from error
+    return mpi_ops
+
+
+def _broken(error: Exception) -> str:
+    return (
+        f"Horovod is installed but can not be loaded ({type(error).__name__}: {error}); it was probably "
+        "built for another torch: build it again with docker/install.sh, or set COMMSCHED_RUNTIME=torch to "
+        "run without it"
+    )
+
+
+@contextmanager
+def _own_errors(horovod: ModuleType) -> Iterator[None]:
+    """Horovod's failures under commsched's name; its ``ValueError`` are the same kind here and pass."""
+    try:
+        yield
+    except horovod.HorovodInternalError as error:
+        raise CommError(f"Horovod: {error}") from error
+
+
+class HorovodEngine(Engine):
+    """Every collective is Horovod's own, in Horovod's own background thread."""
+
+    name = "horovod"
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__()
+        self._horovod = load_horovod()
+        if launch.launcher == "torchrun" and launch.size > 1:
+            raise CommError(
+                "Horovod can not run under torchrun; start the script with horovodrun or mpirun, or unset "
+                "COMMSCHED_RUNTIME"
+            )
+        _limit_waiting(settings().timeout)
+        if launch.mpi and launch.size > 1:
+            # MPI can be initialised only once per process and Horovod must be the one; it then spreads the
+            # address.
+            self._horovod.init()
+            self.meeting = meet(launch, self._spread)
+        else:
+            self.meeting = meet(launch)
+            _forget_former_init(self.meeting)
+            self._horovod.init()
+        self.launch = launch
+        self._sets: dict[int, Any] = {0: self._horovod.global_process_set}
+        self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        found = (self._horovod.rank(), self._horovod.size())
+        if found != (self.launch.rank, self.launch.size):
+            raise CommError(
+                f"the launcher says rank {self.launch.rank} of {self.launch.size}, Horovod says rank "
+                f"{found[0]} of {found[1]}; was Horovod built without the launcher's MPI?"
+            )
+
+    def _spread(self, value: dict[str, object] | None) -> dict[str, object]:
+        from horovod.torch.functions import broadcast_object
+
+        with _own_errors(self._horovod):
+            return broadcast_object(value, 0, name="commsched.rendezvous")
+
+    @classmethod
+    def built(cls) -> Built:
+        horovod = load_horovod()
+        return Built(**{name: getattr(horovod, name)() for name in Built.__dataclass_fields__})
+
+    def mpi_threads_supported(self) -> bool:
+        return bool(self._horovod.mpi_threads_supported())
+
+    def shutdown(self) -> None:
+        self._horovod.shutdown()
+
+    def add_process_set(self, ranks: Sequence[int]) -> int | None:
+        try:
+            added = self._horovod.add_process_set(list(ranks))
+        except ValueError as error:
+            if "duplicate" in str(error):
+                return None
+            raise
+        self._sets[added.process_set_id] = added
+        self._all_returned()
+        return int(added.process_set_id)
+
+    def remove_process_set(self, set_id: int) -> bool:
+        known = self._sets.pop(set_id, None)
+        removed = known is not None and bool(self._horovod.remove_process_set(known))
+        if removed:
+            self._all_returned()
+        return removed
+
+    def _all_returned(self) -> None:
+        """Horovod's calls on process sets look once in a millisecond whether the set is there. A rank that is
+        late to look, while a faster one already shuts down, would be told "Horovod is shutting down"."""
+        self.barrier(0)
+
+    def process_set_ranks(self, set_id: int) -> list[int]:
+        return list(range(self.launch.size)) if set_id == 0 else list(self._set(set_id).ranks)
+
+    def _set(self, set_id: int) -> Any:
+        try:
+            return self._sets[set_id]
+        except KeyError:
+            raise ValueError(f"process set {set_id} is not registered; known: {sorted(self._sets)}") from None
+
+    def _start(
+        self, function: Callable[..., int], *arguments: Any, name: str | None, set_id: int, **more: Any
+    ) -> int:
+        chosen = self.operation_name(function.__name__.rstrip("_"), set_id, name)
+        with _own_errors(self._horovod):
+            return function(*arguments, name=chosen, process_set=self._set(set_id), **more)
+
+    def allreduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        reduction: Reduction,
+        *,
+        name: str | None,
+        set_id: int,
+        inplace: bool,
+        grouped: bool,
+    ) -> int:
+        function = getattr(self._horovod, f"{'grouped_' * grouped}allreduce_async{'_' * inplace}")
+        return self._start(
+            function,
+            list(tensors) if grouped else tensors[0],
+            name=name,
+            set_id=set_id,
+            **_arguments(reduction),
+        )
+
+    def allgather(
+        self, tensors: Sequence[torch.Tensor], *, name: str | None, set_id: int, grouped: bool
+    ) -> int:
+        function = self._horovod.grouped_allgather_async if grouped else self._horovod.allgather_async
+        return self._start(function, list(tensors) if grouped else tensors[0], name=name, set_id=set_id)
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, *, name: str | None, set_id: int, inplace: bool
+    ) -> int:
+        function = self._horovod.broadcast_async_ if inplace else self._horovod.broadcast_async
+        return self._start(function, tensor, root, name=name, set_id=set_id)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: torch.Tensor | None, *, name: str | None, set_id: int
+    ) -> int:
+        return self._start(self._horovod.alltoall_async, tensor, splits, name=name, set_id=set_id)
+
+    def reducescatter(
+        self,
+        tensors: Sequence[torch.Tensor],
+        reduction: Reduction,
+        *,
+        name: str | None,
+        set_id: int,
+        grouped: bool,
+    ) -> int:
+        function = self._horovod.grouped_reducescatter_async if grouped else self._horovod.reducescatter_async
+        return self._start(
+            function,
+            list(tensors) if grouped else tensors[0],
+            name=name,
+            set_id=set_id,
+            **_arguments(reduction),
+        )
+
+    def barrier(self, set_id: int) -> None:
+        with _own_errors(self._horovod):
+            self._horovod.barrier(process_set=self._set(set_id))
+
+    def join(self, device: int) -> int:
+        with _own_errors(self._horovod):
+            last = int(self._horovod.join(device))
+        self.restart_numbering()
+        return last
+
+    def poll(self, handle: int) -> bool:
+        return bool(self._horovod.poll(handle))
+
+    def synchronize(self, handle: int) -> Any:
+        with _own_errors(self._horovod):
+            return self._horovod.synchronize(handle)
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        self._horovod.start_timeline(path, mark_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        self._horovod.stop_timeline()
+
+
+def _arguments(reduction: Reduction) -> dict[str, Any]:
+    return {
+        "op": int(reduction.op),
+        "prescale_factor": reduction.prescale,
+        "postscale_factor": reduction.postscale,
+    }
+
+
+def _forget_former_init(meeting: Meeting) -> None:
+    """Make a second init() safe: horovodrun may still hold the addresses of the first one.
+
+    It empties a scope once as many keys as ranks were deleted, but loses count when two scopes end together;
+    Horovod would then dial a port that is closed and abort the process. All ranks are past shutdown() here.
+    """
+    server, launch = launcher_server(), meeting.launch
+    if server is None or launch.size == 1:
+        return
+    if launch.rank == 0:
+        for scope in {"global", *(f"local_{r.node}" for r in meeting.records)} | {
+            f"cross_{r.local_rank}" for r in meeting.records
+        }:
+            for key in ("0", "rank_0"):
+                server.clear(scope, key, tries=2 * launch.size)
+        meeting.store.set("horovod/cleared", "yes")
+    meeting.store.wait(["horovod/cleared"])
+
+
+def _limit_waiting(timeout: float) -> None:
+    """Make Horovod give up on a rank that does not come: by default it only warns and waits for ever."""
+    seconds = max(2, int(timeout))
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(_STALL_WARNING_SECONDS, seconds // 2)))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")

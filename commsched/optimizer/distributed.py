@@ -1,0 +1,107 @@
+"""``DistributedOptimizer``: wraps a torch optimizer so that its gradients are reduced over all ranks, and
+hidden.
+
+Follow a gradient: ``hooks.py`` (autograd), ``reducer.py`` (into its bucket), ``comm_core`` (over the network),
+``arrivals.py`` (out of the bucket), ``deferred_updates.py`` (into the parameter). This file wraps;
+``wrapper.py`` has the methods of the wrapped optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.collectives.compression import Compression
+from commsched.collectives.ops import Average
+from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.optimizer import unplanned
+from commsched.optimizer.master_weights import check_master_weights
+from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
+from commsched.optimizer.parameter_names import checked_names, group_indices
+from commsched.optimizer.wrapped import keep_together
+from commsched.optimizer.wrapper import DistributedMethods, make_driver
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    model: nn.Module | None = None,
+    schedule: str | Program = "auto",
+    gather: str = "gradients",
+    early_step: bool = False,
+    master_weights: bool = False,
+    transport: str | None = None,
+    bucket_mb: float | None = None,
+    profile: Profile | str | None = None,
+) -> Optimizer:
+    """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, hidden under
+    compute.
+
+    The first line of arguments is Horovod's and means the same. ``model`` tells whose modules own the
+    parameters (found by themselves otherwise). ``schedule`` is ``"auto"`` (measure, then plan), a policy's
+    name, or a ``Program``. ``gather="parameters"`` shards the optimizer's state and work over the ranks;
+    ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
+    precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``c10d`` or
+    ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
+    (or its file) to plan from instead of measuring.
+
+    Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
+    plan. The result is an instance of ``optimizer``'s class that shares its state and parameter groups.
+    """
+    if isinstance(optimizer, DistributedMethods):
+        raise ValueError("this optimizer is distributed already; wrap the one that it was made from")
+    named = list(named_parameters) if named_parameters is not None else None
+    if named is None and model is not None:
+        named = list(model.named_parameters())
+    one_by_one = needs_plain(optimizer, compression, op, transport)
+    if master_weights:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        check_master_weights(gather, params, not one_by_one, bool(process_set.included()))
+    if one_by_one:
+        tell_ignored(gather, early_step)
+        passes, predivide = backward_passes_per_step, gradient_predivide_factor
+        more = (passes, op, predivide, num_groups, groups, sparse_as_dense, process_set)
+        return unplanned.DistributedOptimizer(optimizer, named, compression, *more)
+    names = checked_names(optimizer.param_groups, named)
+    options = Options(
+        process_set=process_set,
+        sums=is_sum(op, gradient_predivide_factor),
+        predivide=float(gradient_predivide_factor),
+        wire_dtype=getattr(compression, "wire_dtype", None),
+        schedule=schedule,
+        gather=gather,
+        early_step=early_step,
+        master_weights=master_weights,
+        transport=transport,
+        bucket_bytes=in_bytes(bucket_mb),
+        profile=profile,
+        groups=group_indices(optimizer.param_groups, groups, num_groups),
+        sparse_as_dense=sparse_as_dense,
+    )
+    base = type(optimizer)
+    cls = type(base.__name__, (DistributedMethods, base), {"_base": base})
+    wrapped: Any = object.__new__(cls)
+    wrapped.__dict__ = optimizer.__dict__
+    wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
+    # One rank alone needs nothing of this, but for weights beside the parameters.
+    if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
+        wrapped._driver = make_driver(wrapped)
+    wrapped._patch_step_function()
+    keep_together(wrapped)
+    wrapped.set_backward_passes_per_step(backward_passes_per_step)
+    return wrapped

@@ -1,0 +1,85 @@
+"""How the steps go once a plan is installed: their period, what they wait for, and whether that still
+holds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from commsched.optimizer.arrivals import Arrivals
+
+DRIFT = 0.2
+SETTLE = 2  # steps after a new plan that say nothing yet
+WINDOW = 15  # steps whose median is compared
+PATIENCE = 200  # steps between two new plans, at the least; doubled with every one
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the last steps, in seconds; None before there are any."""
+
+    period: float | None
+    exposed: float | None
+    utilisation: float | None
+    steps: int
+
+
+class Steady:
+    """Takes the time of every step since the last plan."""
+
+    def __init__(self, flow: Arrivals, engine: Any) -> None:
+        self._flow, self._engine = flow, engine
+        self.patience = PATIENCE
+        self.restart()
+
+    def restart(self) -> None:
+        """A new plan is installed."""
+        self._count = 0
+        self._periods: list[float] = []
+        self._waits: list[float] = []
+        self._baseline: float | None = None
+        self._last = time.monotonic()
+        self._waited = self._flow.waited
+
+    def step(self) -> None:
+        now, waited = time.monotonic(), self._flow.waited
+        self._count += 1
+        if self._count > SETTLE:
+            self._periods.append(now - self._last)
+            self._waits.append(waited - self._waited)
+        if len(self._periods) > 4 * WINDOW:
+            del self._periods[:WINDOW], self._waits[:WINDOW]
+        self._last, self._waited = now, waited
+        if self._baseline is None and len(self._periods) == WINDOW:
+            self._baseline = median(self._periods)
+
+    def has_drifted(self) -> bool:
+        """Whether the last steps took so much longer or shorter that the plan's times cannot be right any
+        more.
+        """
+        if self._baseline is None or self._count < self.patience:
+            return False
+        return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
+
+    def may_hurry(self) -> bool:
+        """Whether a new plan need not wait for times: the first one, then ever more seldom (a model may take
+        another order in every step).
+        """
+        return self._count >= self.patience - PATIENCE
+
+    def measured(self) -> Measured:
+        if not self._periods:
+            return Measured(None, None, None, 0)
+        period = median(self._periods)
+        return Measured(period, median(self._waits), self._utilisation(period), len(self._periods))
+
+    def _utilisation(self, period: float) -> float | None:
+        events = self._engine.events(clear=False)
+        if len(events) == 0:
+            return None
+        steps = sorted(set(events["step"].tolist()))[-WINDOW - 1 : -1]
+        busy = [float((e["end"] - e["start"]).sum()) for e in (events[events["step"] == s] for s in steps)]
+        return median(busy) / period if busy else None

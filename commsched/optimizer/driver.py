@@ -1,0 +1,286 @@
+"""One wrapped optimizer's machinery: flow, hooks, plans, and when to measure and plan anew.
+
+The first iterations communicate after the backward and are timed; then rank 0 plans, everybody checks and
+installs the plan between two iterations. Compute is slower beside traffic (it shares processors and memory
+with it), so the first iterations of that plan are timed too, without what they waited, and the plan is made
+again from what they say. Ranks vote in the flags of every round whether the step has become
+so much slower or faster that a new plan is due, so that no rank decides alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.backends.cpu import Wire
+from commsched.env import settings
+from commsched.errors import CommError
+from commsched.optimizer.backend_choice import Path, path_for
+from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.drift import Measured, Steady
+from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.options import Options
+from commsched.optimizer.planning import Plan
+from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
+from commsched.optimizer.reducer import Flow
+from commsched.optimizer.timeline import Timeline
+from scheduler.ir.profile import Profile
+
+WARM_UP = 1
+SAMPLES = 3
+SAME = 0.02  # compute beside traffic is as fast as alone up to this part
+
+
+@dataclass
+class Measuring:
+    """Iterations that are timed: ``alone``, with the communication behind them, or as the plan has them."""
+
+    alone: bool
+    seen: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Driver:
+    """Everything behind a ``DistributedOptimizer`` on more than one rank."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        base: type[Optimizer],
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        model: nn.Module | None,
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.path = path_for(params, options.transport)
+        self.wire = _wire(self.path, options)
+        numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
+        self.model = Model(tuple(names), numels, dtypes)
+        asked: dict[str, Any] = {"gather": options.gather, "early_step": options.early_step}
+        if options.bucket_bytes:
+            asked["bucket_bytes"] = options.bucket_bytes
+        self.planner = self.path.planner(
+            self.model, self.wire, options.schedule, asked, options.profile, options.groups
+        )
+        self.flow = (
+            self.path.sharded(params, names, self.wire, options.sums, optimizer, base, options.master_weights)
+            if options.gather == "parameters"
+            else self.path.flow(params, names, self.wire, options.sums)
+        )
+        self.flow.sparse_as_dense = options.sparse_as_dense
+        self.order = list(range(len(params)))
+        self.steady = Steady(self.flow, self.wire.engine)
+        self.install(self.planner.first(self.order))
+        self.hooks = Hooks(self.flow, model)
+        self.profile: Profile | None = None
+        self._measuring: Measuring | None = None
+        file = settings().timeline
+        self._timeline = Timeline(file, self.wire.rank, self.wire.size) if file else None
+        self._finalizer = weakref.finalize(
+            self, _close, os.getpid(), self.wire, self.hooks, self.flow, self._timeline
+        )
+        _drivers.add(self)
+        _close_all_at_exit()
+        if self.planner.adapts:
+            self._start_measuring()
+        elif self._timeline is not None:
+            self._watch_next()
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def install(self, plan: Plan) -> None:
+        self.plan = plan
+        buckets = plan.buckets(self.model.itemsizes)
+        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.wire.size)
+        kinds = {group: (self.model.kind(group), self.path.device) for group in layout.lengths}
+        self.flow.install(plan.program, Buffers(layout, kinds, self.wire.room))
+        self.steady.restart()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the step must end with everything in place."""
+        return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
+
+    def measured(self) -> Measured:
+        return self.steady.measured()
+
+    # -- one iteration ---------------------------------------------------------------------------------------
+
+    def mark(self, name: str) -> None:
+        if self.flow.watch is not None:
+            self.flow.watch.mark(name)
+
+    def after_step(self) -> None:
+        """The user's ``step()`` is about to return: take the time, and plan anew where it is due."""
+        self.mark("end")
+        self.steady.step()
+        self._record()
+        if self._measuring is not None:
+            self._take_sample(self._measuring)
+        elif self.planner.adapts:
+            self.flow.vote = self._votes()
+            if 2 * self.flow.votes > self.wire.size:
+                self.steady.patience *= 2
+                self._start_measuring()
+
+    def _votes(self) -> int:
+        """One vote of many for other times; for another order of the forward the decision: ranks that never
+        wait do not see it.
+        """
+        if self.hooks.order_changed and self.steady.may_hurry():
+            return self.wire.size
+        return int(self.steady.has_drifted())
+
+    def _watch_next(self) -> None:
+        self.flow.watch = self.path.watch(self.wire)
+        self.flow.watch.mark("begin")
+
+    def _record(self) -> None:
+        if self._timeline is None or self.flow.watch is None:
+            return
+        self._timeline.add_phases(self.flow.watch, self.flow.rounds)
+        if self._measuring is None or not self._measuring.alone:  # else the planner must see them first
+            self._record_operations(self.wire.engine.events())
+        if self._measuring is None:
+            self._watch_next()
+
+    def _record_operations(self, events: Any) -> None:
+        if self._timeline is not None:
+            names = [f"bucket {piece.number}" for piece in self.flow.buffers.layout.slices]
+            self._timeline.add_operations(events, names)
+
+    # -- measuring -------------------------------------------------------------------------------------------
+
+    def _start_measuring(self) -> None:
+        self._measuring = Measuring(alone=True)
+        self.flow.vote = 0
+        self.flow.settle()
+        self.hooks.forget_order()
+        self.flow.hold = True
+        self._watch_next()
+
+    def _take_sample(self, now: Measuring) -> None:
+        now.seen += 1
+        watch = self.flow.watch
+        if now.seen > WARM_UP and watch is not None:
+            sample = iteration_times(watch, self.hooks, self.order)
+            if sample is not None:
+                now.samples.append(sample)
+        elif now.alone:
+            self.order = self.wire.share(self.hooks.forward_order())
+        if now.seen < WARM_UP + SAMPLES:
+            self.flow.hold = now.alone
+            self._watch_next()
+            return
+        self._measuring = self.flow.watch = None
+        if now.alone:
+            self._plan_from_samples(now.samples)
+        else:
+            self._plan_again(now.samples)
+        if self._measuring is not None or self._timeline is not None:
+            self._watch_next()
+
+    def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
+        rows = self.wire.all_values(combine(samples) if samples else None)
+        measured = all(row is not None for row in rows)
+        if not measured:
+            warnings.warn(
+                "commsched could not time the forward of this model (no module's forward was seen before the"
+                " backward); it plans from sizes alone",
+                stacklevel=2,
+            )
+            profile = self.model.guess(self.order, self.planner.link)
+        else:
+            profile = self.model.profile(self.order, *across_ranks(rows), "measured in this run")
+        self.profile = profile
+        self.planner.refine_link(self._bucket_times())
+        self.install(self.planner.better(profile, self.order))
+        if measured and self.path.watch(self.wire).sees_waits:
+            self._measuring = Measuring(alone=False)
+
+    def _plan_again(self, samples: Sequence[Sample]) -> None:
+        """The times beside the traffic are the ones that count."""
+        self.flow.settle()
+        rows = self.wire.all_values(combine(samples) if samples else None)
+        if any(row is None for row in rows) or self.profile is None:
+            return
+        source = "measured in this run, beside the traffic"
+        profile = self.model.profile(self.order, *across_ranks(rows), source)
+        slower = profile.compute / self.profile.compute - 1
+        self.profile = profile
+        if abs(slower) > SAME:
+            self.install(self.planner.better(profile, self.order))
+        else:
+            self.plan = replace(self.plan, profile=profile)
+
+    def _bucket_times(self) -> list[tuple[int, float]]:
+        """Bytes and median seconds of every bucket's RS and AG in the timed iterations, which had the link
+        alone.
+        """
+        events = self.wire.engine.events()
+        self._record_operations(events)
+        times = []
+        for number, bucket in enumerate(self.plan.program.buckets):
+            for op in (0, 1):
+                took = events[(events["bucket"] == number) & (events["op"] == op)]
+                if len(took):
+                    times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
+        return times
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _wire(path: Path, options: Options) -> Wire:
+    size = int(options.process_set.size())
+    prescale = 1.0 / options.predivide
+    postscale = options.predivide / (1 if options.sums else size)
+    wire: Wire = path.wire(options.process_set, options.transport, prescale, postscale, options.wire_dtype)
+    return wire
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+_exiting = False
+
+
+@cache
+def _close_all_at_exit() -> None:
+    """Registered with the first driver, so it runs before what the engine and the runtime do at exit."""
+
+    def close_all() -> None:
+        global _exiting
+        _exiting = True
+        for driver in list(_drivers):
+            driver.close()
+
+    atexit.register(close_all)
+
+
+def _close(owner: int, wire: Wire, hooks: Hooks, flow: Flow, timeline: Timeline | None) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the engine, and the timeline's file, are its parent's
+    hooks.remove()
+    # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
+    # script that ends with an exception must not wait: the others hear of it by the connection's end.
+    orderly = not (_exiting and hasattr(sys, "last_type"))
+    if orderly:
+        with suppress(CommError):
+            flow.drain()
+    wire.close(orderly)
+    flow.close()
+    if timeline is not None:
+        timeline.close()

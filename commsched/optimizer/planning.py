@@ -1,0 +1,208 @@
+"""Which program to run: measured, planned on rank 0, the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from commsched.backends.cpu import Wire
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.planner_process import plan_aside
+from scheduler import policies
+from scheduler.ir.actions import Kind
+from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
+from scheduler.ir.link import Link, fit
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import Program
+
+# Bytes of the messages that measure the link: six sizes, up to the model's own size.
+_SMALLEST, _LARGEST = 1 << 12, 1 << 21
+
+# Elements per rank of the message that precedes each of them.
+_FILLER = 1 << 16
+
+# Bytes of a bucket of what stands in none of the user's groups.
+_UNGROUPED = 8 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program, what it was planned for, and the parameters its layers stand for (-1: none)."""
+
+    program: Program
+    profile: Profile
+    link: Link
+    layers: tuple[int, ...]
+
+    def buckets(self, itemsizes: Sequence[int]) -> list[Bucket]:
+        """The program's buckets with parameters in the place of layers, cut between elements."""
+        return [
+            Bucket(
+                tuple(_whole_elements(piece, self.layers[piece.layer], itemsizes) for piece in bucket.pieces),
+                bucket.group,
+            )
+            for bucket in self.program.buckets
+        ]
+
+
+def _whole_elements(piece: Piece, param: int, itemsizes: Sequence[int]) -> Piece:
+    size = itemsizes[param]
+    return Piece(param, piece.start // size * size, piece.stop // size * size)
+
+
+class Planner:
+    """Makes the plans of one optimizer. Every method is collective."""
+
+    def __init__(
+        self,
+        model: Model,
+        wire: Wire,
+        schedule: str | Program,
+        options: dict[str, Any],
+        profile: Any,
+        groups: list[list[int]] | None = None,
+    ) -> None:
+        self.model = model
+        self.wire = wire
+        self.schedule = schedule
+        self.options = {**options, "ranks": wire.size}
+        self.policy = "optimal" if schedule == "auto" else schedule
+        if isinstance(self.policy, str):
+            policies.get(self.policy)  # an unknown name is an error now
+        self.groups = groups
+        self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
+        wire.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
+        agreed = (
+            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())}"
+        )
+        wire.agree("the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank")
+        self._filler = torch.zeros(wire.size * _FILLER)
+        self.link = self.measure_link()
+
+    @property
+    def adapts(self) -> bool:
+        """Whether plans come from times measured in this run."""
+        return isinstance(self.schedule, str) and self.given is None
+
+    def measure_link(self) -> Link:
+        """Times RS and AG of six sizes over the optimizer's own transport; fits start-up and rate."""
+        total = sum(map(self.model.bytes, range(len(self.model.names))))
+        largest = min(max(total, 16 * _SMALLEST), _LARGEST)
+        sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
+        self._messages = self._mean([(size, self._time(size)) for size in sizes])
+        return self._fit(self._messages)
+
+    def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
+        """Fits again with what the buckets themselves took. Their rate is the link's: small messages, some of
+        which a shaped link lets through at full speed, say only what a start costs."""
+        buckets = self._mean(operations)
+        fitted = self._fit(self._messages + buckets)
+        rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
+        total = sum(size for size, _ in buckets)
+        self.link = replace(fitted, beta=rest / total) if rest > 0 and total else fitted
+
+    def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        rows = self.wire.all_values(list(mine))
+        return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
+
+    def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
+        sizes, seconds = zip(*messages, strict=True)
+        return fit(sizes, seconds, name=f"{self.wire.transport_name}, measured")
+
+    def _time(self, size: int) -> float:
+        unit = self.wire.size * 64
+        data = torch.zeros(-(-size // (4 * unit)) * unit)
+        seconds = []
+        for _ in range(3):
+            # Shaped links let a burst through after a pause; what follows directly on other traffic is the
+            # rate.
+            self.wire.transport.all_gather(self._filler)
+            start = time.monotonic()
+            self.wire.transport.reduce_scatter(data)
+            self.wire.transport.all_gather(data)
+            seconds.append((time.monotonic() - start) / 2)
+        return median(seconds)
+
+    def first(self, order: Sequence[int]) -> Plan:
+        """The plan to start with. It communicates after the backward where a better one will come from
+        measurement.
+        """
+        if isinstance(self.schedule, Program):
+            return self._given_program(order)
+        if self.given is not None:
+            return self._agreed(*self.model.fitted(self.given, order), self.policy)
+        return self._agreed(self.model.guess(order, self.link), list(order), "sequential")
+
+    def better(self, profile: Profile, order: Sequence[int]) -> Plan:
+        """The plan for measured times."""
+        return self._agreed(profile, list(order), self.policy)
+
+    def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
+        plan: Any = None
+        if self.wire.rank == 0:
+            try:
+                program = plan_aside(profile, self.link, policy, self._options_for(profile, order))
+                plan = Plan(program, profile, self.link, (-1, *order))
+            except ValueError as error:
+                plan = error
+        plan = self.wire.share(plan)
+        if isinstance(plan, ValueError):
+            raise plan
+        assert isinstance(plan, Plan)
+        self.wire.agree("the plan", plan.program.hash, "this is a fault of commsched; please report it")
+        return plan
+
+    def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
+        """The policy's options; with the user's groups, the buckets are given."""
+        if self.groups is None:
+            return self.options
+        options = {key: value for key, value in self.options.items() if key != "bucket_bytes"}
+        layer_of = {i: place + 1 for place, i in enumerate(order)}
+        kinds = [layer.group for layer in profile.layers]
+        grouped = [sorted((layer_of[i] for i in group), reverse=True) for group in self.groups]
+        taken = {layer for group in grouped for layer in group}
+        rest = [0 if layer in taken else size for layer, size in enumerate(profile.sizes)]
+        buckets = list(fuse_by_bytes(rest, self.options.get("bucket_bytes", _UNGROUPED), groups=kinds))
+        for group in grouped:
+            for kind in sorted({kinds[layer] for layer in group}):
+                pieces = [
+                    Piece(la, 0, profile.sizes[la]) for la in group if kinds[la] == kind and profile.sizes[la]
+                ]
+                if pieces:
+                    buckets.append(Bucket(tuple(pieces), kind))
+        return {**options, "buckets": in_backward_order(buckets)}
+
+    def _given_program(self, order: Sequence[int]) -> Plan:
+        program = self.schedule
+        assert isinstance(program, Program)
+        if self.given is not None:
+            profile, layers = self.model.fitted(self.given, order)
+        else:
+            profile, layers = self.model.guess(order, self.link), list(order)
+        if program.layers != len(profile.layers):
+            raise ValueError(
+                f"the program is for {program.layers} layers, this model has {len(profile.layers)}"
+                f" ({len(order)} parameters and the"
+                " time between iterations); plan it from optimizer.profile(), or pass the profile it was"
+                " made from as profile="
+            )
+        if program.ranks != self.wire.size and len(program.kernel) > 1:
+            raise ValueError(
+                f"the program is for {program.ranks} ranks, this job has {self.wire.size}; plan it for"
+                f" {self.wire.size}"
+            )
+        from scheduler.validate import validate
+
+        validate(program, profile)
+        if any(a.kind is Kind.AR for a in program.link) and self.options["gather"] == "parameters":
+            raise ValueError(
+                "the program all-reduces, and gather='parameters' updates between RS and AG; plan with"
+                " gather='parameters'"
+            )
+        return Plan(program, profile, self.link, (-1, *layers))

@@ -1,0 +1,79 @@
+"""From the times of a few iterations to a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.layer_timing import Watch
+
+Sample = tuple[list[float], list[float], float]
+"""Forward and backward seconds by parameter, and the seconds outside of both."""
+
+
+def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample | None:
+    """The times of one iteration; None where the watch saw no whole one.
+
+    A module's forward lasts until the next module's; its time is its last parameter's, since all must be
+    there. A gradient's backward lasts from the gradient before it in backward order. Between the last forward
+    hook and the first gradient lie the last module's forward, the loss and the first backward: a third counts
+    as forward. Where gradients accumulate over several backward passes, the passes between the first forward
+    and the last backward count as the last module's forward: nothing waits for them, everything may hide
+    under them. Waits for messages are taken out.
+    """
+    watch = watch.worked()
+    if not watch.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(watch.marks):
+        return None
+    first_grad = watch.grads[0][1]
+    starts: dict[int, float] = {}
+    for module, moment in watch.forwards:
+        if moment < first_grad:
+            starts.setdefault(module, moment)
+    if not starts:
+        return None
+    forward, backward = [0.0] * len(hooks.flow.params), [0.0] * len(hooks.flow.params)
+    sequence = sorted(starts.items(), key=lambda item: item[1])
+    ready, last_pass = _last_pass(watch)
+    middle = last_pass - first_grad
+    turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
+    place = {i: position for position, i in enumerate(order)}
+    for (module, start), (_, end) in zip(sequence, [*sequence[1:], (-1, turn + middle)], strict=True):
+        forward[max(hooks.owners[module][1], key=lambda i: place[i])] += end - start
+    moment = turn + middle
+    for i in reversed(order):
+        reached = max(moment, ready.get(i, moment))
+        backward[i] = reached - moment
+        moment = reached
+    marks = watch.marks
+    before = sequence[0][1] - marks["begin"]
+    after = max(0.0, marks["enter"] - moment) + marks["end"] - marks["step"]
+    return forward, backward, max(0.0, before + after)
+
+
+def _last_pass(watch: Watch) -> tuple[dict[int, float], float]:
+    """When each gradient of the last backward pass arrived, and when the first of them did."""
+    ready: dict[int, float] = {}
+    first = watch.grads[0][1]
+    for i, moment in watch.grads:
+        if i in ready and i == watch.grads[0][0]:  # the first parameter again: another pass begins
+            ready, first = {}, moment
+        ready[i] = moment
+    return ready, first
+
+
+def combine(samples: Sequence[Sample]) -> Sample:
+    """The median of several iterations, entry by entry."""
+    forward = [median(values) for values in zip(*(s[0] for s in samples), strict=True)]
+    backward = [median(values) for values in zip(*(s[1] for s in samples), strict=True)]
+    return forward, backward, median(s[2] for s in samples)
+
+
+def across_ranks(rows: Sequence[Sample]) -> Sample:
+    """The mean over ranks, scaled to be as long in all as on the slowest rank, which the others wait for."""
+    totals = [sum(f) + sum(b) + o for f, b, o in rows]
+    scale = max(totals) * len(rows) / sum(totals) if sum(totals) else 1.0
+    size = len(rows)
+    forward = [sum(values) / size * scale for values in zip(*(r[0] for r in rows), strict=True)]
+    backward = [sum(values) / size * scale for values in zip(*(r[1] for r in rows), strict=True)]
+    return forward, backward, sum(r[2] for r in rows) / size * scale

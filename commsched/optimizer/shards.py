@@ -1,0 +1,296 @@
+"""The wrapped optimizer on one rank's shards (``gather="parameters"``).
+
+Parameters are views of flat buffers laid out like the gradients, so a rank's shard of a bucket is the same
+range of both. The optimizer sees each overlap of a parameter with a shard as a small parameter of its own,
+with the hyperparameters of the parameter's group; its state exists only for those. That is exact for
+optimizers that treat every element by itself, and only those are accepted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.deferred_updates import Face, plain_math
+from commsched.optimizer.master_weights import KEY, leaf_on, take_written
+
+_ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+}
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Declares that an optimizer class of your own updates every element by itself; usable as a decorator."""
+    _ELEMENTWISE.add(cls)
+    return cls
+
+
+def check_elementwise(cls: type[Optimizer]) -> None:
+    if cls not in _ELEMENTWISE:
+        raise ValueError(
+            f"gather='parameters' updates shards of flat buffers, and {cls.__name__} is not known to update"
+            " every element by itself"
+            f" (known: {', '.join(sorted(c.__name__ for c in _ELEMENTWISE))}); use gather='gradients', or"
+            " declare it with"
+            " commsched.register_elementwise"
+        )
+
+
+@dataclass(slots=True)
+class Part:
+    """Elements ``[start, stop)`` of parameter ``param`` (in memory order) that this rank owns within one
+    bucket.
+    """
+
+    param: int
+    start: int
+    stop: int
+    leaf: nn.Parameter  # what the optimizer updates: ``weight``, or a float32 master of it
+    weight: torch.Tensor  # this part of the flat parameter buffer
+    grad: torch.Tensor  # the same part of the flat gradient buffer
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        return None if self.leaf.dtype == self.weight.dtype else self.leaf.detach()
+
+    def begin_update(self) -> None:
+        """Gives the optimizer what it needs."""
+        self.leaf.grad = self.grad if self.master is None else self.grad.float()
+        if self.master is not None:
+            take_written(self.master, self.weight)
+
+    def end_update(self) -> None:
+        if self.master is not None and self.leaf.grad is not None:
+            self.weight.copy_(self.master)
+        self.leaf.grad = None
+
+
+def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` as a vector, in the order in which ``like`` lies in memory."""
+    placed = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
+    placed.copy_(tensor)
+    return placed.as_strided((placed.numel(),), (1,))
+
+
+class Shards:
+    """Flat parameter buffers, the parts that this rank owns, and their optimizer state."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        base: type[Optimizer],
+        params: Sequence[nn.Parameter],
+        grads: Buffers,
+        rank: int,
+        size: int,
+        masters: bool = False,
+    ):
+        self._optimizer = optimizer
+        self.params = list(params)
+        self.rank, self.size = rank, size
+        self.layout = grads.layout
+        self.buffers = grads.more()
+        with torch.no_grad():
+            for i, slot in self.layout.slots.items():
+                view = self.buffers.view(self.params[i], slot)
+                view.copy_(self.params[i])
+                self.params[i].data = view
+        self.parts = [list(self._parts_of(piece.number, grads, masters)) for piece in self.layout.slices]
+        self.state: dict[Any, Any] = defaultdict(dict)
+        self._base = base
+        # What clipping has left for the update to multiply gradients by, on the device.
+        self.factor: torch.Tensor | None = None
+
+    def _parts_of(self, bucket: int, grads: Buffers, masters: bool) -> Iterator[Part]:
+        piece = self.layout.slices[bucket]
+        first, last = piece.shard(self.rank, self.size)
+        for i in piece.params:
+            slot = self.layout.slots[i]
+            start, stop = max(first, slot.offset), min(last, slot.offset + slot.numel)
+            if start < stop:
+                weight, grad = (b.flat[slot.group][start:stop] for b in (self.buffers, grads))
+                leaf = leaf_on(weight, masters)
+                yield Part(i, start - slot.offset, stop - slot.offset, leaf, weight, grad)
+
+    # -- the update ------------------------------------------------------------------------------------------
+
+    @plain_math()
+    def update(self, bucket: int, used: Sequence[int] | Mapping[int, int]) -> None:
+        """One optimizer step on this rank's parts of a bucket, as far as any rank used their parameters."""
+        optimizer = self._optimizer
+        group_of = {
+            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        leaves: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for part in self.parts[bucket]:
+            if used[part.param]:
+                part.begin_update()
+                leaves[group_of[id(self.params[part.param])]].append(part.leaf)
+        groups = [
+            {**optimizer.param_groups[number], "params": members}
+            for number, members in sorted(leaves.items())
+        ]
+        if groups:
+            self._scale([leaf.grad for members in leaves.values() for leaf in members])
+            # Anew each time: for one step, GradScaler leaves its scale on an optimizer that unscales itself.
+            Face(optimizer, self._base, self.state).step(groups)
+            self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
+        for part in self.parts[bucket]:
+            part.end_update()
+
+    def _keep_masters(self, updated: Iterable[Part]) -> None:
+        """From its first update on, a master says more than the parameter: it belongs to the state."""
+        for part in updated:
+            if part.master is not None:
+                self.state[part.leaf][KEY] = part.master
+
+    def scale_gradients(self) -> None:
+        """Multiplies all gradients by the factor now, because somebody is about to read them."""
+        self._scale([part.grad for parts in self.parts for part in parts])
+        self.factor = None
+
+    def _scale(self, grads: Sequence[torch.Tensor | None]) -> None:
+        if self.factor is not None:
+            for grad in grads:
+                assert grad is not None
+                grad.mul_(self.factor)
+
+    # -- norms -----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return next((flat.device for flat in self.buffers.flat.values()), torch.device("cpu"))
+
+    def owned_gradients(self, used: Sequence[int]) -> list[torch.Tensor]:
+        return [part.grad for parts in self.parts for part in parts if used[part.param]]
+
+    # -- whole state -----------------------------------------------------------------------------------------
+
+    def take_state(self, full: dict[Any, Any]) -> None:
+        """Cuts this rank's parts out of the state of whole parameters."""
+        self.state.clear()
+        for parts in self.parts:
+            for part in parts:
+                param = self.params[part.param]
+                for key, value in full.get(param, {}).items():
+                    self.state[part.leaf][key] = self._cut(key, value, param, part)
+                self._take_master(part)
+
+    def _take_master(self, part: Part) -> None:
+        saved = self.state[part.leaf].pop(KEY, None) if part.leaf in self.state else None
+        if part.master is not None:
+            part.master.copy_(part.weight if saved is None else saved)
+            if saved is not None:
+                self.state[part.leaf][KEY] = part.master
+
+    def _cut(self, key: str, value: Any, param: nn.Parameter, part: Part) -> Any:
+        if _by_element(key, value, param):
+            cut = memory_order(value, param)[part.start : part.stop]
+            widened = part.master is not None and cut.is_floating_point()
+            return cut.to(torch.float32 if widened else cut.dtype, copy=True)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def described_state(self) -> dict[int, dict[str, Any]]:
+        """By parameter: what each of this rank's parts keeps; a tensor of the part's shape only as its
+        dtype.
+        """
+        described: dict[int, dict[str, Any]] = {}
+        for parts in self.parts:
+            for part in parts:
+                for key, value in self.state.get(part.leaf, {}).items():
+                    whole = _by_element(key, value, part.leaf)
+                    described.setdefault(part.param, {})[key] = _ByElement(value.dtype) if whole else value
+        return described
+
+    def gathered_state(
+        self, all_values: Callable[[Any], list[Any]], all_gather: Callable[[torch.Tensor], None]
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """The state of whole parameters, on every rank. Collective."""
+        rows = all_values(self.described_state())
+        full: dict[nn.Parameter, dict[str, Any]] = {}
+        wanted: set[tuple[str, torch.dtype]] = set()
+        for row in rows:
+            for i, entries in row.items():
+                for key, value in entries.items():
+                    if isinstance(value, _ByElement):
+                        wanted.add((key, value.dtype))
+                        value = torch.empty_like(self.params[i], dtype=value.dtype, requires_grad=False)
+                    full.setdefault(self.params[i], {}).setdefault(key, value)
+        for key, dtype in sorted(wanted, key=str):
+            for piece in self.layout.slices:
+                self._gather_bucket(piece.number, key, dtype, full, all_gather)
+        return full
+
+    def _gather_bucket(
+        self,
+        bucket: int,
+        key: str,
+        dtype: torch.dtype,
+        full: dict[nn.Parameter, dict[str, Any]],
+        all_gather: Callable[..., None],
+    ) -> None:
+        piece = self.layout.slices[bucket]
+        data = torch.zeros(piece.numel, dtype=dtype)
+        for part in self.parts[bucket]:
+            value = self.state.get(part.leaf, {}).get(key)
+            if value is not None:
+                start = self.layout.slots[part.param].offset + part.start - piece.start
+                data[start : start + part.stop - part.start].copy_(value)
+        all_gather(data)
+        for i in piece.params:
+            target = full.get(self.params[i], {}).get(key)
+            if target is None or target.dtype != dtype:
+                continue
+            slot = self.layout.slots[i]
+            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
+            vector = target.as_strided((slot.numel,), (1,))
+            vector[start - slot.offset : stop - slot.offset].copy_(
+                data[start - piece.start : stop - piece.start]
+            )
+
+
+# State of torch's optimizers that is one number for the whole parameter, even where the parameter is one
+# number.
+_COUNTERS = frozenset(("step", "eta", "mu", "mu_product"))
+
+
+def _by_element(key: str, value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and key not in _COUNTERS
+
+
+@dataclass(frozen=True)
+class _ByElement:
+    """Stands for a tensor with one value for each element of the parameter."""
+
+    dtype: torch.dtype
+
+
+class swapped:
+    """An entry of an object's ``__dict__``, replaced for a while."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._saved = self._owner.__dict__[self._name]
+        self._owner.__dict__[self._name] = self._value
+
+    def __exit__(self, *exc: Any) -> None:
+        self._owner.__dict__[self._name] = self._saved

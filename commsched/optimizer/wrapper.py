@@ -1,0 +1,272 @@
+"""What a wrapped optimizer can do: the methods that stand over those of its own class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable, plain_step
+from commsched.optimizer.driver import Driver
+from commsched.optimizer.master_weights import load_unrounded
+from commsched.optimizer.options import Options
+from commsched.optimizer.parameter_names import later_names
+from commsched.optimizer.sharded_reducer import ShardedFlow
+from commsched.optimizer.shards import swapped
+from scheduler.ir.profile import Profile
+
+
+class DistributedMethods(Optimizer):
+    """Methods put over the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
+
+    _driver: Driver | None = None
+    _base: type[Optimizer] = Optimizer
+    _model: nn.Module | None
+    _options: Options
+    _parameter_names: dict[nn.Parameter, str]  # Horovod's attribute
+    _skip = False
+    _synchronized = False
+    backward_passes_per_step = 1
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters with the reduced gradients; returns what ``closure`` returned, if there is
+        one.
+
+        Parameters whose gradients are still under way are updated when they are first needed, with the
+        hyperparameters of now. Nobody can tell: whatever looks at one of them waits for it.
+        """
+        if self._synchronized and not self._skip:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize(), but synchronize() has reduced"
+                " the gradients: Horovod would reduce again, here step() takes what there is",
+                stacklevel=3,
+            )
+        self._synchronized = False
+        if self._driver is None:
+            return self._update(*(() if closure is None else (closure,)))
+        if closure is not None:
+            return self._step_with_closure(closure)
+        driver = self._refresh(in_step=True)
+        flow = driver.flow
+        driver.mark("enter")
+        if not self._skip:
+            flow.require_sent()
+        if isinstance(flow, ShardedFlow):
+            self._step_on_shards(flow)
+        elif (
+            driver.synchronous or not is_separable(self._base) or flow.all_arrived() or self._updates_frozen()
+        ):
+            flow.complete_all()
+            driver.mark("step")
+            self._update()
+            flow.finish_step()
+        else:
+            driver.mark("step")
+            flow.defer(DeferredUpdate(self, self._base, flow.params))
+        driver.after_step()
+        return None
+
+    def _updates_frozen(self) -> bool:
+        """Whether a frozen parameter still has a gradient: then plain PyTorch goes on updating it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+            return any(p.grad is not None for p in frozen)
+
+    def _step_on_shards(self, flow: ShardedFlow) -> None:
+        assert self._driver is not None
+        self._driver.mark("step")
+        flow.update_shards()
+        if self._driver.synchronous:
+            flow.settle()
+
+    def _update(self, *args: Any) -> Any:
+        return plain_step(self._base)(self, *args)
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """The closure runs a backward, perhaps several times: each time its gradients are reduced at once."""
+        assert self._driver is not None
+        if isinstance(self._driver.flow, ShardedFlow):
+            raise ValueError(
+                "step(closure) needs whole gradients each time the closure has run; use gather='gradients'"
+            )
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._synchronize()
+            return loss
+
+        result = self._update(reduced)
+        driver = self._driver  # another one, where parameters were frozen or added since the last step
+        driver.flow.finish_step()
+        driver.after_step()
+        return result
+
+    # -- Horovod's methods -----------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits until every ``p.grad`` holds the reduced gradient (to clip it, say, before ``step()``)."""
+        self._synchronize()
+        self._synchronized = self._options.gather == "gradients"
+
+    def _synchronize(self) -> None:
+        if self._driver is not None:
+            flow = self._refresh(in_step=True).flow
+            flow.require_sent()
+            flow.gather_gradients()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step()`` within uses the gradients as they are: after ``synchronize()``, those that it has
+        reduced.
+        """
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on this many backward passes are accumulated locally before they are reduced."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self.backward_passes_per_step = passes
+        if self._driver is not None:
+            self._driver.flow.backward_passes = passes
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate gradients locally, as in DDP; the first one outside reduces
+        the sum.
+        """
+        if self._driver is None:
+            yield
+            return
+        before, self._driver.flow.paused = self._driver.flow.paused, True
+        try:
+            yield
+        finally:
+            self._driver.flow.paused = before  # another flow, where parameters were frozen or added within
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients, those of updates still under way included."""
+        if self._driver is None:
+            self._base.zero_grad(self, set_to_none)
+            return
+        self._driver.flow.clear_grads(set_to_none)
+        known = {id(p) for p in self._driver.flow.params}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) not in known and param.grad is not None:
+                    param.grad = None if set_to_none else param.grad.detach().zero_()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm they
+        had.
+        """
+        if self._driver is not None and isinstance(self._driver.flow, ShardedFlow):
+            self._driver.flow.require_sent()
+            return self._driver.flow.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        self._synchronize()
+        params = [p for group in self.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        self._settle()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def _settle(self) -> None:
+        """Whoever looks at the optimizer's state sees it after the last ``step()``."""
+        if self._driver is not None:
+            self._driver.flow.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's own: it loads into that one, and the other way round.
+
+        With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
+        """
+        self._settle()
+        flow = self._driver.flow if self._driver is not None else None
+        if isinstance(flow, ShardedFlow):
+            with swapped(self, "state", flow.whole_state()):
+                return self._base.state_dict(self)
+        return self._base.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle()
+        load = partial(self._base.load_state_dict, self, state_dict)
+        if self._driver is not None and self._options.master_weights:
+            load_unrounded(self, load)
+        else:
+            load()
+        if self._driver is not None:
+            self._driver.flow.take_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; all ranks must add the same."""
+        self._settle()
+        self._base.add_param_group(self, param_group)
+        if self._driver is not None:
+            self._refresh()
+
+    def _refresh(self, in_step: bool = False) -> Driver:
+        """The machinery for the parameters that are trained now: where some were added, frozen or unfrozen,
+        it is made anew.
+        """
+        driver = self._driver
+        assert driver is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        before = driver.flow.params
+        if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
+            return driver
+        if in_step and not self._skip:
+            driver.flow.require_sent()
+        driver.flow.finish_all()
+        driver.close()
+        self._parameter_names = later_names(self.param_groups, self._parameter_names)
+        self._options = self._options.for_other_params(before, trained)
+        self._driver = successor = make_driver(self)
+        successor.flow.inherit(driver.flow)
+        return successor
+
+    def close(self) -> None:
+        """Applies the last update and ends connections and threads, which otherwise end with the object."""
+        if self._driver is not None:
+            self._driver.close()
+
+    # -- what a user may want to know ------------------------------------------------------------------------
+
+    def profile(self) -> Profile:
+        """The measured profile of this model (``.save(FILE)`` keeps it for ``profile=`` and ``commsched
+        plan``).
+        """
+        if self._driver is None or self._driver.profile is None:
+            raise ValueError(
+                "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
+                " several ranks"
+            )
+        return self._driver.profile
+
+
+def make_driver(optimizer: Any) -> Driver:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    names = [optimizer._parameter_names[p] for p in params]
+    return Driver(optimizer, optimizer._base, params, names, optimizer._model, optimizer._options)

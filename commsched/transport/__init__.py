@@ -1,0 +1,1 @@
+"""Messages from rank to rank, for pipelines and tiles."""
