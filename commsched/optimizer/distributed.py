@@ -1,7 +1,7 @@
 """``DistributedOptimizer``: wraps a torch optimizer so that its gradients are reduced over all ranks, and
 hidden.
 
-Follow a gradient: ``hooks.py`` (autograd), ``reducer.py`` (into its bucket), ``comm_core`` (over the network),
+Follow a gradient: ``hooks.py`` (autograd), ``reducer.py`` (into its bucket), ``comm_core`` (on the network),
 ``arrivals.py`` (out of the bucket), ``deferred_updates.py`` (into the parameter). This file wraps;
 ``wrapper.py`` has the methods of the wrapped optimizer.
 """
