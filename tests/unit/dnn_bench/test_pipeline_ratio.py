@@ -35,7 +35,7 @@ def test_few_ratios_are_all_shown(count: int) -> None:
 
 
 def test_it_is_told_with_its_bounds_also_from_json() -> None:
-    result = Result("1f1b", (0, 0), 0.5, 0.5, 0.2, 0.2, 0.9, 32, [1.0])
+    result = Result("bert_tiny", "1f1b", (0, 0), 0.5, 0.5, 0.2, 0.2, 0.9, 32, [1.0])
     result.peer, result.ratio = 0.6, Ratio.of([1.2, 1.1, 1.3], [1.0, 1.0, 1.0])
     again = Result(**json.loads(json.dumps(asdict(result))))
     assert again.ratio == result.ratio

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from commsched.optimizer.distributed import pending
+from commsched.optimizer import pending
 from commsched.optimizer.pending import (
     PendingGradient,
     PendingParameter,

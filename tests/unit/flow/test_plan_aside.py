@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from commsched.optimizer.distributed import planner_process as flow_aside
+from commsched.optimizer import planner_process as flow_aside
 from commsched.optimizer.planner_process import plan_aside
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
