@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import run_ranks
-from tests.support.needs import needs, needs_horovod
+from tests.support.needs import HAS_HOROVOD, needs, needs_horovod
 
 pytestmark = pytest.mark.dist
 PROGRAM = Path(__file__).with_name("programs") / "runtime_script.py"

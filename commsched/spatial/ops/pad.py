@@ -40,11 +40,11 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
 
 def _pad_whole(local: Tensor, pads: list[int], mode: str, value: float | None, length: int) -> Tensor:
     """Pad the dimensions that are not split."""
-    if 0 in local.shape:  # torch refuses to reflect an empty part, before 2.7 also to pad it
+    if 0 in local.shape:  # torch refuses to reflect an empty part, and torch 2.6 to pad one at all
         shape = list(local.shape)
-        for place, extra in enumerate(pads):
-            shape[-1 - place // 2] += extra
-        return local.new_zeros(shape) + local.sum()  # the sum keeps it differentiable
+        for i, size in enumerate(pads):
+            shape[-1 - i // 2] += size
+        return local.reshape(shape) if 0 in shape else F.pad(local, pads)
     return F.pad(local, pads, mode, value) if mode == "constant" else F.pad(local, pads, mode)
 
 
