@@ -8,8 +8,11 @@
              ``aligned``: also for the message that the group's first stage is done
     STEP     waits for all RS or AR of the stage, or for its gradient where there are no replicas
     AG       waits for the STEP
+    HALO     what a micro-batch's interiors do not hide of its halos: waits for what F waits for and for the
+             computation before F, and F waits for it; HALOB waits for B, and so does SENDB for HALOB
 
-A collective is a task of each member; they begin together, once all that any of them waits for is done.
+A collective or halo is a task of each member; they begin together, once all that any of them waits for is
+done.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.ir.actions import COLLECTIVE, RECVS, SENDS, TRANSFER, Action, Kind
+from scheduler.ir.actions import COLLECTIVE, HALOS, RECVS, SENDS, TRANSFER, Action, Kind
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.endless_order import first_forward, last_gradient
 from scheduler.ir.layout import is_token
@@ -28,7 +31,8 @@ from scheduler.simulate.stage_costs import stages_of
 from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, OTHER, GraphBuilder, Task, TaskGraph
 
 SEND_LANE = "send"
-"""A link of this name beside ``link`` gives the messages between stages wires of their own."""
+HALO_LANE = "halo"
+"""Links of these names beside ``link`` give messages between stages, and halos, wires of their own."""
 
 Name = tuple[int, Kind, int, int, int]
 """Rank, kind, stage, index and peer (-1 for none): every action of a kernel has a name of its own."""
@@ -62,12 +66,12 @@ def lower_pipeline(
 class _Lowering:
     def __init__(self, program: Program, profile: Profile, link: Wires, handling: Sequence[float]) -> None:
         self.program, self.layout = program, program.layout
-        self.stages = stages_of(profile, self.layout)
+        self.profile, self.stages = profile, stages_of(profile, self.layout)
         self.wires = link
         self.handling = handling or (0.0,) * program.ranks
         self.graph = GraphBuilder()
         self.nodes: dict[Name, Node] = {}
-        self.meetings: dict[tuple[Kind, int, int], int] = {}
+        self.meetings: dict[tuple[Kind, int, int, int], int] = {}
         self.split = {
             action.stage
             for lanes in program.kernel
@@ -95,7 +99,7 @@ class _Lowering:
         """
         assert action.stage is not None
         eager = self.layout.placement == "eager" and action.kind is Kind.F
-        if self.layout.replicas(action.stage) == 1 or eager or self.layout.reduction == "masters":
+        if len(self.layout.members(action.stage)) == 1 or eager or self.layout.reduction == "masters":
             return [1.0]
         sizes = [self.program.buckets[bucket].bytes for bucket in self.buckets[action.stage]]
         total = sum(sizes)
@@ -112,28 +116,38 @@ class _Lowering:
         beside = self.handling[rank] / len(weights) if lane == COMPUTE_LANE else 0.0
         parts = tuple(self.graph.task(task, seconds * weight + beside, resource) for weight in weights)
         self.nodes[name] = Node(parts)
-        if action.kind in COLLECTIVE:
-            key = (action.kind, _stage(action), action.index)
+        key = self._meeting(rank, action)
+        if key is not None:
             if key not in self.meetings:
                 self.meetings[key] = self.graph.task(Task(action, HIDDEN_LANE, rank), 0.0, OTHER)
             self.graph.edges.add((self.meetings[key], parts[0], 0))
 
+    def _meeting(self, rank: int, action: Action) -> tuple[Kind, int, int, int] | None:
+        """What the members of a collective have in common, or the tiles that exchange halos."""
+        stage = _stage(action)
+        if action.kind in HALOS:
+            return action.kind, stage, action.index, self.layout.place(stage, rank, action.index)[0]
+        return (action.kind, stage, action.index, 0) if action.kind in COLLECTIVE else None
+
     def _seconds(self, rank: int, action: Action) -> float:
         assert action.stage is not None
-        stage, replicas = self.stages[action.stage], self.layout.replicas(action.stage)
+        stage, members = self.stages[action.stage], self.layout.members(action.stage)
+        parts = len(self.layout.ranks[action.stage])
         if action.kind is Kind.F:
-            return stage.seconds(stage.forward, replicas)
+            return stage.seconds(stage.forward, parts)
         if action.kind is Kind.B:
             later = stage.weight if action.stage in self.split else 0.0
-            return stage.seconds(stage.backward - later, replicas)
+            return stage.seconds(stage.backward - later, parts)
         if action.kind is Kind.W:
-            return stage.seconds(stage.weight, replicas)
+            return stage.seconds(stage.weight, parts)
         if action.kind is Kind.STEP:
-            return stage.step(replicas, sharded=self.layout.reduction == "scatter")
+            return stage.step(len(members), sharded=self.layout.reduction == "scatter")
+        if action.kind in HALOS:
+            return self._exposed_halos(rank, action, parts)
         if action.kind in COLLECTIVE:
             size = self.program.buckets[action.index].bytes
             if isinstance(self.wires, Cluster):
-                return self.wires.collective(action.kind, self.layout.ranks[action.stage], size)
+                return self.wires.collective(action.kind, members, size)
             return named_link(self.wires, LINK_LANE).cost(action.kind, size)
         if action.kind in RECVS:
             return 0.0
@@ -142,6 +156,27 @@ class _Lowering:
             return self.wires.message(rank, action.peer, self._message(rank, action))
         return named_link(self.wires, SEND_LANE, LINK_LANE).cost(Kind.RS, self._message(rank, action))
 
+    def _exposed_halos(self, rank: int, action: Action, parts: int) -> float:
+        """Seconds by which the halos of a micro-batch are longer than the interiors beside them."""
+        seconds = 0.0
+        for layer in self.layout.layers(_stage(action), self.program.layers):
+            border = self.program.borders[layer] if self.program.borders else None
+            forward = action.kind is Kind.HALO
+            size = 0.0 if border is None else border.forward if forward else border.backward
+            if border is not None and size:
+                times = self.profile.layers[layer]
+                interior = (1 - border.share) * (times.forward if forward else times.backward) / parts
+                seconds += max(0.0, self._halo(rank, action, size) - interior)
+        return seconds
+
+    def _halo(self, rank: int, action: Action, size: float) -> float:
+        if not isinstance(self.wires, Cluster):
+            return named_link(self.wires, HALO_LANE, LINK_LANE).cost(action.kind, size)
+        stage = _stage(action)
+        replica, count = self.layout.place(stage, rank, action.index)[0], self.layout.tile_count(stage)
+        tiles = self.layout.holders(stage, action.index)[replica * count : (replica + 1) * count]
+        return max(self.wires.message(rank, peer, size) for peer in tiles if peer != rank)
+
     def _message(self, rank: int, action: Action) -> float:
         """Bytes of a message between stages."""
         assert action.stage is not None and action.peer is not None
@@ -149,7 +184,7 @@ class _Lowering:
             return 0.0
         other = action.stage + (1 if action.kind is Kind.SENDF else -1)
         size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
-        return size * self.layout.overlaps(action.stage, rank, other).get(action.peer, 0.0)
+        return size * self.layout.overlaps(action.stage, rank, other, action.index).get(action.peer, 0.0)
 
     # Edges
 
@@ -166,9 +201,12 @@ class _Lowering:
         if lane == RECV_LANE:
             for peer in {action.peer for action in actions}:
                 yield [action for action in actions if action.peer == peer]
-        elif lane == LINK_LANE and isinstance(self.wires, Mapping) and SEND_LANE in self.wires:
-            yield [action for action in actions if action.kind in SENDS]
-            yield [action for action in actions if action.kind not in SENDS]
+        elif lane == LINK_LANE:
+            apart = SENDS if isinstance(self.wires, Mapping) and SEND_LANE in self.wires else frozenset()
+            # Halos pass everything else that waits for the link.
+            yield [action for action in actions if action.kind in HALOS]
+            yield [action for action in actions if action.kind in apart]
+            yield [action for action in actions if action.kind not in HALOS | apart]
         else:
             yield list(actions)
 
@@ -183,8 +221,9 @@ class _Lowering:
 
     def _entry(self, rank: int, action: Action, part: int = 0) -> int:
         """The task that waits when this action waits: where all members meet, if it is a collective."""
-        if action.kind in COLLECTIVE:
-            return self.meetings[action.kind, _stage(action), action.index]
+        key = self._meeting(rank, action)
+        if key is not None:
+            return self.meetings[key]
         return self.nodes[_name(rank, action)].parts[part]
 
     def _wait(
@@ -199,6 +238,12 @@ class _Lowering:
         if action.kind is Kind.F:
             self._inputs(rank, action, Kind.RECVF, (rank, Kind.F, stage - 1, index, -1))
             self._weights_ready(rank, action)
+            self._wait(rank, action, (rank, Kind.HALO, stage, index, -1))
+        elif action.kind is Kind.HALO:
+            self._inputs(rank, action, Kind.RECVF, (rank, Kind.F, stage - 1, index, -1))
+            self._computed_before(rank, action)
+        elif action.kind is Kind.HALOB:
+            self._wait(rank, action, (rank, Kind.B, stage, index, -1))
         elif action.kind is Kind.B:
             self._wait(rank, action, (rank, Kind.F, stage, index, -1))
             self._inputs(rank, action, Kind.RECVB, (rank, Kind.B, stage + 1, index, -1))
@@ -206,6 +251,8 @@ class _Lowering:
             self._wait(rank, action, (rank, Kind.B, stage, index, -1))
         elif action.kind in TRANSFER:
             self._wait(rank, action, self._sent(rank, action))
+            if action.kind is Kind.SENDB:
+                self._wait(rank, action, (rank, Kind.HALOB, stage, index, -1))
         elif action.kind is Kind.STEP:
             self._wait(rank, action, self._last_gradient(rank, stage))
             for bucket in self.buckets[stage]:
@@ -220,8 +267,17 @@ class _Lowering:
         self._wait(rank, action, local)
         other = _stage(action) + (-1 if received is Kind.RECVF else 1)
         if 0 <= other < self.layout.stages:
-            for peer in self.layout.overlaps(_stage(action), rank, other):
+            for peer in self.layout.overlaps(_stage(action), rank, other, action.index):
                 self._wait(rank, action, (rank, received, _stage(action), action.index, peer))
+
+    def _computed_before(self, rank: int, halo: Action) -> None:
+        """A halo waits for the rank to come to the forward that it belongs to."""
+        order = self.program.kernel[rank][COMPUTE_LANE]
+        wanted = (Kind.F, halo.stage, halo.index)
+        at = next((n for n, a in enumerate(order) if (a.kind, a.stage, a.index) == wanted), 0)
+        before = self.nodes[_name(rank, order[at - 1])].parts[-1]
+        # Behind the same queue as the forward itself: one iteration later if that is the first.
+        self.graph.edges.add((before, self._entry(rank, halo), int(at == 0)))
 
     def _weights_ready(self, rank: int, action: Action) -> None:
         stage, lag = _stage(action), 1 - (action.version or 0)
