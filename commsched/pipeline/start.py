@@ -113,7 +113,7 @@ def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, 
     """Replicas start with their first rank's weights and buffers."""
     pending = []
     for number, stage in stages.items():
-        ranks = layout.ranks[number]
+        ranks = layout.members(number)
         mine = stage.module.state_dict()
         if fabric.rank == ranks[0]:
             pending += [p for peer in ranks[1:] for p in send_tree(lane, peer, mine)]

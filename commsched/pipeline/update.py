@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -114,6 +114,81 @@ class Whole:
         """Nothing is open."""
 
 
+class Gradients:
+    """No optimizer: the sums are left in the ``.grad`` of the stage's parameters, the same on all its ranks.
+    ``scattered`` sums bucket by bucket, ``combine`` all at once; neither, where one rank holds the stage.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        scattered: Scattered | None,
+        numbers: Sequence[int],
+        early: bool,
+        combine: Combine | None,
+        apart: frozenset[int],
+    ) -> None:
+        self.stage, self.scattered, self.combine, self.apart = stage, scattered, combine, apart
+        self._place = {number: place for place, number in enumerate(numbers)}
+        self._early, self.taken = early, 0
+        self.optimizer: Optimizer | None = None
+        self._coming: list[Tensor | None] = []
+
+    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
+        if self.scattered is None or not self._early:
+            return nullcontext()
+        return self.scattered.leaving(period, version.leaves)
+
+    def reduce(self, period: int, bucket: int) -> None:
+        if self.scattered is not None:
+            leaves = self.stage.versions.newest.leaves
+            self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
+
+    def wait_reduced(self) -> None:
+        if self.scattered is not None:
+            self.scattered.wait_reduced()
+
+    def step(self, period: int, needed: Callable[[int], bool]) -> None:
+        leaves = self.stage.versions.newest.leaves
+        grads = self.stage.grads.pop(period, self.stage._no_grads())
+        summed = [p for p in range(len(grads)) if p not in self.apart]
+        if self.combine is not None:
+            for place in summed:
+                grads[place] = _dense(grads[place], leaves[place])
+            self.combine([grad for place in summed if (grad := grads[place]) is not None])
+        elif self.scattered is not None:
+            for place in summed:
+                grads[place] = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
+        self._coming = grads
+        self.stage.versions.advance(lambda version: False)
+
+    def gather(self, bucket: int) -> None:
+        if self.scattered is not None:
+            self.scattered.updated(self._place[bucket])
+
+    def prepare(self, version: Version) -> None:
+        """The caller steps the weights between two steps of the pipeline."""
+
+    def finish(self) -> None:
+        if self._coming and self.scattered is not None:
+            for bucket in range(len(self.scattered.parts)):
+                self.scattered.write(bucket, self._coming)
+        for leaf, grad in zip(self.stage.versions.newest.leaves, self._coming):
+            leaf.grad = grad
+        self._coming = []
+
+    def reload(self) -> None:
+        """Nothing is kept of the weights."""
+
+    def restart(self) -> None:
+        if self.scattered is not None:
+            self.scattered.begun = -1
+
+    def close(self) -> None:
+        if self.scattered is not None:
+            self.scattered.close()
+
+
 class Sharded:
     """Reduce-scatter, the optimizer on this rank's shard, all-gather. ``numbers``: the program's names of the
     buckets. Parameters in ``apart`` are stepped whole, with gradients summed before.
@@ -143,32 +218,11 @@ class Sharded:
         if wait_within:
             self._wait_within()
 
-    @contextmanager
-    def early(self, period: int, version: Version) -> Iterator[None]:
+    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
         if not self._early:
-            yield
-            return
+            return nullcontext()
         self.finish()
-        leaves = self.stage.versions.newest.leaves
-        missing = [{place for place, _, _ in part} for part in self.scattered.parts]
-        in_use = version.leaves
-
-        def filled(place: int) -> Callable[[Tensor], None]:
-            def hook(_: Tensor) -> None:
-                for bucket, places in enumerate(missing):
-                    if place in places:
-                        places.remove(place)
-                        if not places:
-                            self.scattered.ready(period, bucket, [leaf.grad for leaf in in_use], leaves)
-
-            return hook
-
-        hooks = [leaf.register_post_accumulate_grad_hook(filled(n)) for n, leaf in enumerate(in_use)]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
+        return self.scattered.leaving(period, version.leaves)
 
     def reduce(self, period: int, bucket: int) -> None:
         self.finish()

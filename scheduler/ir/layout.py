@@ -107,10 +107,13 @@ class Layout:
             return self.ranks[stage]
         return tuple(sorted({*self.ranks[stage], *self.mirror[stage]}))
 
+    def mirrored(self, index: int) -> bool:
+        """Whether a micro-batch is computed by the mirrored replicas."""
+        return bool(self.mirror) and 2 * index >= self.microbatches
+
     def holders(self, stage: int, index: int) -> tuple[int, ...]:
         """The ranks that compute a micro-batch in a stage."""
-        mirrored = self.mirror and 2 * index >= self.microbatches
-        return self.mirror[stage] if mirrored else self.ranks[stage]
+        return self.mirror[stage] if self.mirrored(index) else self.ranks[stage]
 
     def held_by(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""

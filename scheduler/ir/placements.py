@@ -35,12 +35,15 @@ class Tiles:
     def size(self) -> int:
         return prod(self.grid)
 
+    def coord(self, tile: int) -> tuple[int, ...]:
+        """The place of a tile in the grid."""
+        return tuple(product(*map(range, self.grid)))[tile]
+
     def extent(self, tile: int) -> dict[int, tuple[Fraction, Fraction]]:
         """By dimension, which part of it a tile covers where all tiles are equally large."""
-        coord = list(product(*map(range, self.grid)))[tile]
         return {
             dim: (Fraction(place, parts), Fraction(place + 1, parts))
-            for dim, place, parts in zip(self.dims, coord, self.grid, strict=True)
+            for dim, place, parts in zip(self.dims, self.coord(tile), self.grid, strict=True)
         }
 
 
