@@ -10,29 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commsched.collectives.basics import ccl_built as ccl_built
-    from commsched.collectives.basics import cross_rank as cross_rank
-    from commsched.collectives.basics import cross_size as cross_size
-    from commsched.collectives.basics import cuda_built as cuda_built
-    from commsched.collectives.basics import ddl_built as ddl_built
-    from commsched.collectives.basics import engine_name as engine_name
-    from commsched.collectives.basics import gloo_built as gloo_built
-    from commsched.collectives.basics import gloo_enabled as gloo_enabled
-    from commsched.collectives.basics import init as init
-    from commsched.collectives.basics import is_initialized as is_initialized
-    from commsched.collectives.basics import local_rank as local_rank
-    from commsched.collectives.basics import local_size as local_size
-    from commsched.collectives.basics import mpi_built as mpi_built
-    from commsched.collectives.basics import mpi_enabled as mpi_enabled
-    from commsched.collectives.basics import mpi_threads_supported as mpi_threads_supported
-    from commsched.collectives.basics import nccl_built as nccl_built
-    from commsched.collectives.basics import rank as rank
-    from commsched.collectives.basics import rocm_built as rocm_built
-    from commsched.collectives.basics import shutdown as shutdown
-    from commsched.collectives.basics import size as size
-    from commsched.collectives.basics import start_timeline as start_timeline
-    from commsched.collectives.basics import stop_timeline as stop_timeline
     from commsched.collectives.compression import Compression as Compression
+    from commsched.collectives.initialization import ccl_built as ccl_built
+    from commsched.collectives.initialization import cross_rank as cross_rank
+    from commsched.collectives.initialization import cross_size as cross_size
+    from commsched.collectives.initialization import cuda_built as cuda_built
+    from commsched.collectives.initialization import ddl_built as ddl_built
+    from commsched.collectives.initialization import engine_name as engine_name
+    from commsched.collectives.initialization import gloo_built as gloo_built
+    from commsched.collectives.initialization import gloo_enabled as gloo_enabled
+    from commsched.collectives.initialization import init as init
+    from commsched.collectives.initialization import is_initialized as is_initialized
+    from commsched.collectives.initialization import local_rank as local_rank
+    from commsched.collectives.initialization import local_size as local_size
+    from commsched.collectives.initialization import mpi_built as mpi_built
+    from commsched.collectives.initialization import mpi_enabled as mpi_enabled
+    from commsched.collectives.initialization import mpi_threads_supported as mpi_threads_supported
+    from commsched.collectives.initialization import nccl_built as nccl_built
+    from commsched.collectives.initialization import rank as rank
+    from commsched.collectives.initialization import rocm_built as rocm_built
+    from commsched.collectives.initialization import shutdown as shutdown
+    from commsched.collectives.initialization import size as size
+    from commsched.collectives.initialization import start_timeline as start_timeline
+    from commsched.collectives.initialization import stop_timeline as stop_timeline
     from commsched.collectives.objects import allgather_object as allgather_object
     from commsched.collectives.objects import broadcast_object as broadcast_object
     from commsched.collectives.objects import broadcast_optimizer_state as broadcast_optimizer_state
@@ -93,10 +93,10 @@ _HOMES = {
     "commsched.optimizer.shards": "register_elementwise",
     "commsched.optimizer.deferred_updates": "register_separable",
     "commsched.optimizer.distributed": "DistributedOptimizer",
-    "commsched.collectives.basics": "ccl_built cross_rank cross_size cuda_built ddl_built engine_name "
-    "gloo_built gloo_enabled "
-    "init is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported "
-    "nccl_built rank rocm_built shutdown size start_timeline stop_timeline",
+    "commsched.collectives.initialization": "ccl_built cross_rank cross_size cuda_built ddl_built "
+    "engine_name gloo_built gloo_enabled init is_initialized local_rank local_size "
+    "mpi_built mpi_enabled mpi_threads_supported nccl_built rank "
+    "rocm_built shutdown size start_timeline stop_timeline",
     "commsched.collectives.private_groups": "data_group",
     "commsched.collectives.ops": "Adasum Average Max Min Product Sum allgather allgather_async allreduce "
     "allreduce_ "

@@ -15,7 +15,8 @@ import torch
 
 import comm_core
 from commsched.backends.transports import OVER_GROUPS, make_transport
-from commsched.collectives import control, state
+from commsched.collectives import control
+from commsched.collectives import current_carrier as state
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.env import settings
 from commsched.errors import CommError

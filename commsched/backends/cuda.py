@@ -22,10 +22,10 @@ from commsched.backends.cuda_memory import Memory, RegisteredMemory, can_registe
 from commsched.backends.cuda_peers import PeerWatch
 from commsched.backends.cuda_streams import StreamBucket, StreamPlan
 from commsched.backends.transports import make_transport
-from commsched.collectives import state
-from commsched.collectives.operation import device_name
+from commsched.collectives import current_carrier as state
 from commsched.collectives.private_groups import data_connections, private_group
 from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.collectives.torch_carrier.operation import device_name
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers, Slice

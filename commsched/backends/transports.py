@@ -63,7 +63,8 @@ class HorovodCollectives:
     """Horovod's operations as the engine's Python transport wants them: blocking, into given tensors."""
 
     def __init__(self, process_set: ProcessSet) -> None:
-        from commsched.collectives import ops, state
+        from commsched.collectives import current_carrier as state
+        from commsched.collectives import ops
 
         if state.engine().name != "horovod":
             raise ValueError(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from commsched.collectives import state
-from commsched.collectives.base import ReduceOp, Reduction
+from commsched.collectives import current_carrier as state
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.process_sets import ProcessSet, registered_id
 
 _AVERAGE = Reduction(ReduceOp.AVERAGE)

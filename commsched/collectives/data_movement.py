@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from commsched.collectives import autograd, state
+from commsched.collectives import autograd
+from commsched.collectives import current_carrier as state
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
 
 Tensors = Sequence[torch.Tensor]
@@ -93,9 +94,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``alltoall``; its result is always the pair (tensor, received splits)."""
-    return state.engine().alltoall(
-        tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set)
-    )
+    return state.engine().alltoall(tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set))
 
 
 def _as_tensor(splits: Any) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commsched.collectives.base import Built, Engine, Reduction
+from commsched.collectives.carrier import Built, Engine, Reduction
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process.launch import Launch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.basics import rank
+from commsched.collectives.initialization import rank
 from commsched.collectives.ops import allgather, broadcast_, broadcast_async_, synchronize
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 

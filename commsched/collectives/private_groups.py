@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 import comm_core
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
 from commsched.env import settings
 from commsched.errors import CommError
@@ -79,9 +79,7 @@ def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return how(
-            store, place, len(members), meeting.address, settings().timeout, settings().host_timeout
-        )
+        return how(store, place, len(members), meeting.address, settings().timeout, settings().host_timeout)
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "

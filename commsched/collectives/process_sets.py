@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 
 
 class ProcessSet:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from commsched.collectives import autograd, state
-from commsched.collectives.base import ReduceOp, Reduction
+from commsched.collectives import autograd
+from commsched.collectives import current_carrier as state
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.compression import Compression
 from commsched.collectives.data_movement import allgather_async, synchronize
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id

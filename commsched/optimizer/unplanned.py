@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from commsched.collectives import ops
-from commsched.collectives.basics import size
+from commsched.collectives.initialization import size
 from commsched.collectives.ops import Adasum, Average, Sum
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.optimizer.parameter_names import checked_names, group_indices, later_names

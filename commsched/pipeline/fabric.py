@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 import comm_core
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 from commsched.collectives.private_groups import data_group, tcp_channel
 from commsched.env import settings
 from commsched.transport.channel import DistChannel, Pending, ThreadHub

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 
 import comm_core
 import commsched
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 from commsched.errors import CommError
 
 Ranks = Sequence[Sequence[Sequence[int]]]

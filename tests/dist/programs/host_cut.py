@@ -18,7 +18,7 @@ import comm_core
 import commsched as hvd
 from commsched.env import settings
 from commsched.transport.short_messages import ShortMessages
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 from commsched.collectives.private_groups import data_channel
 from commsched.transport.channel import DistChannel
 from tests.support.twin import some_profile

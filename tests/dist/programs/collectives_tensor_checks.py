@@ -9,7 +9,7 @@ import torch
 
 import commsched as hvd
 from commsched.collectives import control
-from tests.support.runtime_checks import everyone, of_rank, raises, same
+from tests.support.collectives_checks import everyone, of_rank, raises, same
 
 
 def check_allreduce_operations():
@@ -28,7 +28,6 @@ def check_allreduce_operations():
     raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "not both")
 
 
-
 def check_allreduce_types():
     types = [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
     if hvd.engine_name() == "torch":
@@ -42,7 +41,6 @@ def check_allreduce_types():
     raises(ValueError, lambda: hvd.allreduce(torch.ones(2, 3).t()), "contiguous")
 
 
-
 def check_factors():
     stack = everyone(5, dtype=torch.float64)
     mine = stack[hvd.rank()]
@@ -53,7 +51,6 @@ def check_factors():
     assert torch.allclose(hvd.allreduce(mine, prescale_factor=0.5), (stack * 0.5).mean(0))
     whole = torch.tensor([3, -3, 10], dtype=torch.int32)  # whole numbers are cut off, not rounded
     same(hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5), torch.tensor([1, -1, 5]).int() * hvd.size())
-
 
 
 def check_in_place_and_grouped():
@@ -79,7 +76,6 @@ def check_in_place_and_grouped():
     same(hvd.allreduce_(parameter, op=hvd.Sum).detach(), stack.sum(0))
 
 
-
 def check_allgather_uneven():
     rows = [r for r in range(hvd.size())]  # rank 0 has none
     gathered = hvd.allgather(of_rank(hvd.rank(), rows[hvd.rank()], 3))
@@ -90,7 +86,6 @@ def check_allgather_uneven():
     first, second = hvd.grouped_allgather([of_rank(hvd.rank(), 2), of_rank(hvd.rank(), hvd.rank() + 1, 2)])
     same(first, torch.cat([of_rank(r, 2) for r in range(hvd.size())]))
     same(second, torch.cat([of_rank(r, r + 1, 2) for r in range(hvd.size())]))
-
 
 
 def check_broadcast():
@@ -104,7 +99,6 @@ def check_broadcast():
     assert hvd.broadcast_(mine, root, name="in place") is mine
     same(mine, of_rank(root, 5))
     raises((ValueError, hvd.CommError), lambda: hvd.broadcast(mine, hvd.size()))
-
 
 
 def check_alltoall():
@@ -128,7 +122,6 @@ def check_alltoall():
     raises(ValueError, lambda: hvd.alltoall(torch.ones(size - 1), splits=[1] * size))
 
 
-
 def check_reducescatter():
     size, rank = hvd.size(), hvd.rank()
     rows = 2 * size + 1  # the first rank keeps one row more
@@ -146,14 +139,12 @@ def check_reducescatter():
         raises(hvd.CommError, lambda: hvd.reducescatter(stack[rank], op=hvd.Adasum), "Adasum")
 
 
-
 def gradient(run, *shape):
     x = of_rank(hvd.rank(), *shape, dtype=torch.float64).requires_grad_()
     result = run(x)
     weights = torch.arange(1.0, result.numel() + 1, dtype=torch.float64).view(result.shape)
     (result * weights * (hvd.rank() + 1)).sum().backward()
     return x.grad, weights
-
 
 
 def check_gradients():
@@ -178,7 +169,6 @@ def check_gradients():
     raises(NotImplementedError, lambda: hvd.allreduce(x, op=hvd.Max).sum().backward(), "Max")
 
 
-
 def check_order_and_handles():
     """Named operations in another order on every rank; poll and a second synchronize."""
     names = [f"order.{i}" for i in range(5)]
@@ -195,7 +185,6 @@ def check_order_and_handles():
         pass
     same(hvd.synchronize(handle), torch.ones(hvd.size()))
     raises(ValueError, lambda: hvd.poll(handle))
-
 
 
 def check_sparse_and_compression():
@@ -217,7 +206,6 @@ def check_sparse_and_compression():
     )
 
 
-
 def check_adasum():
     if hvd.size() & (hvd.size() - 1):
         raises(NotImplementedError, lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum), "power of")
@@ -228,7 +216,6 @@ def check_adasum():
     dot = torch.dot(a, b)
     expected = a * (1 - dot / (2 * a.dot(a))) + b * (1 - dot / (2 * b.dot(b)))
     assert torch.allclose(hvd.allreduce(of_rank(hvd.rank(), 6, dtype=torch.float64), op=hvd.Adasum), expected)
-
 
 
 def check_disagreements():
@@ -265,7 +252,6 @@ def check_disagreements():
     if torch_engine:
         fails(lambda: hvd.add_process_set([rank]), "process set")
         fails(lambda: hvd.allgather(torch.tensor(1.0)), "dimension")
-
 
 
 def check_duplicate_name():

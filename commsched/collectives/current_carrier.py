@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from commsched.errors import NotInitializedError
 
 if TYPE_CHECKING:
-    from commsched.collectives.base import Engine
+    from commsched.collectives.carrier import Engine
 
 _engine: Engine | None = None
 _epoch = 0

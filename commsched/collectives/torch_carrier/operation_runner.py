@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from commsched.collectives import algorithms as collectives
-from commsched.collectives.base import ReduceOp, Reduction
-from commsched.collectives.negotiation import Message
-from commsched.collectives.operation import Operation
-from commsched.collectives.wires import GlooWires, NcclWires, Wires
+from commsched.collectives.carrier import ReduceOp, Reduction
+from commsched.collectives.torch_carrier import algorithms as collectives
+from commsched.collectives.torch_carrier.negotiation import Message
+from commsched.collectives.torch_carrier.operation import Operation
+from commsched.collectives.torch_carrier.rank_group import GlooWires, NcclWires, Wires
 from commsched.process.groups import gloo_group, nccl_group, nccl_usable
 from commsched.process.rendezvous import Meeting
 

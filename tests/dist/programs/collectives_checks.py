@@ -1,16 +1,16 @@
-"""Checks that every rank runs, over whichever engine the environment names; run by test_runtime_checks.py.
+"""Checks that every rank runs, over whichever engine the environment names; run by test_collectives_checks.py.
 
 Prints `ok NAME` for each check that held. What one rank gave to the others is recomputed from the rank's number, so every
 expectation is independent of the code under test.
 """
 
 import commsched as hvd
-from tests.dist.programs import runtime_collectives, runtime_job
+from tests.dist.programs import collectives_job_checks, collectives_tensor_checks
 
 MORE_RANKS = {"process_sets", "join", "disagreements", "duplicate_name"}
 CHECKS = {
     name.removeprefix("check_"): check
-    for module in (runtime_collectives, runtime_job)
+    for module in (collectives_tensor_checks, collectives_job_checks)
     for name, check in vars(module).items()
     if name.startswith("check_")
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commsched.collectives.agreement import disagreement
+from commsched.collectives.torch_carrier.agreement import disagreement
 
 Message = dict[str, Any]
 Reply = tuple[list[int], Message]

@@ -7,7 +7,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from commsched.collectives.coordinator import Coordinator, Line, send
+from commsched.collectives.torch_carrier.coordinator import Coordinator, Line, send
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from commsched.collectives import algorithms as collectives
-from commsched.collectives.base import ReduceOp, Reduction
-from commsched.collectives.wires import Wires
+from commsched.collectives.carrier import ReduceOp, Reduction
+from commsched.collectives.torch_carrier import algorithms as collectives
+from commsched.collectives.torch_carrier.rank_group import Wires
 
 REDUCE = {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "product": torch.prod}
 

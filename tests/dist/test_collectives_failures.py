@@ -82,7 +82,7 @@ def test_skipped_operation_names_what_the_others_wait_in():
     """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
     program = """
     import torch, commsched as hvd
-    from commsched.collectives import state
+    from commsched.collectives import current_carrier as state
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 0:
@@ -149,9 +149,9 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
     rank 0 told itself first: its process could end before it had told the others."""
     program = """
     import os, signal, time, torch, commsched as hvd
-    from commsched.collectives import coordinator
-    from commsched.collectives import state
-    from commsched.collectives.wires import GlooWires
+    from commsched.collectives.torch_carrier import coordinator
+    from commsched.collectives import current_carrier as state
+    from commsched.collectives.torch_carrier.rank_group import GlooWires
     hvd.init()
     send = coordinator.send
     coordinator.send = lambda *what: (send(*what), time.sleep(0.3))
@@ -180,7 +180,7 @@ def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
     """It used to be told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
     program = """
     import torch, commsched as hvd
-    from commsched.collectives import state
+    from commsched.collectives import current_carrier as state
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:
@@ -219,7 +219,7 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     (SIGABRT instead of the script's own exit code)."""
     program = """
     import os, signal, sys, threading, time, torch, commsched as hvd
-    from commsched.collectives.wires import GlooWires
+    from commsched.collectives.torch_carrier.rank_group import GlooWires
 
     class EndsSlowly:
         def __del__(self, sleep=time.sleep):

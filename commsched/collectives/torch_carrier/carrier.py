@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.base import Built, Engine, ReduceOp, Reduction
-from commsched.collectives.checks import check_splits, check_tensors, even_splits
-from commsched.collectives.timeline import Timeline
-from commsched.collectives.worker import Operation, Worker
+from commsched.collectives.carrier import Built, Engine, ReduceOp, Reduction
+from commsched.collectives.torch_carrier.argument_checks import check_splits, check_tensors, even_splits
+from commsched.collectives.torch_carrier.operation_queue import Operation, Worker
+from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.errors import CommError
 from commsched.process.launch import Launch
 from commsched.process.rendezvous import meet

@@ -7,11 +7,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import commsched as hvd
-from commsched.collectives import process_sets, state
-from commsched.collectives.base import ReduceOp, Reduction
-from commsched.collectives.execution import Executor
-from commsched.collectives.operation import Operation, device_name
-from commsched.collectives.timeline import Timeline
+from commsched.collectives import current_carrier as state
+from commsched.collectives import process_sets
+from commsched.collectives.carrier import ReduceOp, Reduction
+from commsched.collectives.torch_carrier.operation import Operation, device_name
+from commsched.collectives.torch_carrier.operation_runner import Executor
+from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.errors import CommError
 from commsched.process.groups import nccl_usable
 from commsched.process.launch import ALONE

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from commsched.collectives.negotiation import Negotiator
+from commsched.collectives.torch_carrier.negotiation import Negotiator
 
 
 class Clock:

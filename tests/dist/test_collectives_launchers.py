@@ -10,7 +10,7 @@ from tests.support.launch import run_ranks
 from tests.support.needs import HAS_HOROVOD, needs, needs_horovod
 
 pytestmark = pytest.mark.dist
-PROGRAM = Path(__file__).with_name("programs") / "runtime_script.py"
+PROGRAM = Path(__file__).with_name("programs") / "horovod_script.py"
 needs_mpirun = needs("mpirun")
 
 # Python reads sitecustomize.py from PYTHONPATH before anything else: here it hides an installed Horovod.
@@ -182,7 +182,7 @@ def test_no_rank_goes_on_while_another_still_waits_for_its_process_set():
     program = """
     import time, commsched as hvd
     from horovod.torch import mpi_ops
-    from commsched.collectives import state
+    from commsched.collectives import current_carrier as state
     hvd.init()
     store = state.engine().meeting.store
     add = mpi_ops.add_process_set

@@ -1,4 +1,4 @@
-"""What the checks of programs/runtime_checks.py share."""
+"""What the checks of programs/collectives_checks.py share."""
 
 import torch
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from typing import TYPE_CHECKING, Any
 
 from comm_core import Host, close_in_children
-from commsched.collectives.negotiation import Message, Negotiator, Reply
+from commsched.collectives.torch_carrier.negotiation import Message, Negotiator, Reply
 from commsched.env import settings
 from commsched.errors import CommError
 

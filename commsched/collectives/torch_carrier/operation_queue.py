@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.coordinator import HostLost, connect, send
-from commsched.collectives.execution import Executor
-from commsched.collectives.negotiation import Key, Message
-from commsched.collectives.operation import Operation, device_name
-from commsched.collectives.timeline import Timeline
+from commsched.collectives.torch_carrier.coordinator import HostLost, connect, send
+from commsched.collectives.torch_carrier.negotiation import Key, Message
+from commsched.collectives.torch_carrier.operation import Operation, device_name
+from commsched.collectives.torch_carrier.operation_runner import Executor
+from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import lost_ranks as losses

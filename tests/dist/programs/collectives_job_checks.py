@@ -9,7 +9,7 @@ import torch
 
 import commsched as hvd
 from commsched.collectives import control
-from tests.support.runtime_checks import everyone, of_rank, raises, same
+from tests.support.collectives_checks import everyone, of_rank, raises, same
 
 
 def check_identity():
@@ -19,7 +19,6 @@ def check_identity():
     assert hvd.gloo_built() is True and isinstance(hvd.nccl_built(), int)
     assert hvd.global_process_set.ranks == list(range(hvd.size()))
     assert hvd.global_process_set.rank() == hvd.rank() and hvd.global_process_set.included()
-
 
 
 def check_process_sets():
@@ -61,7 +60,6 @@ def check_process_sets():
     raises(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=last), "not registered")
 
 
-
 def check_join():
     """Rank r has r + 1 batches; averages divide by all ranks, and unnamed calls fit again afterwards."""
     for step in range(hvd.rank() + 1):
@@ -79,7 +77,6 @@ def check_join():
         last = hvd.join()
     assert last > 0
     same(hvd.allgather(torch.tensor([hvd.rank()])), torch.arange(hvd.size()))
-
 
 
 def check_objects_and_parameters():
@@ -108,7 +105,6 @@ def check_objects_and_parameters():
         sums = hvd.allgather_object([p.sum().item() for p in model.parameters()])
         assert sums == [sums[0]] * size, sums
     raises(ValueError, lambda: hvd.broadcast_parameters(3, 0), "dict")
-
 
 
 def check_optimizer_state():
@@ -148,7 +144,6 @@ def check_optimizer_state():
     raises(ValueError, lambda: hvd.broadcast_optimizer_state(lbfgs, 0), "LBFGS")
 
 
-
 def check_sync_batch_norm():
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(0)
@@ -179,7 +174,6 @@ def check_sync_batch_norm():
         assert hvd.remove_process_set(process_set) == (size > 1)
 
 
-
 def check_data_group():
     group = hvd.data_group()
     assert group is hvd.data_group() and (group.rank(), group.size()) == (hvd.rank(), hvd.size())
@@ -200,7 +194,6 @@ def check_data_group():
         raises(ValueError, lambda: hvd.data_group(last), "not in process set")
 
 
-
 def check_timeline():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
@@ -219,7 +212,6 @@ def check_timeline():
             assert hvd.rank() == 0 or not path.exists()
         else:
             hvd.stop_timeline()
-
 
 
 def check_shutdown_and_init_again():

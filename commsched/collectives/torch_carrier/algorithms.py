@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commsched.collectives.base import ReduceOp, Reduction
-from commsched.collectives.wires import Wires
+from commsched.collectives.carrier import ReduceOp, Reduction
+from commsched.collectives.torch_carrier.rank_group import Wires
 
 _HOW = {
     ReduceOp.AVERAGE: "sum",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 from commsched.collectives.process_sets import (
     ProcessSet,
     add_process_set,
@@ -20,7 +20,7 @@ from commsched.env import settings
 from commsched.process.launch import Launch, detect_launch
 
 if TYPE_CHECKING:
-    from commsched.collectives.base import Built, Engine
+    from commsched.collectives.carrier import Built, Engine
 
 
 _initialised_by = 0
@@ -40,7 +40,7 @@ def _engine_class(launch: Launch) -> type[Engine]:
         from commsched.collectives.horovod_carrier import HorovodEngine
 
         return HorovodEngine
-    from commsched.collectives.torch_carrier import TorchEngine
+    from commsched.collectives.torch_carrier.carrier import TorchEngine
 
     return TorchEngine
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.base import Reduction
-from commsched.collectives.negotiation import Key, Message
+from commsched.collectives.carrier import Reduction
+from commsched.collectives.torch_carrier.negotiation import Key, Message
 from commsched.errors import CommError
 
 

@@ -5,8 +5,8 @@ import socket
 import pytest
 import torch
 
-from commsched.collectives.checks import check_splits, check_tensors, even_splits
 from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.collectives.torch_carrier.argument_checks import check_splits, check_tensors, even_splits
 from commsched.process.network import first_reachable, is_loopback, own_addresses
 from commsched.process.rendezvous import Record, _disagreement, _reachable_address
 

@@ -8,10 +8,10 @@ import pytest
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.dist
-PROGRAM = Path(__file__).with_name("programs") / "runtime_checks.py"
+PROGRAM = Path(__file__).with_name("programs") / "collectives_checks.py"
 CHECKS = [
     line.split("check_")[1].split("(")[0]
-    for name in ("runtime_collectives.py", "runtime_job.py")
+    for name in ("collectives_tensor_checks.py", "collectives_job_checks.py")
     for line in PROGRAM.with_name(name).read_text().splitlines()
     if line.startswith("def check_")
 ]

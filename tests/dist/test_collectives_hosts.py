@@ -20,7 +20,7 @@ pytestmark = [
 ROOT = str(Path(__file__).parents[2])
 JOB = """
 import torch, commsched as hvd
-from commsched.collectives import state
+from commsched.collectives import current_carrier as state
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 tensor = torch.ones(3)
