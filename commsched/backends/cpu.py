@@ -15,9 +15,11 @@ import torch
 
 import comm_core
 from commsched.backends.transports import OVER_GROUPS, make_transport
-from commsched.collectives import control
-from commsched.collectives import current_carrier as state
+from commsched.collectives.current_carrier import epoch
+from commsched.collectives.handles import synchronize
+from commsched.collectives.objects import broadcast_object, gather_objects
 from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.collectives.reductions import Average, Sum, sparse_allreduce_async
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import ALIGN, Buffers
@@ -58,7 +60,7 @@ class Wire:
         self.timeout = settings().timeout
         self._outside = 0
         self.transport_name, self.transport = make_transport(
-            transport, process_set, next(_channels[state.epoch(), registered_id(process_set)]), self.timeout
+            transport, process_set, next(_channels[epoch(), registered_id(process_set)]), self.timeout
         )
         with translated():
             self.engine = comm_core.Engine(self.transport, self.rank, self.size, self.timeout)
@@ -175,28 +177,26 @@ class Wire:
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
         """The sum or mean of a gradient that is sparse on at least one rank."""
-        from commsched.collectives import ops
-
         if grad is None:
             grad = torch.sparse_coo_tensor(
                 torch.zeros((1, 0), dtype=torch.int64), like.new_zeros((0, *like.shape[1:])), like.shape
             )
         elif not grad.is_sparse:
             grad = grad.to_sparse(1)
-        op = ops.Average if mean else ops.Sum
-        handle = ops.sparse_allreduce_async(
+        op = Average if mean else Sum
+        handle = sparse_allreduce_async(
             grad, name=f"commsched.sparse.{name}", op=op, process_set=self.process_set
         )
-        return ops.synchronize(handle).coalesce()
+        return synchronize(handle).coalesce()
 
     # -- agreements ------------------------------------------------------------------------------------------
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        return control.broadcast_object(value, self._root, self.process_set)
+        return broadcast_object(value, self._root, "commsched.agreement", self.process_set)
 
     def all_values(self, value: Any) -> list[Any]:
-        return control.allgather_object(value, self.process_set)
+        return gather_objects(value, "commsched.agreement", self.process_set)
 
     def agree(self, what: str, value: str, advice: str) -> None:
         """Raises ``CommError`` on every rank unless all have the same value."""

@@ -22,7 +22,7 @@ from commsched.backends.cuda_memory import Memory, RegisteredMemory, can_registe
 from commsched.backends.cuda_peers import PeerWatch
 from commsched.backends.cuda_streams import StreamBucket, StreamPlan
 from commsched.backends.transports import make_transport
-from commsched.collectives import current_carrier as state
+from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.private_groups import data_connections, private_group
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.torch_carrier.operation import device_name
@@ -68,9 +68,9 @@ class DeviceWire(Wire):
         """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
         whichever launcher.
         """
-        self._channel = next(_channels[state.epoch(), registered_id(self.process_set)])
+        self._channel = next(_channels[epoch(), registered_id(self.process_set)])
         example = torch.empty(0, device=self.device.device)
-        names = self.all_values(device_name((example,), state.engine().launch.node))
+        names = self.all_values(device_name((example,), carrier().launch.node))
         if nccl_usable(names):
             return NcclCollectives(private_group(self.process_set, self._channel, "cuda"))
         _, transport = make_transport("auto", self.process_set, self._channel, self.timeout)

@@ -1,4 +1,4 @@
-"""The one engine of this process, between ``init()`` and ``shutdown()``."""
+"""The one carrier of this process between ``init()`` and ``shutdown()``."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from typing import TYPE_CHECKING
 from commsched.errors import NotInitializedError
 
 if TYPE_CHECKING:
-    from commsched.collectives.carrier import Engine
+    from commsched.collectives.carrier import Carrier
 
-_engine: Engine | None = None
+_carrier: Carrier | None = None
 _epoch = 0
 
 
-def engine() -> Engine:
-    """The running engine; ``NotInitializedError`` outside of init() ... shutdown()."""
-    if _engine is None:
+def carrier() -> Carrier:
+    """Return the current carrier; ``NotInitializedError`` before ``init()`` and after ``shutdown()``."""
+    if _carrier is None:
         raise NotInitializedError
-    return _engine
+    return _carrier
 
 
-def current() -> Engine | None:
-    """The running engine, None where there is none."""
-    return _engine
+def carrier_or_none() -> Carrier | None:
+    return _carrier
 
 
 def epoch() -> int:
-    """Counts init() and shutdown() calls: what was cached under another number belongs to an engine that is
-    gone."""
+    """Return a number that changes with every ``init()`` and ``shutdown()``: a key for caches."""
     return _epoch
 
 
-def install(new: Engine | None) -> None:
-    global _engine, _epoch
-    _engine = new
+def set_carrier(new: Carrier | None) -> None:
+    global _carrier, _epoch
+    _carrier = new
     _epoch += 1

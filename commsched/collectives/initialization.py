@@ -1,4 +1,4 @@
-"""``init()`` to ``shutdown()`` and the questions in between: rank, size, what is built in."""
+"""``init()``, ``shutdown()`` and Horovod's functions that describe the job: rank, size, what is built in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commsched.collectives import current_carrier as state
+from commsched.collectives.current_carrier import carrier, carrier_or_none, set_carrier
 from commsched.collectives.process_sets import (
     ProcessSet,
     add_process_set,
@@ -20,44 +20,40 @@ from commsched.env import settings
 from commsched.process.launch import Launch, detect_launch
 
 if TYPE_CHECKING:
-    from commsched.collectives.carrier import Built, Engine
+    from commsched.collectives.carrier import Built, Carrier
 
 
 _initialised_by = 0
 
 
-def _wanted_engine(launch: Launch) -> str:
-    """The engine's name: as COMMSCHED_RUNTIME says, else Horovod's own where horovodrun started us and it is
-    there."""
-    if settings().runtime:
-        return settings().runtime
-    horovod = launch.launcher == "horovodrun" and importlib.util.find_spec("horovod") is not None
-    return "horovod" if horovod else "torch"
+def _carrier_class(launch: Launch) -> type[Carrier]:
+    """Return the carrier that COMMSCHED_RUNTIME names; by default Horovod under horovodrun, else torch."""
+    name = settings().runtime
+    if not name:
+        horovod = launch.launcher == "horovodrun" and importlib.util.find_spec("horovod") is not None
+        name = "horovod" if horovod else "torch"
+    if name == "horovod":
+        from commsched.collectives.horovod_carrier import HorovodCarrier
 
+        return HorovodCarrier
+    from commsched.collectives.torch_carrier.carrier import TorchCarrier
 
-def _engine_class(launch: Launch) -> type[Engine]:
-    if _wanted_engine(launch) == "horovod":
-        from commsched.collectives.horovod_carrier import HorovodEngine
-
-        return HorovodEngine
-    from commsched.collectives.torch_carrier.carrier import TorchEngine
-
-    return TorchEngine
+    return TorchCarrier
 
 
 def _launch() -> Launch:
-    settings.cache_clear()
+    settings.cache_clear()  # the environment may have changed since an earlier init()
     return detect_launch(os.environ, settings().launcher)
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job: find the other ranks and connect to them. Calling it again does nothing.
 
-    Works alike under horovodrun, torchrun, mpirun and alone (one rank). `process_sets` registers subsets at
-    once, the string ``"dynamic"`` is accepted as in Horovod (they can always be added later here). `comm` may
-    only name all ranks: use process sets for less.
+    Works under horovodrun, torchrun, mpirun and without a launcher (one rank). `process_sets` are registered
+    at once; they can always be added later, so Horovod's ``"dynamic"`` changes nothing. `comm` may only name
+    all ranks: use process sets for fewer.
     """
-    if state.current() is not None:
+    if carrier_or_none() is not None:
         return
     launch = _launch()
     if comm is not None and list(comm) not in ([], list(range(launch.size))):
@@ -67,7 +63,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         )
     global _initialised_by
     _initialised_by = os.getpid()
-    state.install(_engine_class(launch)(launch))  # type: ignore[call-arg]
+    set_carrier(_carrier_class(launch)(launch))  # type: ignore[call-arg]
     global_process_set.ranks = list(range(launch.size))
     try:
         _register(process_sets)
@@ -88,126 +84,125 @@ def _register(process_sets: Sequence[ProcessSet] | str | None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; ``init()`` may follow. Operations of other ranks that still need this one end with
-    CommError."""
-    engine = state.current()
-    if engine is None:
+    """Leave the job; ``init()`` may follow. Other ranks' operations with this rank raise ``CommError``."""
+    leaving = carrier_or_none()
+    if leaving is None:
         return
-    data = sys.modules.get("commsched.collectives.private_groups")
-    if data is not None:  # else nobody has made a group
-        data.release_groups()
-    state.install(None)
+    private_groups = sys.modules.get("commsched.collectives.private_groups")
+    if private_groups is not None:  # None: no group was made
+        private_groups.release_groups()
+    set_carrier(None)
     forget_process_sets()
-    engine.shutdown()
+    leaving.shutdown()
 
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Not in a forked child, whose end must not end its parent's part in the job."""
+    """Leave the job, but not in a forked child: its parent stays."""
     if os.getpid() == _initialised_by:
         shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` was called (and ``shutdown()`` not yet)."""
-    return state.current() is not None
+    """Return whether this process is between ``init()`` and ``shutdown()``."""
+    return carrier_or_none() is not None
 
 
 def rank() -> int:
-    """This process's number in the job, from 0."""
-    return state.engine().launch.rank
+    """Return this process's number in the job, from 0."""
+    return carrier().launch.rank
 
 
 def size() -> int:
-    """How many processes the job has."""
-    return state.engine().launch.size
+    """Return the number of processes in the job."""
+    return carrier().launch.size
 
 
 def local_rank() -> int:
-    """This process's number on its host, from 0; the usual choice of GPU."""
-    return state.engine().launch.local_rank
+    """Return this process's number on its host, from 0; the usual choice of GPU."""
+    return carrier().launch.local_rank
 
 
 def local_size() -> int:
-    """How many of the job's processes run on this host."""
-    return state.engine().launch.local_size
+    """Return how many of the job's processes run on this host."""
+    return carrier().launch.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have a process of this local rank."""
-    return state.engine().cross[0]
+    """Return this host's number among the hosts that have a process of this local rank."""
+    return carrier().meeting.cross[0]
 
 
 def cross_size() -> int:
-    """How many hosts have a process of this local rank."""
-    return state.engine().cross[1]
+    """Return how many hosts have a process of this local rank."""
+    return carrier().meeting.cross[1]
 
 
 def engine_name() -> str:
-    """Which engine carries the collectives: ``"horovod"`` or ``"torch"``."""
-    return state.engine().name
+    """Return what carries the collectives: ``"horovod"`` or ``"torch"``."""
+    return carrier().name
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record every operation in `file_path` on rank 0 (open it in chrome://tracing)."""
-    state.engine().start_timeline(file_path, mark_cycles)
+    carrier().start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the recording that ``start_timeline`` began."""
-    state.engine().stop_timeline()
+    carrier().stop_timeline()
 
 
 def _built() -> Built:
-    engine = state.current()
-    return (type(engine) if engine is not None else _engine_class(_launch())).built()
+    current = carrier_or_none()
+    return (type(current) if current is not None else _carrier_class(_launch())).built()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI, where it carries the collectives, may be called from several threads."""
-    return state.engine().mpi_threads_supported()
+    """Return whether several threads may call MPI; ``ValueError`` unless MPI carries the collectives."""
+    return carrier().mpi_threads_supported()
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the collectives."""
+    """Return whether MPI carries the collectives."""
     return _built().mpi_enabled
 
 
 def mpi_built() -> bool:
-    """Whether the engine was built with MPI."""
+    """Return whether the carrier was built with MPI."""
     return _built().mpi_built
 
 
 def gloo_enabled() -> bool:
-    """Whether gloo carries the collectives."""
+    """Return whether gloo carries the collectives."""
     return _built().gloo_enabled
 
 
 def gloo_built() -> bool:
-    """Whether the engine was built with gloo."""
+    """Return whether the carrier was built with gloo."""
     return _built().gloo_built
 
 
 def nccl_built() -> int:
-    """NCCL's version as one integer where the engine was built with it, else 0."""
+    """Return NCCL's version as one integer, 0 if the carrier was built without it."""
     return _built().nccl_built
 
 
 def ddl_built() -> bool:
-    """Whether the engine was built with IBM's DDL."""
+    """Return whether the carrier was built with IBM's DDL."""
     return _built().ddl_built
 
 
 def ccl_built() -> bool:
-    """Whether the engine was built with oneCCL."""
+    """Return whether the carrier was built with oneCCL."""
     return _built().ccl_built
 
 
 def cuda_built() -> bool:
-    """Whether the engine was built with CUDA."""
+    """Return whether the carrier was built with CUDA."""
     return _built().cuda_built
 
 
 def rocm_built() -> bool:
-    """Whether the engine was built with ROCm."""
+    """Return whether the carrier was built with ROCm."""
     return _built().rocm_built

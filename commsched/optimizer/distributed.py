@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.collectives.compression import Compression
-from commsched.collectives.ops import Average
 from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.reductions import Average
 from commsched.optimizer import unplanned
 from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.collectives.compression import Compression
-from commsched.collectives.ops import Adasum, Average, Sum
+from commsched.collectives.reductions import Adasum, Average, Sum
 from commsched.optimizer.backend_choice import PLAIN, wanted_transport
 from scheduler.ir.program import Program
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from commsched.collectives import ops
+from commsched.collectives import reductions
+from commsched.collectives.handles import synchronize
 from commsched.collectives.initialization import size
-from commsched.collectives.ops import Adasum, Average, Sum
 from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.reductions import Adasum, Average, Sum
 from commsched.optimizer.parameter_names import checked_names, group_indices, later_names
 
 Named = list[tuple[str, torch.Tensor]]
@@ -91,7 +92,7 @@ class _Distributed:
         for i, (_, p) in enumerate(named):
             if p.grad is not None:
                 counts[int(p.grad.is_sparse and not dense), i] = 1
-        counts = ops.allreduce(counts, op=Sum, name="optimizer.gradients", process_set=process_set)
+        counts = reductions.allreduce(counts, op=Sum, name="optimizer.gradients", process_set=process_set)
         return {
             name: "sparse" if sparse else "dense" if there else None
             for (name, _), there, sparse in zip(named, *counts.tolist(), strict=True)
@@ -104,7 +105,7 @@ class _Distributed:
             for _, p in group
         ]
         pairs = [compression.compress(gradient.contiguous()) for gradient in gradients]
-        handle = ops.grouped_allreduce_async_(
+        handle = reductions.grouped_allreduce_async_(
             [small for small, _ in pairs],
             name=f"optimizer.{group[0][0]}",
             op=self._options["op"],
@@ -114,7 +115,7 @@ class _Distributed:
         )
 
         def finish() -> None:
-            for (_, p), result, (_, context) in zip(group, ops.synchronize(handle), pairs, strict=True):
+            for (_, p), result, (_, context) in zip(group, synchronize(handle), pairs, strict=True):
                 combined = compression.decompress(result, context)
                 p.grad = combined.to_sparse(1) if p.grad is not None and p.grad.is_sparse else combined
 
@@ -129,7 +130,7 @@ class _Distributed:
                 p.shape,
                 check_invariants=False,
             )
-        result = ops.sparse_allreduce_async(
+        result = reductions.sparse_allreduce_async(
             gradient, name=f"optimizer.{name}", op=self._options["op"], process_set=process_set
         )
 
@@ -190,8 +191,8 @@ class _Distributed:
         with torch.no_grad():
             for p, old in zip(trained, before, strict=True):
                 small, context = self._options["compression"].compress((p - old).contiguous())
-                handle = ops.allreduce_async_(small, op=Adasum)
-                p.copy_(old + self._options["compression"].decompress(ops.synchronize(handle), context))
+                handle = reductions.allreduce_async_(small, op=Adasum)
+                p.copy_(old + self._options["compression"].decompress(synchronize(handle), context))
         return loss
 
 

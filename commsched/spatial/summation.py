@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 
 import comm_core
 import commsched
-from commsched.collectives import current_carrier as state
+from commsched.collectives.current_carrier import carrier, epoch
 from commsched.errors import CommError
 
 Ranks = Sequence[Sequence[Sequence[int]]]
@@ -43,7 +43,7 @@ class StageSum:
         rank = commsched.rank()
         if len(members) == 1 or rank not in members:
             return None
-        meeting, call = state.engine().meeting, next(_calls[state.epoch(), members])
+        meeting, call = carrier().meeting, next(_calls[epoch(), members])
         store = PrefixStore(f"spatial/{'-'.join(map(str, members))}/{call}", meeting.store)
         place = members.index(rank)
         try:

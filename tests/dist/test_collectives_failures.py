@@ -82,7 +82,7 @@ def test_skipped_operation_names_what_the_others_wait_in():
     """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
     program = """
     import torch, commsched as hvd
-    from commsched.collectives import current_carrier as state
+    from commsched.collectives.current_carrier import carrier
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 0:
@@ -93,7 +93,7 @@ def test_skipped_operation_names_what_the_others_wait_in():
         hvd.synchronize(handle)
     except hvd.CommError as error:
         print(error)
-    store = state.engine().meeting.store
+    store = carrier().meeting.store
     store.set(f"told {hvd.rank()}", "yes")
     store.wait(["told 0", "told 1"])  # the next operation would be what the faster one waits in
     hvd.allreduce(torch.ones(3), name="and on")
@@ -150,12 +150,12 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
     program = """
     import os, signal, time, torch, commsched as hvd
     from commsched.collectives.torch_carrier import coordinator
-    from commsched.collectives import current_carrier as state
-    from commsched.collectives.torch_carrier.rank_group import GlooWires
+    from commsched.collectives.current_carrier import carrier
+    from commsched.collectives.torch_carrier.rank_group import GlooGroup
     hvd.init()
     send = coordinator.send
     coordinator.send = lambda *what: (send(*what), time.sleep(0.3))
-    store = state.engine().meeting.store
+    store = carrier().meeting.store
     def breaks_off(*arguments):
         store.set("broken off", "yes")
         raise RuntimeError("Connection closed by peer")
@@ -163,7 +163,7 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
         store.wait(["broken off"])
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    GlooWires.exchange = [breaks_off, dies, lambda *arguments: time.sleep(600)][hvd.rank()]
+    GlooGroup.exchange = [breaks_off, dies, lambda *arguments: time.sleep(600)][hvd.rank()]
     try:
         hvd.alltoall(torch.ones(3000))
     except hvd.CommError as error:
@@ -180,11 +180,11 @@ def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
     """It used to be told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
     program = """
     import torch, commsched as hvd
-    from commsched.collectives import current_carrier as state
+    from commsched.collectives.current_carrier import carrier
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:
-        state.engine()._worker._threads[0].join()  # the listener: it ends with rank 0's process
+        carrier()._queue._listener.join()  # the listener: it ends with rank 0's process
         try:
             hvd.allreduce(torch.ones(3), name="late")
         except hvd.CommError as error:
@@ -219,7 +219,7 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     (SIGABRT instead of the script's own exit code)."""
     program = """
     import os, signal, sys, threading, time, torch, commsched as hvd
-    from commsched.collectives.torch_carrier.rank_group import GlooWires
+    from commsched.collectives.torch_carrier.rank_group import GlooGroup
 
     class EndsSlowly:
         def __del__(self, sleep=time.sleep):
@@ -228,9 +228,9 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     hvd.init()
     kept = EndsSlowly() if hvd.rank() == 2 else None
     if hvd.rank() == 2:
-        GlooWires.exchange = lambda wires, outgoing, incoming: wires._group.recv([incoming[0]], 0, 0).wait()
+        GlooGroup.exchange = lambda group, outgoing, incoming: group._group.recv([incoming[0]], 0, 0).wait()
     else:
-        GlooWires.exchange = lambda *arguments: time.sleep(60)
+        GlooGroup.exchange = lambda *arguments: time.sleep(60)
     hvd.barrier()
     if hvd.rank() == 1:
         threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()

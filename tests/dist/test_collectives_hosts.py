@@ -20,12 +20,12 @@ pytestmark = [
 ROOT = str(Path(__file__).parents[2])
 JOB = """
 import torch, commsched as hvd
-from commsched.collectives import current_carrier as state
+from commsched.collectives.current_carrier import carrier
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 tensor = torch.ones(3)
 hvd.data_group().allreduce([tensor]).wait()
-addresses = hvd.allgather_object(state.engine().meeting.address)
+addresses = hvd.allgather_object(carrier().meeting.address)
 places = hvd.allgather_object((hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()))
 if hvd.rank() == 0:
     print("result", hvd.engine_name(), total, tensor[0].item(), len(set(addresses)), places)

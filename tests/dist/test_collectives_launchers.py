@@ -182,9 +182,9 @@ def test_no_rank_goes_on_while_another_still_waits_for_its_process_set():
     program = """
     import time, commsched as hvd
     from horovod.torch import mpi_ops
-    from commsched.collectives import current_carrier as state
+    from commsched.collectives.current_carrier import carrier
     hvd.init()
-    store = state.engine().meeting.store
+    store = carrier().meeting.store
     add = mpi_ops.add_process_set
     def looks_late(ranks):
         added = add(ranks)

@@ -1,34 +1,28 @@
-"""The collectives of the torch engine, built from the three primitives of ``wires.py``. Synchronous; no names
-here."""
+"""Whole collectives built from the three primitives of ``RankGroup``, in the calling thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 
-from commsched.collectives.carrier import ReduceOp, Reduction
-from commsched.collectives.torch_carrier.rank_group import Wires
+from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.torch_carrier.rank_group import RankGroup
 
-_HOW = {
-    ReduceOp.AVERAGE: "sum",
-    ReduceOp.SUM: "sum",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.PRODUCT: "product",
+_COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.AVERAGE: torch.add,  # _finish_ divides
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
 }
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-}
-# Types that the wires can not add up travel as a wider one.
+# gloo and NCCL can not add up the types on the left: they travel as the wider ones.
 _WIDER = {torch.int16: torch.int32}
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; whole numbers are multiplied as doubles and cut off, as Horovod does."""
+    """Multiply in place; integers are multiplied as doubles and truncated, as in Horovod."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point:
@@ -44,21 +38,20 @@ def _finish_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
 
 
 def allreduce(
-    wires: Wires, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: Reduction
+    group: RankGroup, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: Reduction
 ) -> None:
-    """Combine each input over all ranks into its output (which may be the input); one message per data
-    type."""
+    """Combine each input over all ranks into its output (which may be the input), one message per type."""
     if reduction.op is ReduceOp.ADASUM:
         for source, target in zip(inputs, outputs, strict=True):
-            target.copy_(_adasum(wires, source.reshape(-1), reduction).view_as(target))
+            target.copy_(_adasum(group, source.reshape(-1), reduction).view_as(target))
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
         chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is dtype]
-        _allreduce_one_type(wires, [inputs[i] for i in chosen], [outputs[i] for i in chosen], reduction)
+        _allreduce_one_type(group, [inputs[i] for i in chosen], [outputs[i] for i in chosen], reduction)
 
 
 def _allreduce_one_type(
-    wires: Wires, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: Reduction
+    group: RankGroup, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: Reduction
 ) -> None:
     dtype = inputs[0].dtype
     if len(inputs) == 1 and dtype not in _WIDER:
@@ -67,28 +60,27 @@ def _allreduce_one_type(
     else:
         flat = torch.cat([tensor.reshape(-1) for tensor in inputs]).to(_WIDER.get(dtype, dtype))
     scale_(flat, reduction.prescale)
-    wires.reduce(flat, _HOW[reduction.op])
-    _finish_(flat, reduction, wires.size)
+    group.reduce(flat, reduction.op)
+    _finish_(flat, reduction, group.size)
     if flat.data_ptr() != outputs[0].data_ptr():
         for target, part in zip(outputs, flat.split([t.numel() for t in outputs]), strict=True):
             target.copy_(part.view_as(target))
 
 
-def _adasum(wires: Wires, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Pairs of ranks, then pairs of pairs: each step adds two vectors with their common direction counted
-    once."""
+def _adasum(group: RankGroup, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Combine ranks in pairs, then pairs in pairs; each step adds two vectors, a common direction once."""
     mine = flat.clone()
     scale_(mine, reduction.prescale)
     distance = 1
-    while distance < wires.size:
-        peer = wires.rank ^ distance
+    while distance < group.size:
+        peer = group.rank ^ distance
         theirs = torch.empty_like(mine)
         nothing = mine.new_empty(0)
-        wires.exchange(
-            [mine if r == peer else nothing for r in range(wires.size)],
-            [theirs if r == peer else nothing for r in range(wires.size)],
+        group.exchange(
+            [mine if r == peer else nothing for r in range(group.size)],
+            [theirs if r == peer else nothing for r in range(group.size)],
         )
-        low, high = (mine, theirs) if wires.rank < peer else (theirs, mine)
+        low, high = (mine, theirs) if group.rank < peer else (theirs, mine)
         mine = _adasum_pair(low, high)
         distance *= 2
     scale_(mine, reduction.postscale)
@@ -103,50 +95,48 @@ def _adasum_pair(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return (a * weight_a + b * weight_b).to(low.dtype)
 
 
-def broadcast(wires: Wires, source: torch.Tensor, target: torch.Tensor, root: int) -> None:
-    """Rank `root`'s source into every rank's target."""
-    if wires.rank == root:
+def broadcast(group: RankGroup, source: torch.Tensor, target: torch.Tensor, root: int) -> None:
+    """Copy rank `root`'s source into every rank's target."""
+    if group.rank == root:
         target.copy_(source)
-    wires.broadcast(target.view(-1), root)
+    group.broadcast(target.view(-1), root)
 
 
-def allgather(wires: Wires, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """The tensors of all ranks one below the other; rank i has ``rows[i]`` of them."""
+def allgather(group: RankGroup, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Concatenate the tensors of all ranks; rank i's has ``rows[i]`` rows."""
     gathered = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     flat = tensor.reshape(-1)
-    wires.exchange([flat] * wires.size, [part.view(-1) for part in gathered.split(list(rows))])
+    group.exchange([flat] * group.size, [part.view(-1) for part in gathered.split(list(rows))])
     return gathered
 
 
 def alltoall(
-    wires: Wires, tensor: torch.Tensor, splits: Sequence[Sequence[int]]
+    group: RankGroup, tensor: torch.Tensor, splits: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, list[int]]:
-    """``splits[i][j]`` rows go from rank i to rank j; what came in, and how much of it from whom."""
-    received = [row[wires.rank] for row in splits]
+    """Send ``splits[i][j]`` rows from rank i to rank j; return the received rows and their number by rank."""
+    received = [row[group.rank] for row in splits]
     result = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    wires.exchange(
-        [part.reshape(-1) for part in tensor.split(list(splits[wires.rank]))],
+    group.exchange(
+        [part.reshape(-1) for part in tensor.split(list(splits[group.rank]))],
         [part.view(-1) for part in result.split(received)],
     )
     return result, received
 
 
-def reducescatter(wires: Wires, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The combined tensor's rows, divided as evenly as possible; the first ranks have one more where it is
-    uneven."""
-    rows = share_rows(tensor.shape[0], wires.size)
+def reducescatter(group: RankGroup, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Return this rank's share of the combined tensor's rows (see ``share_rows``)."""
+    rows = share_rows(tensor.shape[0], group.size)
     scaled = tensor.clone()
     scale_(scaled, reduction.prescale)
     parts = [part.reshape(-1) for part in scaled.split(rows)]
-    arrived = [torch.empty_like(parts[wires.rank]) for _ in parts]
-    wires.exchange(parts, arrived)
-    total, combine = arrived[0], _COMBINE[_HOW[reduction.op]]
-    for part in arrived[1:]:  # always in rank order, so that every run gives the same bits
-        total = combine(total, part)
-    _finish_(total, reduction, wires.size)
-    return total.view(rows[wires.rank], *tensor.shape[1:])
+    arrived = [torch.empty_like(parts[group.rank]) for _ in parts]
+    group.exchange(parts, arrived)
+    # In rank order, so that every run gives the same bits.
+    total = reduce(_COMBINE[reduction.op], arrived)
+    _finish_(total, reduction, group.size)
+    return total.view(rows[group.rank], *tensor.shape[1:])
 
 
 def share_rows(rows: int, size: int) -> list[int]:
-    """How many of `rows` each of `size` ranks gets."""
+    """Return how many of `rows` each of `size` ranks gets: the first ones one more where they are uneven."""
     return [rows // size + (1 if rank < rows % size else 0) for rank in range(size)]

@@ -1,7 +1,7 @@
-"""Rank 0's coordinator thread and every rank's line to it: authenticated, framed messages over TCP.
+"""Rank 0's coordinator thread and every rank's connections to it: authenticated JSON messages over TCP.
 
-A connection that breaks is how the death of a rank is noticed at once, whatever that rank was doing; a second
-one, without messages, is how a host is noticed that does not answer any more.
+Each rank has two connections. The one for messages breaks at once when the rank dies, whatever it was doing.
+The other one carries no messages and shows by keepalives that the rank's host still answers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 
 class HostLost(OSError):
-    """The other end's host does not answer: it may have no part in the end of its process."""
+    """The other end's host does not answer; its process may still run."""
 
 
-class Line:
-    """One end of the two connections between a rank and the coordinator. `keepalive` carries no messages:
-    bytes that another process is slow to read would hide whether its host still answers.
+class RankConnection:
+    """One end of the two connections between a rank and the coordinator.
+
+    `keepalive` carries no messages: unread bytes would hide whether the other host still answers.
     """
 
     def __init__(self, messages: Connection, keepalive: Connection) -> None:
@@ -44,8 +45,8 @@ class Line:
             handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def dial(cls, address: tuple[str, int], key: bytes, rank: int) -> Line:
-        """A rank's end."""
+    def open(cls, address: tuple[str, int], key: bytes, rank: int) -> RankConnection:
+        """Connect a rank to the coordinator at `address`."""
         ends = []
         for keepalive in (False, True):
             connection = Client(address, "AF_INET", authkey=key)
@@ -54,7 +55,7 @@ class Line:
         return cls(*ends)
 
     def receive(self) -> Any:
-        """The next message. ``EOFError`` or ``OSError`` when the other process has ended, ``HostLost``."""
+        """Wait for the next message; ``EOFError`` or ``OSError`` if the other process has ended."""
         while True:
             ready = wait(self._watched)
             if self.messages in ready:
@@ -63,15 +64,16 @@ class Line:
             self._watched.remove(self.keepalive)
 
     def check_host(self) -> None:
-        """When `keepalive` has something to say, which it does once: raises ``HostLost``, or the process has
-        ended, which the end of the messages tells in its turn.
+        """Raise ``HostLost`` if the host does not answer. Call once, when `keepalive` is readable.
+
+        Returns if the other process has ended instead: then `messages` ends, too.
         """
         lost = self._host.lost()
         if lost:
             raise HostLost(lost)
 
     def interrupt(self) -> None:
-        """Whoever sends, on another thread, gets an error."""
+        """Make a send that another thread is blocked in raise an error."""
         with suppress(OSError), _as_socket(self.messages) as handle:
             handle.shutdown(socket.SHUT_RDWR)
 
@@ -80,8 +82,8 @@ class Line:
         self.keepalive.close()
 
 
-def connect(meeting: Meeting) -> tuple[Line, Coordinator | None]:
-    """This rank's line to the coordinator, which is started first where this is rank 0."""
+def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
+    """Connect this rank to the coordinator; rank 0 starts the coordinator first and gets it, too."""
     coordinator = None
     if meeting.launch.rank == 0:
         token = secrets.token_bytes(16)
@@ -93,13 +95,13 @@ def connect(meeting: Meeting) -> tuple[Line, Coordinator | None]:
     host, port = "an address still unknown", 0
     try:
         host, port, key = json.loads(meeting.store.get("coordinator"))
-        line = Line.dial((host, port), bytes.fromhex(key), meeting.launch.rank)
-        if not line.messages.poll(settings().timeout):
+        connection = RankConnection.open((host, port), bytes.fromhex(key), meeting.launch.rank)
+        if not connection.messages.poll(settings().timeout):
             raise CommError(
                 f"rank {meeting.launch.rank} reached rank 0 ({host}, port {port}), but not every rank "
                 f"connected within {settings().timeout:g} s (COMMSCHED_TIMEOUT)"
             )
-        line.receive()
+        connection.receive()
     except CommError:
         raise
     except (OSError, EOFError, RuntimeError) as error:  # the store's own errors are RuntimeError
@@ -107,7 +109,7 @@ def connect(meeting: Meeting) -> tuple[Line, Coordinator | None]:
             f"rank {meeting.launch.rank} can not reach rank 0's coordinator on {host}, port {port}: {error}; "
             "GLOO_SOCKET_IFNAME names the network interface to use"
         ) from error
-    return line, coordinator
+    return connection, coordinator
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -123,72 +125,74 @@ def _as_socket(connection: Connection) -> socket.socket:
 
 
 class Coordinator(threading.Thread):
-    """Reads every rank's messages, lets the negotiator decide, sends its replies. Ends when all ranks have
-    left."""
+    """Passes every rank's messages to the negotiator and its replies to the ranks, until all have left."""
 
     def __init__(self, listener: socket.socket, token: bytes, size: int, timeout: float) -> None:
         super().__init__(name="commsched-coordinator", daemon=True)
         self._listener, self._token, self._size = close_in_children(listener), token, size
         self._negotiator = Negotiator(size, timeout, time.monotonic)
         self._ranks: dict[Connection, int] = {}  # both connections of every rank
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, RankConnection] = {}
 
     def run(self) -> None:
         try:
             self._accept_all()
-            while self._lines:
+            while self._connections:
                 self._serve_once()
         finally:
-            # Nobody may be left waiting by a fault in here: whose connection closes ends with an error.
-            for line in self._lines.values():
-                line.close()
+            # After an exception here, too: a rank whose connection closes raises an error instead of waiting.
+            for ends in self._connections.values():
+                ends.close()
             self._listener.close()
 
     def _accept_all(self) -> None:
-        """Everybody is greeted on a thread of his own: a stranger that says nothing keeps no rank waiting."""
-        known: queue.SimpleQueue[tuple[int, bool, Connection]] = queue.SimpleQueue()
-        bell, ring = map(close_in_children, Pipe(duplex=False))
+        """Accept all ranks. Each handshake has its own thread: a silent stranger delays no rank."""
+        accepted: queue.SimpleQueue[tuple[int, bool, Connection]] = queue.SimpleQueue()
+        woken, wake = map(close_in_children, Pipe(duplex=False))  # wait() can not wait for a queue
         halves: dict[tuple[int, bool], Connection] = {}
         while len(halves) < 2 * self._size:
-            for ready in wait([self._listener, bell]):
-                if ready is bell:
-                    bell.recv_bytes()
-                    rank, keepalive, connection = known.get()
+            for ready in wait([self._listener, woken]):
+                if ready is woken:
+                    woken.recv_bytes()
+                    rank, keepalive, connection = accepted.get()
                     halves[rank, keepalive], self._ranks[connection] = connection, rank
                     continue
-                with suppress(OSError):  # who has gone already
+                with suppress(OSError):  # the other end has closed already
                     guest = close_in_children(Connection(self._listener.accept()[0].detach()))
-                    threading.Thread(target=self._greet, args=(guest, known, ring), daemon=True).start()
-        self._lines = {rank: Line(halves[rank, False], halves[rank, True]) for rank in range(self._size)}
-        self._send([(list(range(self._size)), {"type": "welcome"})])  # some may have died meanwhile
+                    threading.Thread(
+                        target=self._shake_hands, args=(guest, accepted, wake), daemon=True
+                    ).start()
+        for rank in range(self._size):
+            self._connections[rank] = RankConnection(halves[rank, False], halves[rank, True])
+        self._send([(list(range(self._size)), {"type": "welcome"})])
 
-    def _greet(self, guest: Connection, known: queue.SimpleQueue, ring: Connection) -> None:
+    def _shake_hands(self, guest: Connection, accepted: queue.SimpleQueue, wake: Connection) -> None:
         try:
             deliver_challenge(guest, self._token)
             answer_challenge(guest, self._token)
             hello = receive(guest)
-            known.put((hello["rank"], hello["keepalive"], guest))
-            ring.send_bytes(b"!")
+            accepted.put((hello["rank"], hello["keepalive"], guest))
+            wake.send_bytes(b"!")
         except (OSError, EOFError, AuthenticationError, ValueError, TypeError, KeyError):
-            guest.close()  # not one of ours, or one that died: the others' time-out will tell
+            guest.close()  # a stranger, or a rank that died: the others' time-out reports it
 
     def _serve_once(self) -> None:
         deadline = self._negotiator.next_deadline()
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
         for ready in wait(list(self._ranks), patience):
             rank = self._ranks.get(ready)  # type: ignore[call-overload]
-            if rank is not None:  # not dropped by this very turn
-                self._hear(rank, ready is self._lines[rank].keepalive)
+            if rank is not None:  # None: an earlier connection in this loop has dropped the rank
+                self._read(rank, ready is self._connections[rank].keepalive)
         self._send(self._negotiator.expire())
 
-    def _hear(self, rank: int, keepalive: bool) -> None:
-        line = self._lines[rank]
+    def _read(self, rank: int, keepalive: bool) -> None:
+        ends = self._connections[rank]
         try:
             if keepalive:
-                del self._ranks[line.keepalive]
-                line.check_host()
+                del self._ranks[ends.keepalive]
+                ends.check_host()
             else:
-                self._handle(rank, receive(line.messages))
+                self._handle(rank, receive(ends.messages))
         except HostLost as error:
             self._drop(rank, f"rank {rank} is lost: its {error}", alarm=True)
         except (OSError, EOFError):
@@ -205,23 +209,20 @@ class Coordinator(threading.Thread):
         elif kind == "bye":
             reason = f"rank {rank} has left the job (its script ended or called shutdown())"
             self._drop(rank, reason, alarm=False)
-            if rank == 0:  # and this coordinator with it, at a moment that nobody can foretell
-                self._send([(list(self._lines), {"type": "farewell", "message": reason})])
+            if rank == 0:  # this coordinator may end with its process at any moment
+                self._send([(list(self._connections), {"type": "farewell", "message": reason})])
 
     def _drop(self, rank: int, reason: str, alarm: bool) -> None:
-        line = self._lines.pop(rank)
-        for connection in (line.messages, line.keepalive):
+        ends = self._connections.pop(rank)
+        for connection in (ends.messages, ends.keepalive):
             self._ranks.pop(connection, None)
         self._send(self._negotiator.leave(rank, reason, alarm))
-        line.close()
+        ends.close()
 
     def _send(self, replies: list[Reply]) -> None:
-        """Rank 0 comes last: once it has heard, its process may end at any moment, this thread with it."""
-        letters = [(rank, message) for ranks, message in replies for rank in ranks]
-        for rank, message in sorted(letters, key=lambda letter: letter[0] == 0):
-            line = self._lines.get(rank)
-            try:
-                if line is not None:
-                    send(line.messages, message)
-            except OSError:
-                continue  # that rank is gone; its end of the connection says so on the next turn
+        """Send to rank 0 last: once it has the message, its process may end, and this thread with it."""
+        addressed = [(rank, message) for ranks, message in replies for rank in ranks]
+        for rank, message in sorted(addressed, key=lambda pair: pair[0] == 0):
+            with suppress(OSError):  # the rank has died; reading from its connection reports it
+                if rank in self._connections:
+                    send(self._connections[rank].messages, message)

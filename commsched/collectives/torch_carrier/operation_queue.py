@@ -1,5 +1,7 @@
-"""The torch engine's two threads: one listens to the coordinator, one runs what it says in the order it
-says."""
+"""Submits this rank's operations to rank 0's coordinator and runs them in the order that it decides.
+
+Two threads: the listener reads the coordinator's messages, the runner runs operations one by one.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from typing import Any
 import torch
 
 from commsched.collectives.torch_carrier.coordinator import HostLost, connect, send
-from commsched.collectives.torch_carrier.negotiation import Key, Message
+from commsched.collectives.torch_carrier.negotiation import Key, Message, Negotiator
 from commsched.collectives.torch_carrier.operation import Operation, device_name
-from commsched.collectives.torch_carrier.operation_runner import Executor
+from commsched.collectives.torch_carrier.operation_runner import OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
@@ -27,17 +29,17 @@ _GRACE_SECONDS = 10.0
 _SHUT_DOWN = "commsched was shut down before the operation ran"
 
 
-class Worker:
-    """Submits this rank's operations and runs them. Alone, it runs them at once in the calling thread."""
+class OperationQueue:
+    """This rank's operations between submission and result. A job of one rank runs them while submitting."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, process_sets: dict[int, list[int]]) -> None:
         self.timeline: Timeline | None = None
-        self._meeting, self._executor = meeting, Executor(meeting)
+        self._meeting, self._runner = meeting, OperationRunner(meeting, process_sets)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pending: dict[Key, Operation] = {}
         self._broken: str | None = None
-        self._verdict = threading.Event()  # `_broken` is set
+        self._broken_known = threading.Event()  # set once `_broken` is
         self._without_rank_0 = "rank 0 is gone: its process ended, and with it the coordinator of the job"
         self._rank_0_left = False
         self._leaving = False
@@ -45,23 +47,25 @@ class Worker:
         self._last_news = time.monotonic()
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._alone = meeting.launch.size == 1
-        if not self._alone:
-            self._line, self._coordinator = connect(meeting)
-            self._threads = [
-                threading.Thread(target=work, name=f"commsched-{name}", daemon=True)
-                for name, work in (("listener", self._listen), ("runner", self._run))
-            ]
-            for thread in self._threads:
-                thread.start()
+        if self._alone:
+            self._negotiator = Negotiator(1, settings().timeout, time.monotonic)
+            return
+        self._connection, self._coordinator = connect(meeting)
+        self._listener = threading.Thread(target=self._listen, name="commsched-listener", daemon=True)
+        self._running = threading.Thread(target=self._run, name="commsched-runner", daemon=True)
+        self._listener.start()
+        self._running.start()
 
-    # -- the calling thread ----------------------------------------------------------------------
+    # -- the calling thread
 
     def submit(self, operation: Operation) -> None:
-        """Announce an operation; it runs when all ranks have. ``ValueError`` where its name is still in
-        use."""
+        """Announce an operation, which runs when all ranks have; ``ValueError`` if its name is in use."""
         self._check_process(operation.name)
         operation.submitted = time.monotonic()
-        operation.ready = self._executor.record_ready(operation)
+        if operation.tensors and operation.tensors[0].is_cuda:
+            # The caller's stream may still be computing the tensors: the runner waits for this event on it.
+            stream = torch.cuda.current_stream(operation.tensors[0].device)
+            operation.ready = stream, stream.record_event()
         if self._alone:
             self._run_alone(operation)
             return
@@ -75,7 +79,7 @@ class Worker:
             self._pending[operation.key] = operation
 
     def _check_process(self, what: str) -> None:
-        """Before any lock: another thread may have held it at the fork, and will never give it back here."""
+        """Raise ``CommError`` in a forked child. Takes no lock: a thread may have held it during the fork."""
         if os.getpid() != self._process:
             raise CommError(
                 f"{what} can not run: this process was forked from rank {self._meeting.launch.rank}, and "
@@ -83,26 +87,14 @@ class Worker:
             )
 
     def _run_alone(self, operation: Operation) -> None:
-        message = {
-            "request": operation.request("localhost"),
-            "joined": [],
-            "rows": [[t.shape[0] for t in operation.tensors if t.dim()]],
-            "splits": [operation.splits],
-            "new_set": None,
-            "removed": False,
-        }
-        if operation.kind in ("allgather", "reducescatter") and any(not t.dim() for t in operation.tensors):
-            operation.finish(
-                error=CommError(
-                    f"{operation.name}: {operation.kind} needs tensors with at least one dimension"
-                )
-            )
-            return
-        self._execute(operation, message)
+        for _, message in self._negotiator.submit(0, operation.request(self._meeting.launch.node)):
+            if message["type"] == "error":
+                operation.finish(error=CommError(message["message"]))
+            else:
+                self._execute(operation, message)
 
     def _announce(self, operation: Operation, message: Message) -> None:
-        """Under the lock. The error is the same whether the job broke before the operation or while it
-        waited."""
+        """Send a message, under the lock. Errors read as if the job had broken while the operation waited."""
         try:
             if self._broken:
                 raise CommError(self._broken)
@@ -112,13 +104,12 @@ class Worker:
 
     def _tell(self, message: Message) -> None:
         try:
-            send(self._line.messages, message)
+            send(self._connection.messages, message)
         except OSError as error:
             raise CommError(self._broken or self._without_rank_0) from error
 
     def wait(self, operation: Operation) -> Any:
-        """The operation's result, as soon as there is one. No news at all for longer than the time-out is an
-        error."""
+        """Wait for the operation's result; ``CommError`` if rank 0 is silent for longer than the time-out."""
         patience = settings().timeout + _GRACE_SECONDS
         started = time.monotonic()
         while not operation.done.wait(min(patience, 5.0)):
@@ -132,70 +123,70 @@ class Worker:
         return operation.result
 
     def join(self, device: torch.device) -> int:
-        """Takes part with zeros on `device` from now on, until every rank has joined; the last one's rank."""
+        """Contribute zeros on `device` until every rank has joined; return the last one's rank."""
         if self._alone:
             return 0
         self._check_process("join")
         operation = Operation("join", "join", 0)
-        self._executor.joined_on = device
+        self._runner.joined_on = device
         example = torch.empty(0, device=device)
         where = device_name((example,), self._meeting.launch.node)
         with self._lock:
             self._announce(operation, {"type": "join", "device": where})
             self._join = operation
         while not operation.done.wait(5.0):
-            pass  # the coordinator watches the time-out; its death ends the listener, which ends this
+            pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
         if operation.error is not None:
             raise operation.error
         return int(operation.result)
 
     def close(self) -> None:
-        """Leave: finish what runs, tell the coordinator, stop the threads."""
+        """Leave the job: finish the running operation, tell the coordinator, stop the threads."""
         if os.getpid() != self._process:
-            return  # a forked child has no part in the job that it could leave
+            return  # a forked child is not part of the job
         if self._alone:
-            self._stop_timeline()
+            self.stop_timeline()
             return
         self._leaving = True
         self._queue.put(None)
         deadline = time.monotonic() + settings().timeout
-        while self._threads[1].is_alive() and not self._broken and time.monotonic() < deadline:
-            self._threads[1].join(0.1)
-        if self._threads[1].is_alive():
-            # A Python thread that comes back from C++ while the interpreter ends aborts the process.
-            self._executor.abort()
-            self._threads[1].join(_GRACE_SECONDS)
-        with suppress(CommError):  # nobody may be left to tell
+        while self._running.is_alive() and not self._broken and time.monotonic() < deadline:
+            self._running.join(0.1)
+        if self._running.is_alive():
+            # A Python thread that returns from C++ while the interpreter ends aborts the process.
+            self._runner.abort()
+            self._running.join(_GRACE_SECONDS)
+        with suppress(CommError):  # rank 0 may have ended
             self._tell({"type": "bye"})
-        self._threads[0].join(_CLOSING_SECONDS)
+        self._listener.join(_CLOSING_SECONDS)
         if self._coordinator is not None:
             self._coordinator.join(_CLOSING_SECONDS)
         self._fail_all(_SHUT_DOWN)
-        self._line.close()
-        self._executor.close()
-        self._stop_timeline()
+        self._connection.close()
+        self._runner.close()
+        self.stop_timeline()
 
-    def _stop_timeline(self) -> None:
-        if self.timeline is not None:
-            self.timeline.close()
-            self.timeline = None
+    def stop_timeline(self) -> None:
+        timeline, self.timeline = self.timeline, None
+        if timeline is not None:
+            timeline.close()
 
-    # -- the listening thread --------------------------------------------------------------------
+    # -- the listening thread
 
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(self._line.receive())
+                self._handle(self._connection.receive())
         except HostLost as error:
             self._without_rank_0 = f"rank 0 is lost, and with it the coordinator of the job: its {error}"
-            self._line.interrupt()  # a thread that sends holds the lock
+            self._connection.interrupt()  # a sending thread holds the lock that _fail_all needs
         except (OSError, EOFError):
             pass
         self._fail_all(_SHUT_DOWN if self._leaving else self._without_rank_0)
         if not self._leaving and not self._rank_0_left:
             losses.report(0, self._without_rank_0)
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         self._last_news = time.monotonic()
         kind = message["type"]
         if kind == "run":
@@ -227,15 +218,14 @@ class Worker:
             waiting = list(self._pending.values()) + ([self._join] if self._join else [])
             self._pending.clear()
             self._join = None
-        self._verdict.set()
+        self._broken_known.set()
         for operation in waiting:
-            own = reason.startswith(f"{operation.name} failed")
-            told = reason if own else f"{operation.name} failed: {reason}"
-            error = CommError(told)
-            error.__cause__ = operation.problem
+            named = reason.startswith(f"{operation.name} failed")
+            error = CommError(reason if named else f"{operation.name} failed: {reason}")
+            error.__cause__ = operation.cause
             operation.finish(error=error)
 
-    # -- the running thread ----------------------------------------------------------------------
+    # -- the running thread
 
     def _run(self) -> None:
         while True:
@@ -245,22 +235,22 @@ class Worker:
             with self._lock:
                 operation = self._pending.get((message["set"], message["name"]))
             if operation is None and not message["joined"]:
-                continue  # failed meanwhile
+                continue  # it has failed in the meantime
             self._execute(operation, message)
 
     def _execute(self, operation: Operation | None, message: Message) -> None:
         started = time.monotonic()
         result, error = None, None
         try:
-            result = self._executor.run(operation, message)
-        except Exception as problem:
+            result = self._runner.run(operation, message)
+        except Exception as cause:
             error = CommError(
-                f"{message['request']['name']} failed on rank {self._meeting.launch.rank}: {problem}"
+                f"{message['request']['name']} failed on rank {self._meeting.launch.rank}: {cause}"
             )
-            error.__cause__ = problem
+            error.__cause__ = cause
             if operation is not None:
-                operation.problem = problem
-            self._report(str(error))
+                operation.cause = cause
+            self._stop_all_ranks(str(error))
         self._last_news = time.monotonic()
         if operation is None:
             return
@@ -272,16 +262,16 @@ class Worker:
             )
         operation.finish(result, error)
 
-    def _report(self, reason: str) -> None:
-        """After a half-done collective the ranks' streams of bytes no longer match: stop them all.
+    def _stop_all_ranks(self, reason: str) -> None:
+        """Fail all operations on all ranks: after a half-done collective their streams of bytes do not match.
 
-        Often it broke off because another rank ended, and what ended first, only rank 0 can tell.
+        Often it failed because another rank ended. Only rank 0 knows which rank ended first, so wait for it.
         """
         if self._alone:
             return
         if not self._broken:
-            with self._lock, suppress(CommError):  # where rank 0 is gone, every rank stops anyway
+            with self._lock, suppress(CommError):  # without rank 0 every rank stops anyway
                 self._tell({"type": "failed", "message": reason})
             if not self._leaving:
-                self._verdict.wait(_GRACE_SECONDS)
+                self._broken_known.wait(_GRACE_SECONDS)
         self._fail_all(reason)

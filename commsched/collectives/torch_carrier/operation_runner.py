@@ -1,76 +1,58 @@
-"""Runs one agreed operation on this rank: picks the wires, moves tensors to where the wires are, calls the
-collective."""
+"""Runs one agreed operation on this rank, over gloo or NCCL; for gloo it copies GPU tensors to the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from commsched.collectives.carrier import ReduceOp, Reduction
-from commsched.collectives.torch_carrier import algorithms as collectives
+from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.torch_carrier import algorithms
 from commsched.collectives.torch_carrier.negotiation import Message
 from commsched.collectives.torch_carrier.operation import Operation
-from commsched.collectives.torch_carrier.rank_group import GlooWires, NcclWires, Wires
+from commsched.collectives.torch_carrier.rank_group import GlooGroup, NcclGroup, RankGroup
 from commsched.process.groups import gloo_group, nccl_group, nccl_usable
 from commsched.process.rendezvous import Meeting
 
 
-class Executor:
-    """Knows the process sets' wires. Only the running thread (or, alone, the calling thread) uses it."""
+class OperationRunner:
+    """Runs operations and owns the groups of the process sets. Used by one thread; ``abort`` by any.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._members: dict[int, list[int]] = {0: list(range(meeting.launch.size))}
-        self._wires: dict[tuple[int, str], Wires] = {}
-        # Where this rank's zeros are while it has joined: what it gave join(), by default the CPU.
-        self.joined_on = torch.device("cpu")
-        self._run_kind: dict[str, Callable[[Operation, Message, Wires], Any]] = {
-            "allreduce": _allreduce,
-            "allgather": _allgather,
-            "broadcast": self._broadcast,
-            "alltoall": _alltoall,
-            "reducescatter": _reducescatter,
-        }
+    `process_sets` holds every set's ranks by its id; operations that add and remove sets change it.
+    """
 
-    def record_ready(self, operation: Operation) -> Any:
-        """The caller's GPU stream and a mark on it: before it the inputs may still be being computed."""
-        if operation.tensors and operation.tensors[0].is_cuda:
-            stream = torch.cuda.current_stream(operation.tensors[0].device)
-            return stream, stream.record_event()
-        return None
+    def __init__(self, meeting: Meeting, process_sets: dict[int, list[int]]) -> None:
+        self._meeting, self._sets = meeting, process_sets
+        self._groups: dict[tuple[int, str], RankGroup] = {}
+        self.joined_on = torch.device("cpu")  # after join(), this rank's zeros are on this device
 
-    @torch.no_grad()  # gradients through collectives are autograd.py's business
+    @torch.no_grad()  # autograd.py computes gradients
     def run(self, operation: Operation | None, message: Message) -> Any:
-        """The operation's result; `operation` is None on a rank that has joined."""
+        """Return the operation's result. `operation` is None on a rank that has joined."""
         request = message["request"]
-        if request["kind"] == "add_process_set":
-            return self._add_set(request["ranks"], message)
-        if request["kind"] == "remove_process_set":
-            return self._remove_set(request["ranks"][0], message)
-        if request["kind"] == "barrier":
-            return None  # that every rank of the set has come is all there is to it
+        kind, set_id = request["kind"], request["set"]
+        if kind == "add_process_set":
+            if message["new_set"] is not None:
+                self._sets[message["new_set"]] = request["ranks"]
+            return message
+        if kind == "remove_process_set":
+            self._remove_set(request["ranks"][0])
+            return message
+        if kind == "barrier":
+            return None  # it runs once every rank has called it: nothing is left to do
         if operation is None:
             operation = self._zeros(request)
-        # Zeros on the CPU: their rank's name is no GPU's, so the others come through the CPU too.
+        # A joined rank's zeros may be on the CPU. Its device name then says so, and the others use gloo too.
         if request["device"] == "cpu" or operation.tensors[0].device.type == "cpu":
-            return self._run_kind[request["kind"]](operation, message, self._gloo(request["set"]))
+            return self._run_in(self._group(set_id, "gloo"), operation, message)
         return self._run_on_gpu(operation, message)
 
-    def _add_set(self, ranks: list[int], message: Message) -> Message:
-        if self._meeting.launch.size == 1:
-            return {"new_set": None}
-        if message["new_set"] is not None:
-            self._members[message["new_set"]] = ranks
-        return message
-
-    def _remove_set(self, set_id: int, message: Message) -> Message:
-        self._members.pop(set_id, None)
-        for key in [key for key in self._wires if key[0] == set_id]:
-            del self._wires[key]
-        return message
+    def _remove_set(self, set_id: int) -> None:
+        self._sets.pop(set_id, None)
+        for key in [key for key in self._groups if key[0] == set_id]:
+            del self._groups[key]
 
     def _zeros(self, request: Message) -> Operation:
         device = torch.device("cpu") if request["device"] == "cpu" else self.joined_on
@@ -83,112 +65,94 @@ class Executor:
             request["kind"], request["name"], request["set"], tensors, tensors, reduction=reduction
         )
 
-    def _gloo(self, set_id: int) -> Wires:
-        key = (set_id, "gloo")
-        if key not in self._wires:
-            members, launch = self._members[set_id], self._meeting.launch
-            place = members.index(launch.rank)
-            self._wires[key] = GlooWires(
-                gloo_group(self._meeting.store, f"wires/{set_id}", place, members, self._meeting.address)
-            )
-        return self._wires[key]
-
-    def _nccl(self, set_id: int) -> Wires:
-        key = (set_id, "nccl")
-        if key not in self._wires:
-            members = self._members[set_id]
-            place = members.index(self._meeting.launch.rank)
-            self._wires[key] = NcclWires(
-                nccl_group(self._meeting.store, f"wires/{set_id}", place, len(members))
-            )
-        return self._wires[key]
+    def _group(self, set_id: int, kind: str) -> RankGroup:
+        """Return the process set's group of this kind, "gloo" or "nccl"; its first use connects the ranks."""
+        if (set_id, kind) not in self._groups:
+            members, meeting = self._sets[set_id], self._meeting
+            name, place = f"collectives/{set_id}/{kind}", members.index(meeting.launch.rank)
+            group: RankGroup
+            if kind == "gloo":
+                group = GlooGroup(gloo_group(meeting.store, name, place, members, meeting.address))
+            else:
+                group = NcclGroup(nccl_group(meeting.store, name, place, len(members)))
+            self._groups[set_id, kind] = group
+        return self._groups[set_id, kind]
 
     def _run_on_gpu(self, operation: Operation, message: Message) -> Any:
-        """Over NCCL where every rank has a GPU of its own, else through the CPU."""
-        device, request = operation.tensors[0].device, message["request"]
-        run = self._run_kind[request["kind"]]
-        names = message.get("devices", [request["device"]])
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+        """Use NCCL if every rank has a GPU of its own, else gloo through the CPU."""
+        device, set_id, names = operation.tensors[0].device, operation.set_id, message["devices"]
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
             stream = torch.cuda.current_stream(device)
             if operation.ready is not None:
                 stream.wait_event(operation.ready[1])
-            if len(names) == 1:  # nothing leaves this GPU
-                result = run(operation, message, self._gloo(request["set"]))
+            if len(names) == 1:  # one rank: nothing leaves this GPU
+                result = self._run_in(self._group(set_id, "gloo"), operation, message)
             elif nccl_usable(names):
-                result = run(operation, message, self._nccl(request["set"]))
+                result = self._run_in(self._group(set_id, "nccl"), operation, message)
             else:
-                result = self._through_cpu(operation, message, run)
+                result = self._run_through_cpu(operation, message)
             stream.synchronize()
         if operation.ready is not None:
             for tensor in result if isinstance(result, tuple) else (result,):
-                if tensor.is_cuda:  # made on our stream, to be used on the caller's
+                if tensor.is_cuda:  # allocated on our stream, used on the caller's
                     tensor.record_stream(operation.ready[0])
         return result
 
-    def _through_cpu(
-        self, operation: Operation, message: Message, run: Callable[[Operation, Message, Wires], Any]
-    ) -> Any:
+    def _run_through_cpu(self, operation: Operation, message: Message) -> Any:
         staged = replace(
             operation,
             tensors=tuple(t.cpu() for t in operation.tensors),
             outputs=tuple(t.cpu() for t in operation.outputs),
         )
-        result = run(staged, message, self._gloo(message["request"]["set"]))
+        result = self._run_in(self._group(operation.set_id, "gloo"), staged, message)
         if operation.outputs:
             for target, source in zip(operation.outputs, staged.outputs, strict=True):
                 target.copy_(source)
-            return operation.outputs if operation.grouped else operation.outputs[0]
-        return _to(result, operation.tensors[0].device, keep=operation.template)
+            return _one_or_all(operation, operation.outputs)
+        device = operation.tensors[0].device
+        if operation.kind == "alltoall":  # the received splits stay on the splits' device
+            return result[0].to(device), result[1]
+        if operation.grouped:
+            return tuple(part.to(device) for part in result)
+        return result.to(device)
 
-    def _broadcast(self, operation: Operation, message: Message, wires: Wires) -> Any:
-        root = self._members[message["request"]["set"]].index(operation.root)
-        collectives.broadcast(wires, operation.tensors[0], operation.outputs[0], root)
-        return operation.outputs[0]
+    def _run_in(self, group: RankGroup, operation: Operation, message: Message) -> Any:
+        """Run one of the five collectives among the ranks of `group`."""
+        tensors, outputs, reduction = operation.tensors, operation.outputs, operation.reduction
+        if operation.kind == "broadcast":
+            root = self._sets[operation.set_id].index(operation.root)
+            algorithms.broadcast(group, tensors[0], outputs[0], root)
+            return outputs[0]
+        if operation.kind == "alltoall":
+            return _alltoall(group, operation, message["splits"])
+        if operation.kind == "allgather":
+            rows = message["rows"]
+            results = [
+                algorithms.allgather(group, t, [row[i] for row in rows]) for i, t in enumerate(tensors)
+            ]
+            return _one_or_all(operation, results)
+        assert reduction is not None
+        if operation.kind == "allreduce":
+            algorithms.allreduce(group, tensors, outputs, reduction)
+            return _one_or_all(operation, outputs)
+        return _one_or_all(operation, [algorithms.reducescatter(group, t, reduction) for t in tensors])
 
     def abort(self) -> None:
-        """End, from another thread, the collective that runs: a rank it waits for has died."""
-        for wires in list(self._wires.values()):
-            wires.abort()
+        """End the running collective, from another thread: a rank that it waits for has died."""
+        for group in list(self._groups.values()):
+            group.abort()
 
     def close(self) -> None:
-        self._wires.clear()
+        self._groups.clear()
 
 
-def _to(result: Any, device: torch.device, keep: torch.Tensor | None) -> Any:
-    if isinstance(result, tuple) and keep is not None:  # alltoall: received splits stay where splits were
-        return result[0].to(device), result[1]
-    if isinstance(result, tuple):
-        return tuple(part.to(device) for part in result)
-    return result.to(device)
+def _one_or_all(operation: Operation, results: Sequence[torch.Tensor]) -> Any:
+    return tuple(results) if operation.grouped else results[0]
 
 
-def _allreduce(operation: Operation, message: Message, wires: Wires) -> Any:
-    assert operation.reduction is not None
-    collectives.allreduce(wires, operation.tensors, operation.outputs, operation.reduction)
-    return operation.outputs if operation.grouped else operation.outputs[0]
-
-
-def _allgather(operation: Operation, message: Message, wires: Wires) -> Any:
-    gathered = tuple(
-        collectives.allgather(wires, tensor, [row[i] for row in message["rows"]])
-        for i, tensor in enumerate(operation.tensors)
-    )
-    return gathered if operation.grouped else gathered[0]
-
-
-def _alltoall(operation: Operation, message: Message, wires: Wires) -> Any:
-    assert operation.template is not None
-    tensor, splits = operation.tensors[0], message["splits"]
-    if sum(splits[wires.rank]) < tensor.shape[0]:
-        tensor = tensor[: sum(splits[wires.rank])]
-    result, received = collectives.alltoall(wires, tensor, splits)
-    template = operation.template
-    return result, torch.tensor(received, dtype=template.dtype, device=template.device)
-
-
-def _reducescatter(operation: Operation, message: Message, wires: Wires) -> Any:
-    assert operation.reduction is not None
-    scattered = tuple(
-        collectives.reducescatter(wires, tensor, operation.reduction) for tensor in operation.tensors
-    )
-    return scattered if operation.grouped else scattered[0]
+def _alltoall(group: RankGroup, operation: Operation, splits: list[list[int]]) -> Any:
+    assert operation.received_splits is not None
+    tensor = operation.tensors[0][: sum(splits[group.rank])]
+    result, received = algorithms.alltoall(group, tensor, splits)
+    like = operation.received_splits
+    return result, torch.tensor(received, dtype=like.dtype, device=like.device)

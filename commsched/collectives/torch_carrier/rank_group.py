@@ -1,5 +1,4 @@
-"""What moves bytes under the torch engine: three primitives, over gloo for CPU tensors and over NCCL for
-GPUs."""
+"""The torch carrier's three primitives, reduce, broadcast and exchange: over gloo for CPUs, NCCL for GPUs."""
 
 from __future__ import annotations
 
@@ -9,19 +8,22 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp
+from torch.distributed import AllreduceOptions, BroadcastOptions
+from torch.distributed import ReduceOp as C10dOp
 
-REDUCERS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
+from commsched.collectives.collective import ReduceOp
+
+_C10D: dict[ReduceOp, Any] = {
+    ReduceOp.AVERAGE: C10dOp.SUM,
+    ReduceOp.SUM: C10dOp.SUM,
+    ReduceOp.MIN: C10dOp.MIN,
+    ReduceOp.MAX: C10dOp.MAX,
+    ReduceOp.PRODUCT: C10dOp.PRODUCT,
 }
 
 
-class Wires(ABC):
-    """The ranks of one process set, numbered from 0. Tensors are flat and contiguous; calls are in one
-    order."""
+class RankGroup(ABC):
+    """The ranks of one process set, numbered from 0. All ranks call in the same order, with flat tensors."""
 
     rank: int
     size: int
@@ -30,45 +32,36 @@ class Wires(ABC):
         self._group = group
         self.rank, self.size = group.rank(), group.size()
 
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Combine `tensor` over all ranks, in place; an average is left undivided."""
+        if self.size > 1 and tensor.numel():
+            options = AllreduceOptions()
+            options.reduceOp = _C10D[op]
+            self._group.allreduce([tensor], options).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite `tensor` with rank `root`'s."""
+        if self.size > 1 and tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank = root
+            self._group.broadcast([tensor.view(torch.uint8)], options).wait()
+
+    @abstractmethod
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Send ``outgoing[i]`` to rank i and receive ``incoming[i]`` from it; sizes may differ and be 0."""
+
     def abort(self) -> None:
-        """Close the connections; whoever waits in a collective gets an error."""
-        with suppress(AttributeError, RuntimeError):  # before torch 2.8 gloo groups could not be aborted
+        """Close the connections; waiting collectives raise an error."""
+        with suppress(AttributeError, RuntimeError):  # before torch 2.8 gloo groups have no abort
             self._group.abort()
 
-    @abstractmethod
-    def reduce(self, tensor: torch.Tensor, how: str) -> None:
-        """Combine `tensor` over all ranks, in place."""
 
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Rank `root`'s bytes into every rank's `tensor`."""
-
-    @abstractmethod
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """Send ``outgoing[i]`` to rank i and receive ``incoming[i]`` from it; sizes may differ, also be
-        zero."""
-
-
-class GlooWires(Wires):
+class GlooGroup(RankGroup):
     """CPU tensors over gloo."""
 
-    def reduce(self, tensor: torch.Tensor, how: str) -> None:
-        if self.size == 1 or tensor.numel() == 0:
-            return
-        options = AllreduceOptions()
-        options.reduceOp = REDUCERS[how]
-        self._group.allreduce([tensor], options).wait()
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        if self.size == 1 or tensor.numel() == 0:
-            return
-        options = BroadcastOptions()
-        options.rootRank = root
-        self._group.broadcast([tensor.view(torch.uint8)], options).wait()
-
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        # Point to point: on TCP it fills both directions of the link, which gloo's own all-to-all does not.
-        # All receives first: gloo announces one on the connection that carries the other direction's data.
+        # Point to point fills both directions of a TCP link; gloo's own all-to-all does not.
+        # Receives first: gloo announces a receive on the connection that carries the other direction's data.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = [self._group.recv([incoming[p]], p, 0) for p in reversed(peers) if incoming[p].numel()]
         works += [self._group.send([outgoing[p]], p, 0) for p in peers if outgoing[p].numel()]
@@ -77,26 +70,14 @@ class GlooWires(Wires):
             work.wait()
 
 
-class NcclWires(Wires):
+class NcclGroup(RankGroup):
     """GPU tensors over NCCL, each rank on a GPU of its own."""
 
-    def reduce(self, tensor: torch.Tensor, how: str) -> None:
-        if tensor.numel():
-            options = AllreduceOptions()
-            options.reduceOp = REDUCERS[how]
-            self._group.allreduce([tensor], options).wait()
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        if tensor.numel():
-            options = BroadcastOptions()
-            options.rootRank = root
-            self._group.broadcast([tensor.view(torch.uint8)], options).wait()
-
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        # One all-to-all of bytes: NCCL needs sends and receives in one group, and this is that group.
+        # NCCL deadlocks unless sends and receives are one group of calls, as they are in its all-to-all.
         packed = torch.cat([tensor.view(torch.uint8) for tensor in outgoing])
-        received = packed.new_empty(sum(tensor.numel() * tensor.element_size() for tensor in incoming))
-        sizes = [[tensor.numel() * tensor.element_size() for tensor in side] for side in (incoming, outgoing)]
+        received = packed.new_empty(sum(tensor.nbytes for tensor in incoming))
+        sizes = [[tensor.nbytes for tensor in side] for side in (incoming, outgoing)]
         self._group.alltoall_base(received, packed, *sizes).wait()
         for tensor, part in zip(incoming, received.split(sizes[0]), strict=True):
             tensor.copy_(part.view(tensor.dtype))

@@ -1,7 +1,7 @@
-"""Checks that every rank runs, over whichever engine the environment names; run by test_collectives_checks.py.
+"""Checks that every rank runs, over the carrier that the environment names, for test_collectives_checks.py.
 
-Prints `ok NAME` for each check that held. What one rank gave to the others is recomputed from the rank's number, so every
-expectation is independent of the code under test.
+Prints `ok NAME` for each check that held. Every rank computes the other ranks' inputs from their numbers, so
+that expectations do not depend on the code under test.
 """
 
 import commsched as hvd

@@ -1,14 +1,10 @@
 """Checks of single collectives: results, gradients, and what is said where ranks disagree."""
 
-import json
-import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 
 import commsched as hvd
-from commsched.collectives import control
 from tests.support.collectives_checks import everyone, of_rank, raises, same
 
 
@@ -220,10 +216,10 @@ def check_adasum():
 
 def check_disagreements():
     """Each is an error on every rank, and the next operation works."""
-    rank, torch_engine = hvd.rank(), hvd.engine_name() == "torch"
+    rank, torch_carries = hvd.rank(), hvd.engine_name() == "torch"
 
     def fails(call, *parts):
-        raises(hvd.CommError, call, *(parts if torch_engine else ()))
+        raises(hvd.CommError, call, *(parts if torch_carries else ()))
         same(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([float(hvd.size())]))
 
     fails(
@@ -249,7 +245,7 @@ def check_disagreements():
     fails(lambda: hvd.allgather(torch.ones(*[1] * (1 + rank % 2)), name="g"), "dimensions")
     fails(lambda: hvd.reducescatter(torch.ones(2 + rank), name="r"), "shape")
     fails(lambda: hvd.alltoall(torch.ones(hvd.size(), 1 + rank), name="t"), "first dimension")
-    if torch_engine:
+    if torch_carries:
         fails(lambda: hvd.add_process_set([rank]), "process set")
         fails(lambda: hvd.allgather(torch.tensor(1.0)), "dimension")
 

@@ -291,7 +291,9 @@ def unused_parameters_on_shards(me: Me) -> None:
         twin = sharded(me, branches64, early_step=early)
         for step in range(8):
             twin.step(
-                lambda m, rank, step=step: using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
+                lambda m, rank, step=step: (
+                    using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
+                )
             )
             twin.compare(f"step {step}, early_step={early}", exact=False)
         release(twin.optimizer)

@@ -1,4 +1,4 @@
-"""Rank 0's coordinator thread: what becomes of the ranks when it fails."""
+"""Rank 0's coordinator thread: ranks do not wait for ever when it fails, or when strangers connect."""
 
 import socket
 import threading
@@ -7,16 +7,16 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from commsched.collectives.torch_carrier.coordinator import Coordinator, Line, send
+from commsched.collectives.torch_carrier.coordinator import Coordinator, RankConnection, send
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_fault_in_the_coordinator_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_coordinator_fails_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     listener = socket.create_server(("127.0.0.1", 0))
     address, coordinator = listener.getsockname(), Coordinator(listener, b"key", 2, 30.0)
     coordinator.start()
-    ranks = [Line.dial(address, b"key", rank) for rank in range(2)]
+    ranks = [RankConnection.open(address, b"key", rank) for rank in range(2)]
     assert [line.receive()["type"] for line in ranks] == ["welcome"] * 2
     send(ranks[0].messages, {"type": "request"})  # of nothing
     for line in ranks:
@@ -30,8 +30,8 @@ def test_a_fault_in_the_coordinator_lets_nobody_wait(monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_a_stranger_keeps_nobody_waiting() -> None:
-    """It used to: ranks were greeted one after the other, and one that says nothing is waited for."""
+def test_a_silent_stranger_delays_no_rank() -> None:
+    """Handshakes used to run one after the other, and each waited for its peer."""
     listener = socket.create_server(("127.0.0.1", 0))
     address, coordinator = listener.getsockname(), Coordinator(listener, b"key", 1, 30.0)
     coordinator.start()
@@ -39,7 +39,7 @@ def test_a_stranger_keeps_nobody_waiting() -> None:
         another.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             Client(address, "AF_INET", authkey=b"another job's")
-        rank = Line.dial(address, b"key", 0)
+        rank = RankConnection.open(address, b"key", 0)
         assert rank.messages.poll(100), "it still waits"
         assert rank.receive()["type"] == "welcome"
         send(rank.messages, {"type": "bye"})

@@ -1,17 +1,16 @@
-"""One rank alone: the engine without other processes, staging through the CPU, the recorded timeline."""
+"""The torch carrier on one rank; staging GPU tensors through the CPU; names, and the recorded timeline."""
 
 import json
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 import commsched as hvd
-from commsched.collectives import current_carrier as state
 from commsched.collectives import process_sets
-from commsched.collectives.carrier import ReduceOp, Reduction
+from commsched.collectives.carrier import OperationNames
+from commsched.collectives.collective import ReduceOp, Reduction
 from commsched.collectives.torch_carrier.operation import Operation, device_name
-from commsched.collectives.torch_carrier.operation_runner import Executor
+from commsched.collectives.torch_carrier.operation_runner import OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.errors import CommError
 from commsched.process.groups import nccl_usable
@@ -21,7 +20,7 @@ from commsched.process.rendezvous import meet
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The torch engine on one rank."""
+    """The torch carrier on one rank."""
     monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
     hvd.init()
     yield hvd
@@ -29,12 +28,12 @@ def alone(monkeypatch):
 
 
 def staged(kind, tensors, outputs=(), **more):
-    """What `_through_cpu` makes of an operation, as it would on a GPU that several ranks share."""
+    """The result of an operation that runs through the CPU, as for a GPU that several ranks share."""
     operation = Operation(kind, f"{kind}.x", 0, tuple(tensors), tuple(outputs), **more)
-    executor = Executor(meet(ALONE))
+    runner = OperationRunner(meet(ALONE), {0: [0]})
     message = {"request": operation.request("here"), "joined": [], "splits": [operation.splits]}
     message["rows"] = [[t.shape[0] for t in tensors]]
-    return executor._through_cpu(operation, message, executor._run_kind[kind])
+    return runner._run_through_cpu(operation, message)
 
 
 def test_staging_fills_the_callers_outputs():
@@ -53,12 +52,14 @@ def test_staging_makes_new_results():
     assert torch.equal(staged("allgather", [rows]), rows)
     assert all(torch.equal(part, rows) for part in staged("allgather", [rows, rows], grouped=True))
     assert torch.equal(staged("reducescatter", [rows], reduction=Reduction(ReduceOp.AVERAGE)), rows)
-    found, received = staged("alltoall", [rows], splits=[2], template=torch.empty(0, dtype=torch.int64))
+    found, received = staged(
+        "alltoall", [rows], splits=[2], received_splits=torch.empty(0, dtype=torch.int64)
+    )
     assert torch.equal(found, rows) and received.tolist() == [2] and received.dtype is torch.int64
 
 
 def joined_in(device):
-    """What a rank that has joined is told of the others' all-reduce of GPU tensors."""
+    """The coordinator's message to a joined rank about the others' all-reduce of GPU tensors."""
     request = {"kind": "allreduce", "name": "x", "set": 0, "device": "cuda:a:0", "op": 1}
     request |= {"shapes": [[2]], "dtypes": ["torch.float32"], "prescale": 1.0, "postscale": 1.0}
     return {"request": request, "devices": ["cuda:a:0", device]}
@@ -66,15 +67,14 @@ def joined_in(device):
 
 def test_the_zeros_of_a_joined_rank_are_on_the_cpu():
     """They were on cuda:0, whatever GPU the rank had, or none."""
-    result = Executor(meet(ALONE)).run(None, joined_in("cpu"))
+    result = OperationRunner(meet(ALONE), {0: [0]}).run(None, joined_in("cpu"))
     assert result.tolist() == [0.0, 0.0] and result.device.type == "cpu"
 
 
 def test_the_zeros_of_a_joined_rank_are_where_it_said():
-    executor = Executor(meet(ALONE))
-    executor.joined_on = torch.device("cuda", 1)
-    with FakeTensorMode():  # which has every device
-        assert executor._zeros(joined_in("cuda:b:1")["request"]).tensors[0].device == executor.joined_on
+    runner = OperationRunner(meet(ALONE), {0: [0]})
+    runner.joined_on = torch.device("meta")
+    assert runner._zeros(joined_in("cuda:b:1")["request"]).tensors[0].device == runner.joined_on
 
 
 def test_nccl_needs_a_gpu_for_each_rank(monkeypatch):
@@ -121,10 +121,10 @@ def test_init_arguments(monkeypatch):
     hvd.shutdown()
 
 
-def test_names_count_per_kind_and_process_set(alone):
-    engine = state.engine()
+def test_names_count_per_kind_and_process_set():
+    operation_names = OperationNames()
     names = [
-        engine.operation_name(kind, number, given)
+        operation_names.choose(kind, number, given)
         for kind, number, given in (
             ("allreduce", 0, None),
             ("allreduce", 0, None),
@@ -134,8 +134,8 @@ def test_names_count_per_kind_and_process_set(alone):
         )
     ]
     assert names == ["noname.0.0", "noname.0.1", "noname.0.0", "noname.0.0", "mine"]
-    engine.restart_numbering()
-    assert engine.operation_name("allreduce", 0, None) == "noname.1.0"
+    operation_names.restart()
+    assert operation_names.choose("allreduce", 0, None) == "noname.1.0"
 
 
 def test_timeline_of_operations(tmp_path):
