@@ -33,7 +33,7 @@ struct Registry {
   }
 
  private:
-  // The lock is held across the fork, so that the child finds the list whole.
+  // Hold the lock across the fork, so that the child sees a consistent list.
   Registry() { pthread_atfork(before_fork, in_parent, in_child); }
   static void before_fork() { get().mutex.lock(); }
   static void in_parent() { get().mutex.unlock(); }
