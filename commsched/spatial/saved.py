@@ -1,4 +1,4 @@
-"""Let autograd save a fetched buffer as the tile, which exists anyway, plus the pixels received from others."""
+"""Let autograd save a fetched buffer as the tile, which exists anyway, plus the pixels received."""
 
 from __future__ import annotations
 
