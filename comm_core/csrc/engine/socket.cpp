@@ -73,7 +73,7 @@ int Socket::release() {
   if (fd < 0) return fd;
   Registry& registry = Registry::get();
   const std::lock_guard lock(registry.mutex);
-  std::erase(registry.open, fd);
+  registry.open.erase(std::remove(registry.open.begin(), registry.open.end(), fd), registry.open.end());
   return fd;
 }
 
