@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +197,8 @@ def prepare(folder: Path) -> None:
     (folder / "my_module.py").write_text(JOB)
     (folder / "hybrid_conf.json").write_text(CONF)
     (folder / "tests").symlink_to(ROOT / "tests")
+    (folder / "docs" / "images").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
     (folder / "dist.sh").write_bytes((ROOT / "dist.sh").read_bytes())
     (folder / "docker").mkdir()
     (folder / "docker" / "common.sh").symlink_to(ROOT / "docker" / "common.sh")
