@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,14 @@ def draw(report: Entry, names: list[str]) -> str:
     place = report["place"]
     link = f", link {place['links'][0]}" if place.get("links") else ""
     job = f"{report['job']['model']} on {place['ranks']} ranks{link}"
-    title = f"One training step of {job}, measured on rank 0"
+    title = f"One training step of {job}, measured on rank 0 (white in a compute row: waiting)"
     return compare_svg([panel(entries[name]) for name in names], title)
 
 
 def panel(entry: Entry) -> Panel:
     trace = entry["trace"]
-    name = NAMES.get(entry["name"], entry["name"])
+    family, size = re.fullmatch(r"(\w+?)(?:_(\d+)mb)?", entry["name"]).groups()  # type: ignore[union-attr]
+    name = NAMES.get(family, family) + (f", {size} MB buckets" if size else "")
     return Panel(f"{name}: {trace['end'] * 1e3:.0f} ms", events(trace), trace["end"])
 
 

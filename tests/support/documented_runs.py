@@ -100,6 +100,7 @@ def _tiny(name: str) -> str:
 # Every one of these options gets this value, whether a command gives it or not.
 SIZES: dict[str, dict[str, Value]] = {
     "compare": {"--model": _tiny, "--reps": "1", "--iters": "1", "--baseline": _ends, "--batch-size": "4"},
+    "picture": {"--baseline": _ends},
     "suite": {
         "--models": "mlp_tiny",
         "--ratios": _first,

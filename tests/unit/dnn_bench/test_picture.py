@@ -27,7 +27,7 @@ DDP = {**TRACE, "operations": [["AR0", 0.5, 0.8, 8], ["AR1", 0.7, 1.0, 8]]}
 
 
 def report() -> dict[str, Any]:
-    entries = [("local", None), ("ddp", DDP), ("auto", TRACE)]
+    entries = [("local", None), ("ddp", DDP), ("ddp_4mb", DDP), ("auto", TRACE)]
     return {
         "kind": "compare",
         "job": {"model": "mlp"},
@@ -49,13 +49,15 @@ def test_the_command_draws_steps_on_one_axis(tmp_path: Path, capsys: pytest.Capt
     assert picture.main([str(saved), "--out", str(out)]) == 0
     root = ElementTree.fromstring(out.read_text())
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert "One training step of mlp on 2 ranks, link 250mbit, measured on rank 0" in texts
+    assert texts[0] and texts[0].startswith("One training step of mlp on 2 ranks, link 250mbit, measured on")
     assert texts.index("PyTorch DDP: 1000 ms") < texts.index("commsched: 1000 ms")
     assert {"AR: all-reduce of a bucket", "AG: all-gather of a bucket", "0 ms", "1000"} <= set(texts)
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert titles.count("B0: 500.000 to 700.000 ms") == 2 and "AR1: 800.000 to 1000.000 ms" in titles
+    assert picture.main([str(saved), "--out", str(out), "--baseline", "ddp_4mb"]) == 0
+    assert ">PyTorch DDP, 4 MB buckets: 1000 ms<" in out.read_text()
     assert picture.main([str(saved), "--out", str(out), "--baseline", "local"]) == 2
-    assert "no timeline of 'local', only of: ddp, auto" in capsys.readouterr().err
+    assert "no timeline of 'local', only of: ddp, ddp_4mb, auto" in capsys.readouterr().err
 
 
 def test_a_wait_before_a_layer_is_no_compute() -> None:
