@@ -39,7 +39,8 @@ def without_horovod(folder):
 
 def run_script(launcher, expected, engine, env=None, size=2):
     results = run_ranks(PROGRAM, size, env=env, launcher=launcher, check=True)
-    assert results[0].stdout.splitlines()[0] == expected
+    # Not the first line: gloo of torch 2.10 prints lines of its own to stdout.
+    assert expected in results[0].stdout.splitlines()
     for rank, result in enumerate(results):
         assert f"rank {rank} of {size} engine {engine}" in result.stdout
         assert ("final loss" in result.stdout) == (rank == 0)
