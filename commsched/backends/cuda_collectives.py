@@ -1,6 +1,6 @@
-"""What moves a bucket once it is its turn: NCCL in the stream, or a CPU transport through the host.
+"""The collectives behind a device's buckets: NCCL in the stream, or a CPU transport through the host.
 
-All work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
+They work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
 fills in the others' shards.
 """
 
@@ -13,6 +13,13 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from commsched.backends.cuda_device import Device
+from commsched.backends.ranks import Ranks
+from commsched.backends.transports import make_transport
+from commsched.collectives import state
+from commsched.collectives.operation import device_name
+from commsched.collectives.private_groups import private_group
+from commsched.env import settings
+from commsched.process.groups import nccl_usable
 
 
 class Collectives(Protocol):
@@ -111,3 +118,15 @@ class StagedCollectives:
 
     def close(self) -> None:
         pass  # its connections end with the transport
+
+
+def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:
+    """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
+    whichever launcher.
+    """
+    example = torch.empty(0, device=device.device)
+    names = ranks.all_values(device_name((example,), state.engine().launch.node))
+    if nccl_usable(names):
+        return NcclCollectives(private_group(ranks.process_set, channel, "cuda"))
+    _, transport = make_transport("auto", ranks.process_set, channel, settings().timeout)
+    return StagedCollectives(transport, device)

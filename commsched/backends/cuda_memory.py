@@ -1,4 +1,4 @@
-"""Where buckets stand: in torch's memory, or in memory that NCCL has registered (COMMSCHED_NCCL_REGISTER=1).
+"""The memory of a device's buckets: torch's, or registered with NCCL (COMMSCHED_NCCL_REGISTER=1).
 
 NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
 sums. Every rank must use the same places of its registered memory in a collective. So each plan has a pool of
@@ -7,13 +7,16 @@ its own, which is filled in the order of the plan's layout and therefore alike o
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from commsched.backends.cuda_collectives import Collectives
+from commsched.backends.cuda_collectives import Collectives, NcclCollectives
 from commsched.backends.cuda_device import Device
+from commsched.backends.ranks import Ranks, ranks_text
+from commsched.env import settings
 from commsched.errors import CommError
 
 # Seconds.
@@ -92,3 +95,24 @@ class RegisteredMemory(Memory):
 
     def _within(self, pool: Any) -> AbstractContextManager[Any]:
         return torch.cuda.use_mem_pool(pool, self._device.device)
+
+
+def memory_for(ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> Memory:
+    asked = settings().nccl_register == "1"
+    if not isinstance(collectives, NcclCollectives):
+        if asked:
+            _warn_unregistered(f"buckets do not travel over NCCL, but {collectives.name}")
+        return Memory()
+    ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
+    if not asked:
+        return Memory()
+    able = ranks.all_values(can_register(collectives.group, device.device))
+    unable = [rank for rank, can in enumerate(able) if not can]
+    if unable:
+        _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
+        return Memory()
+    return RegisteredMemory(collectives.group, collectives, device, timeout)
+
+
+def _warn_unregistered(reason: str) -> None:
+    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)

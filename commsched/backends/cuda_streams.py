@@ -1,7 +1,7 @@
-"""The plan, in-stream: each operation is put onto the communication stream in the order of the plan.
+"""Operations in-stream: each is put onto the communication stream in the plan's order.
 
-An operation is put there as soon as all before it are and its own input has an event. The stream runs them
-one after the other, each behind its input's event; whoever needs a result makes his stream wait for the
+This happens as soon as all operations before it are there and its own input has an event. The stream runs
+them one after the other, each behind its input's event; whoever needs a result makes its stream wait for the
 result's event. The host waits for nothing::
 
     backward stream   B3 pack(0)* B2 pack(1)* B1
@@ -59,23 +59,23 @@ class StreamBucket:
         return self.data if self.wire is None else self.wire
 
 
-class StreamPlan:
-    """Runs a plan once per step on a device's communication stream."""
+class StreamSchedule:
+    """Puts the operations of every step onto a device's communication stream, in one order."""
 
     def __init__(self, device: Device, collectives: Collectives, rank: int, size: int) -> None:
         self.device, self.collectives = device, collectives
         self.rank, self.size = rank, size
-        self.plan: list[tuple[str, int]] = []
+        self.order: list[tuple[str, int]] = []
         self.buckets: list[StreamBucket] = []
         self.step = 0
         self._next = 0
         self._last: Event | None = None  # the end of the operation before
         self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
 
-    def install(self, plan: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
-        """Between two steps: this plan from now on."""
-        self.plan, self.buckets = list(plan), list(buckets)
-        self._next = len(self.plan)
+    def install(self, order: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
+        """Replaces the order of every step, between two steps."""
+        self.order, self.buckets = list(order), list(buckets)
+        self._next = len(self.order)
 
     def begin_step(self) -> None:
         if self.device.is_capturing():
@@ -84,8 +84,8 @@ class StreamPlan:
                 " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
                 " capture the model's forward and backward without the optimizer's hooks, or use one rank"
             )
-        if self._next < len(self.plan):
-            op, bucket = self.plan[self._next]
+        if self._next < len(self.order):
+            op, bucket = self.order[self._next]
             raise CommError(
                 f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
             )
@@ -108,8 +108,8 @@ class StreamPlan:
 
     def _mark(self, bucket: int, what: str) -> None:
         self.buckets[bucket].events[what] = self.device.record(self.device.current())
-        while self._next < len(self.plan):
-            op, number = self.plan[self._next]
+        while self._next < len(self.order):
+            op, number = self.order[self._next]
             event = self.buckets[number].events.get(self._input_of(op, number))
             if event is None:
                 return
@@ -135,11 +135,11 @@ class StreamPlan:
         elif self.step:  # before the first step everything is where it belongs
             raise CommError(
                 f"rank {self.rank}: bucket {bucket} is waited for and is not {what} in step {self.step}:"
-                f" {self._next} of {len(self.plan)} operations were started"
+                f" {self._next} of {len(self.order)} operations were started"
             )
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """An all-gather outside of the plan, behind what was started so far: every rank calls at the same
+        """An all-gather outside of the order, behind what was started so far: every rank calls at the same
         place.
         """
         device, current = self.device, self.device.current()
@@ -192,11 +192,11 @@ class StreamPlan:
         part = tensor.numel() // self.size
         return tensor.narrow(0, self.rank * part, part)
 
-    # -- what the engine on the CPU tells too ----------------------------------------------------------------
+    # -- the log ---------------------------------------------------------------------------------------------
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        """The operations of the steps before this one, as ``comm_core.Engine.events`` tells them; in the
-        device's time.
+        """The operations of the steps before this one, as ``comm_core.Engine.events`` returns them; moments
+        are the device's.
         """
         done = [entry for entry in self._log if entry[0] < self.step]
         rows = []

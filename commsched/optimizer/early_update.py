@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 _CLOSING_SECONDS = 5.0
 
 
-class EarlyStepper:
+class EarlyUpdates:
     """Runs ``update(bucket)`` for every bucket of a round, on a thread of its own."""
 
     def __init__(self, update: Callable[[int], None], buckets: Sequence[int]) -> None:

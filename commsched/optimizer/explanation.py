@@ -81,7 +81,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         policy=program.policy,
         plan=program.plan,
         hash=program.hash,
-        transport=driver.wire.transport_name,
+        transport=driver.backend.name,
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
@@ -128,7 +128,7 @@ def operations(optimizer: Any) -> list[Operation]:
     A bucket behind those of ``explain(optimizer)`` holds the flags. Empty where ``explain`` gives None.
     """
     driver = getattr(optimizer, "_driver", None)
-    events = driver.wire.engine.events(clear=False) if driver is not None else ()
+    events = driver.backend.events(clear=False) if driver is not None else ()
     return [
         Operation(step, OPS[kind], bucket, ready, start, end, size)
         for step, kind, bucket, ready, start, end, size in (event.tolist() for event in events)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from commsched.optimizer.reducer import Flow
+from commsched.optimizer.reducer import Reducer
 
 
 def owners(
@@ -68,8 +68,8 @@ class _NoHook:
 class Hooks:
     """All hooks of one optimizer."""
 
-    def __init__(self, flow: Flow, model: nn.Module | None) -> None:
-        self.flow = flow
+    def __init__(self, reducer: Reducer, model: nn.Module | None) -> None:
+        self.reducer = reducer
         self.compiled = False  # a compiled forward has been seen: it must find every parameter complete
         self.order: list[int] = []  # parameters by first use in a forward
         self.order_changed = False
@@ -77,32 +77,32 @@ class Hooks:
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self.owners = owners(flow.params, model)
+        self.owners = owners(reducer.params, model)
         for number, (module, params) in enumerate(self.owners):
             before = _BeforeForward(self, number, params)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        for i, param in enumerate(flow.params):
+        for i, param in enumerate(reducer.params):
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(partial(self._after_grad, i)))
+                self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
 
     def before_forward(self, number: int, params: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
             return
-        flow = self.flow
-        if flow.watch is not None:
-            flow.watch.forward(number)
+        arrivals = self.reducer.arrivals
+        if arrivals.watch is not None:
+            arrivals.watch.forward(number)
         if number not in self._place:
             self._place[number] = len(self._place)
             self.order.extend(params)
-        if flow.pending:
+        if self.reducer.state.pending:
             self._check_order(number)
-            flow.needed(params)
+            arrivals.needed(params)
 
     def _check_order(self, number: int) -> None:
         """Notices a forward that takes its modules in another order than the one that was planned for."""
-        if self.flow.rounds != self._round:
-            self._round, self._last = self.flow.rounds, -1
+        if self.reducer.state.rounds != self._round:
+            self._round, self._last = self.reducer.state.rounds, -1
             self._used.clear()
         place = self._place[number]
         if place < self._last and number not in self._used and not self.order_changed:
@@ -116,15 +116,12 @@ class Hooks:
         self._used.add(number)
         self._last = max(self._last, place)
 
-    def _after_grad(self, i: int, param: nn.Parameter) -> None:
-        self.flow.on_grad(i)
-
     def forward_order(self) -> list[int]:
         """All parameters, by first use; those no hook has seen stand behind their predecessor."""
         place = {i: position for position, i in reversed(list(enumerate(self.order)))}
         keys = []
         last = -1
-        for i in range(len(self.flow.params)):
+        for i in range(len(self.reducer.params)):
             last = place.get(i, last)
             keys.append((last, i in place, i))
         # Seen ones first at each place, then what follows them in the model.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.backends.choice import PLAIN, wanted_transport
 from commsched.collectives.compression import Compression
 from commsched.collectives.ops import Adasum, Average, Sum
-from commsched.optimizer.backend_choice import PLAIN, wanted_transport
 from scheduler.ir.program import Program
 
 

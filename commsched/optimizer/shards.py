@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.deferred_updates import Face, plain_math
+from commsched.optimizer.deferred_updates import OptimizerView, plain_math
 from commsched.optimizer.master_weights import KEY, leaf_on, take_written
 
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -150,7 +150,7 @@ class Shards:
         if groups:
             self._scale([leaf.grad for members in leaves.values() for leaf in members])
             # Anew each time: for one step, GradScaler leaves its scale on an optimizer that unscales itself.
-            Face(optimizer, self._base, self.state).step(groups)
+            OptimizerView(optimizer, self._base, self.state).step(groups)
             self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
         for part in self.parts[bucket]:
             part.end_update()

@@ -57,16 +57,17 @@ class Timeline:
 
     def add_phases(self, watch: Watch, step: int) -> None:
         """One iteration: forward, backward and the step itself."""
-        marks = watch.marks
-        first = watch.forwards[0][1] if watch.forwards else None
-        turn = watch.grads[0][1] if watch.grads else marks.get("enter")
+        seen = watch.moments()
+        marks = seen.marks
+        first = seen.forwards[0][1] if seen.forwards else None
+        turn = seen.grads[0][1] if seen.grads else marks.get("enter")
         if first is not None and turn is not None:
             self.add("compute", "forward", first, turn, step=step)
-        if watch.grads and "backward_end" in marks:
-            self.add("compute", "backward", watch.grads[0][1], marks["backward_end"], step=step)
+        if seen.grads and "backward_end" in marks:
+            self.add("compute", "backward", seen.grads[0][1], marks["backward_end"], step=step)
         if {"enter", "end"} <= set(marks):
             self.add("compute", "step()", marks["enter"], marks["end"], step=step)
-        for start, end in watch.waits:
+        for start, end in seen.waits:
             if end - start > _WORTH_SHOWING:
                 self.add("wait", "wait", start, end, step=step)
 

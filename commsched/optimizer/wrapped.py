@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from commsched.optimizer.sharded_reducer import ShardedFlow
-
 
 def keep_together(wrapped: Any) -> None:
     """What goes through the object that was wrapped, too, finds the last step done and steps on all ranks."""
@@ -18,7 +16,7 @@ def keep_together(wrapped: Any) -> None:
         owner = this()
         if owner is None or owner._driver is None:
             return
-        if optimizer is not owner and isinstance(owner._driver.flow, ShardedFlow):
+        if optimizer is not owner and owner._options.gather == "parameters":
             raise ValueError(
                 "with gather='parameters' the state is spread over the ranks; call state_dict() and"
                 " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"

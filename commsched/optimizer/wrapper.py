@@ -1,4 +1,4 @@
-"""What a wrapped optimizer can do: the methods that stand over those of its own class."""
+"""The methods of a wrapped optimizer that replace or extend those of its own class."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable, plain_step
+from commsched.optimizer.deferred_updates import plain_step
 from commsched.optimizer.driver import Driver
+from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
-from commsched.optimizer.sharded_reducer import ShardedFlow
 from commsched.optimizer.shards import swapped
 from scheduler.ir.profile import Profile
 
 
 class DistributedMethods(Optimizer):
-    """Methods put over the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
+    """Mixed in before the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
 
     _driver: Driver | None = None
     _base: type[Optimizer] = Optimizer
@@ -55,22 +55,10 @@ class DistributedMethods(Optimizer):
         if closure is not None:
             return self._step_with_closure(closure)
         driver = self._refresh(in_step=True)
-        flow = driver.flow
-        driver.mark("enter")
+        driver.arrivals.mark("enter")
         if not self._skip:
-            flow.require_sent()
-        if isinstance(flow, ShardedFlow):
-            self._step_on_shards(flow)
-        elif (
-            driver.synchronous or not is_separable(self._base) or flow.all_arrived() or self._updates_frozen()
-        ):
-            flow.complete_all()
-            driver.mark("step")
-            self._update()
-            flow.finish_step()
-        else:
-            driver.mark("step")
-            flow.defer(DeferredUpdate(self, self._base, flow.params))
+            driver.reducer.require_sent()
+        driver.gathering.step(self, driver.synchronous)
         driver.after_step()
         return None
 
@@ -80,20 +68,13 @@ class DistributedMethods(Optimizer):
             frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
             return any(p.grad is not None for p in frozen)
 
-    def _step_on_shards(self, flow: ShardedFlow) -> None:
-        assert self._driver is not None
-        self._driver.mark("step")
-        flow.update_shards()
-        if self._driver.synchronous:
-            flow.settle()
-
     def _update(self, *args: Any) -> Any:
         return plain_step(self._base)(self, *args)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """The closure runs a backward, perhaps several times: each time its gradients are reduced at once."""
         assert self._driver is not None
-        if isinstance(self._driver.flow, ShardedFlow):
+        if self._shards is not None:
             raise ValueError(
                 "step(closure) needs whole gradients each time the closure has run; use gather='gradients'"
             )
@@ -106,7 +87,7 @@ class DistributedMethods(Optimizer):
 
         result = self._update(reduced)
         driver = self._driver  # another one, where parameters were frozen or added since the last step
-        driver.flow.finish_step()
+        driver.gathering.finish_step()
         driver.after_step()
         return result
 
@@ -119,9 +100,9 @@ class DistributedMethods(Optimizer):
 
     def _synchronize(self) -> None:
         if self._driver is not None:
-            flow = self._refresh(in_step=True).flow
-            flow.require_sent()
-            flow.gather_gradients()
+            driver = self._refresh(in_step=True)
+            driver.reducer.require_sent()
+            driver.gathering.gather_gradients()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -140,7 +121,7 @@ class DistributedMethods(Optimizer):
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
         if self._driver is not None:
-            self._driver.flow.backward_passes = passes
+            self._driver.reducer.backward_passes = passes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,19 +131,19 @@ class DistributedMethods(Optimizer):
         if self._driver is None:
             yield
             return
-        before, self._driver.flow.paused = self._driver.flow.paused, True
+        before, self._driver.reducer.paused = self._driver.reducer.paused, True
         try:
             yield
         finally:
-            self._driver.flow.paused = before  # another flow, where parameters were frozen or added within
+            self._driver.reducer.paused = before  # another one, where parameters were frozen or added within
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, those of updates still under way included."""
         if self._driver is None:
             self._base.zero_grad(self, set_to_none)
             return
-        self._driver.flow.clear_grads(set_to_none)
-        known = {id(p) for p in self._driver.flow.params}
+        self._driver.reducer.clear_grads(set_to_none)
+        known = {id(p) for p in self._driver.reducer.params}
         for group in self.param_groups:
             for param in group["params"]:
                 if id(param) not in known and param.grad is not None:
@@ -174,9 +155,9 @@ class DistributedMethods(Optimizer):
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm they
         had.
         """
-        if self._driver is not None and isinstance(self._driver.flow, ShardedFlow):
-            self._driver.flow.require_sent()
-            return self._driver.flow.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        if self._driver is not None and self._shards is not None:
+            self._driver.reducer.require_sent()
+            return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._synchronize()
         params = [p for group in self.param_groups for p in group["params"]]
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
@@ -192,10 +173,15 @@ class DistributedMethods(Optimizer):
     def state(self, value: Any) -> None:
         self.__dict__["state"] = value
 
+    @property
+    def _shards(self) -> ParameterGathering | None:
+        gathering = self._driver.gathering if self._driver is not None else None
+        return gathering if isinstance(gathering, ParameterGathering) else None
+
     def _settle(self) -> None:
         """Whoever looks at the optimizer's state sees it after the last ``step()``."""
         if self._driver is not None:
-            self._driver.flow.settle()
+            self._driver.arrivals.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's own: it loads into that one, and the other way round.
@@ -203,9 +189,8 @@ class DistributedMethods(Optimizer):
         With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
         """
         self._settle()
-        flow = self._driver.flow if self._driver is not None else None
-        if isinstance(flow, ShardedFlow):
-            with swapped(self, "state", flow.whole_state()):
+        if self._shards is not None:
+            with swapped(self, "state", self._shards.whole_state()):
                 return self._base.state_dict(self)
         return self._base.state_dict(self)
 
@@ -217,7 +202,7 @@ class DistributedMethods(Optimizer):
         else:
             load()
         if self._driver is not None:
-            self._driver.flow.take_state()
+            self._driver.gathering.take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; all ranks must add the same."""
@@ -234,17 +219,17 @@ class DistributedMethods(Optimizer):
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
             trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        before = driver.flow.params
+        before = driver.reducer.params
         if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
             return driver
         if in_step and not self._skip:
-            driver.flow.require_sent()
-        driver.flow.finish_all()
+            driver.reducer.require_sent()
+        driver.gathering.finish_all()
         driver.close()
         self._parameter_names = later_names(self.param_groups, self._parameter_names)
         self._options = self._options.for_other_params(before, trained)
         self._driver = successor = make_driver(self)
-        successor.flow.inherit(driver.flow)
+        successor.reducer.inherit(driver.reducer)
         return successor
 
     def close(self) -> None:
