@@ -231,10 +231,16 @@ def main() -> None:
         result = measure(options)
     except ValueError as error:
         # The user's: whoever started the ranks tells it in one line.
-        print("ERROR " + json.dumps(str(error)), flush=True)
+        _answer("ERROR", str(error))
         raise
     if result is not None:
-        print("RESULT " + json.dumps(result.__dict__), flush=True)
+        _answer("RESULT", result.__dict__)
+
+
+def _answer(kind: str, value: Any) -> None:
+    """Writes a line with one call. Ranks share a log, and an unbuffered `print` writes the newline apart."""
+    sys.stdout.write(f"{kind} {json.dumps(value)}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

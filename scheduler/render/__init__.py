@@ -1,4 +1,4 @@
-"""Pictures of what the simulator found: text for a terminal, SVG, and Chrome's trace format."""
+"""Draw timelines: text for a terminal, SVG, and Chrome's trace format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The engine's own thread: one operation after the other, in the order of the plan.
+// The engine's thread: runs one operation after the other, in the order of the plan.
 #include "engine.h"
 #include "scheduling.h"
 
@@ -34,7 +34,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   if (stopping_ || error_) return false;
 
   const Clock::time_point ready = could_start_at(tag), start = Clock::now();
-  const BucketSpec& spec = buckets_[tag.bucket].spec;  // stays where it is: buckets change between steps only
+  const BucketSpec& spec = buckets_[tag.bucket].spec;  // safe to keep: buckets change between steps only
   busy_ = true;
   progress_ = start;
   std::optional<EngineError> failure;
@@ -98,7 +98,7 @@ int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
   return (op != Op::AG ? scattered : 0) + (op != Op::RS ? others * static_cast<int64_t>(dtype_size(gathered)) : 0);
 }
 
-// Adds where the failure happened, and what to look at, to what the channel knows.
+// Adds the operation, the bucket and advice to a channel's error.
 EngineError EngineCore::located(EngineError error, const OpTag& tag) const {
   const BucketSpec& spec = buckets_[tag.bucket].spec;
   std::string text = "rank " + std::to_string(transport_->rank()) + ": " + op_name(tag.op) + " of bucket " +

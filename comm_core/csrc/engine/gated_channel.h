@@ -1,5 +1,5 @@
-// A channel whose messages pass the link's gate one by one: between two of them something more urgent can go first. What is
-// under way cannot be called back, so where more urgent messages come and go there is less of it.
+// A channel that asks the link's gate before each message, so that a more urgent message can go between two of its own.
+// Messages in flight cannot be recalled, so fewer are in flight while more urgent traffic uses the link.
 #pragma once
 
 #include <atomic>
