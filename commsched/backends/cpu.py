@@ -35,8 +35,7 @@ def new_channel(process_set: ProcessSet) -> int:
 
 
 class _Translated:
-    """A context that turns the engine's errors into ``CommError``; a class, because it costs less than a
-    generator and stands around every hand-over."""
+    """A context that turns the engine's errors into ``CommError``. It costs less than a generator would."""
 
     def __enter__(self) -> None:
         pass
@@ -89,8 +88,10 @@ class EngineBackend(Backend):
             slot.copy_(grad)
 
     def mark_ready(self, bucket: int) -> None:
-        with translated:
+        try:
             self.engine.mark_ready(bucket)
+        except comm_core.EngineError as error:
+            raise CommError(str(error)) from None
 
     def mark_updated(self, bucket: int) -> None:
         with translated:

@@ -58,7 +58,8 @@ class Reducer:
             return
         state = self.state
         with state.lock:
-            grad = raw_grad(param)
+            # Without a call where nothing is pending: every gradient passes here.
+            grad = param.grad if type(param) is nn.Parameter else raw_grad(param)
             if grad is None:  # though autograd has just put it there
                 raise ValueError(
                     f"somebody took the gradient of {state.names[i]} before it could be reduced: a hook that"
@@ -142,7 +143,11 @@ class Reducer:
             else:
                 self.backend.put(i, grad, view)
         state.kept.pop(i, None)
-        set_raw_grad(self.params[i], None)
+        param = self.params[i]
+        if type(param) is nn.Parameter:
+            param.grad = None
+        else:
+            set_raw_grad(param, None)
 
     def _fill_sparse(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
         state = self.state

@@ -73,12 +73,14 @@ def timed_host(optimizer: Any) -> Iterator[HostTime]:
     clock, driver, step = HostTime(), optimizer._driver, OptimizerView.step
     for owner, name in (
         (driver.hooks, "before_forward"),
-        (driver.reducer, "on_grad"),
         (driver.reducer, "_end_of_backward"),
         (optimizer, "step"),
         (optimizer, "zero_grad"),
     ):
         setattr(owner, name, clock.counting(getattr(owner, name)))
+    for param in driver.reducer.params:
+        hooks = param._post_accumulate_grad_hooks
+        hooks.update({key: clock.counting(hook) for key, hook in hooks.items()})
     optimizer._update = clock.counting(optimizer._update, sign=-1)
     OptimizerView.step = clock.counting(step, sign=-1)  # type: ignore[method-assign]
     try:
