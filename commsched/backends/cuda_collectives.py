@@ -23,7 +23,7 @@ from commsched.process.groups import nccl_usable
 
 
 class Collectives(Protocol):
-    """``scales`` tells whether ``postscale`` is heeded; otherwise the bucket must come scaled."""
+    """``scales``: whether ``reduce_scatter`` applies ``postscale``; otherwise the bucket must come scaled."""
 
     name: str
     scales: bool
@@ -33,10 +33,10 @@ class Collectives(Protocol):
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Ends what is under way, because another rank is gone. From any thread."""
+        """Ends operations in flight, because another rank is gone. From any thread."""
 
     def close(self) -> None:
-        """Gives back what the group holds; nothing is under way, and nothing will be."""
+        """Ends the group's connections; nothing is in flight any more."""
 
 
 class NcclCollectives:
@@ -87,7 +87,7 @@ class NcclCollectives:
 
 
 class StagedCollectives:
-    """Through the host's memory and a CPU transport, at once: for CPU tensors and ranks that share a GPU."""
+    """Through the host's memory and a CPU transport; blocks. For CPU tensors, and ranks that share a GPU."""
 
     name, scales = "staged", True
 

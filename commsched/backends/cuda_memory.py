@@ -24,24 +24,24 @@ _PATIENCE_AT_THE_END = 5.0
 
 
 class Memory:
-    """torch's: nothing is to be registered."""
+    """torch's memory, which needs no registration."""
 
     def room(self) -> AbstractContextManager[Any]:
-        """Within it, the next plan's buckets are made."""
+        """The context in which the next plan's buckets are allocated."""
         return nullcontext()
 
     def take_over(self) -> None:
-        """The next plan's buckets are all there and take the place of the former's."""
+        """Replaces the former plan's buckets by the next one's, which are all allocated."""
 
     def forget(self) -> None:
-        """The group has been aborted, which ends its registrations too."""
+        """Called when the group has been aborted, which ends its registrations too."""
 
     def close(self) -> None:
-        """There will be no further plan."""
+        """Gives registered memory back."""
 
 
 def can_register(group: Any, device: torch.device) -> bool:
-    """Whether this torch, NCCL and GPU can; of a ``ProcessGroupNCCL``."""
+    """Whether this torch, NCCL and GPU can register memory with the ``ProcessGroupNCCL``."""
     known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
     return known and bool(group.supports_tensor_alloc(device))
 
@@ -76,12 +76,11 @@ class RegisteredMemory(Memory):
         self._registered = None
 
     def close(self) -> None:
-        # A script that ends with an exception must not wait for ranks that never come; then the registration
-        # ends with the group.
+        # Not long: after an exception other ranks may never come; the registration then ends with the group.
         self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
 
     def _give_back(self, patience: float) -> bool:
-        """Not before the communication stream has ended: until then NCCL reads and writes this memory."""
+        """Waits for the communication stream first: until it has ended NCCL reads and writes this memory."""
         if self._registered is None:
             return True
         if not self._device.finished(patience):

@@ -44,9 +44,7 @@ _RECORD = np.dtype(
 
 @dataclass
 class StreamBucket:
-    """``data`` is reduced (``wire`` instead, where that is another type), ``gather`` or ``data`` is
-    gathered.
-    """
+    """``data`` is reduced (as ``wire``, where that is another type), ``gather`` or ``data`` is gathered."""
 
     data: torch.Tensor
     wire: torch.Tensor | None = None
@@ -97,9 +95,7 @@ class StreamSchedule:
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
     def mark_ready(self, bucket: int) -> None:
-        """All that is on the current stream now belongs to the bucket's gradients: they may travel
-        behind it.
-        """
+        """The bucket's gradients may travel behind all that is on the current stream now."""
         self._mark(bucket, "ready")
 
     def mark_updated(self, bucket: int) -> None:
@@ -122,7 +118,7 @@ class StreamSchedule:
         return "reduced" if self.buckets[bucket].gather is None else "updated"
 
     def wait_reduced(self, bucket: int) -> None:
-        """What is put onto the current stream from now on finds this rank's shard reduced."""
+        """Later operations on the current stream find this rank's shard reduced."""
         self._wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
@@ -150,7 +146,7 @@ class StreamSchedule:
         device.uses(buffer, device.comm)
 
     def is_gathered(self, bucket: int) -> bool:
-        """Whether nobody needs to wait for the bucket any more."""
+        """Whether the device has gathered the bucket."""
         event = self.buckets[bucket].events.get("gathered")
         return event is not None and self.device.has_passed(event)
 
@@ -202,7 +198,7 @@ class StreamSchedule:
         rows = []
         for step, op, bucket, *marks, size in done:
             ready, before, end = map(self.device.moment, marks)
-            # The stream starts it when it comes to it: no mark of its own, which would cost the host time.
+            # An operation starts when the one before it ends: a mark of its own would cost the host time.
             rows.append((step, OPS.index(op), bucket, ready, max(ready, before), end, size))
         if clear:
             for _ in done:

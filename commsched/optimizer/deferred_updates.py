@@ -15,22 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# By exact type: a subclass may do anything.
-_SEPARABLE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Adafactor,
-    torch.optim.SparseAdam,
+# By exact type: a subclass may do anything. The elementwise ones treat every element by itself.
+ELEMENTWISE: set[type[Optimizer]] = {
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD".split()
 }
+_SEPARABLE = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.SparseAdam}
 if hasattr(torch.optim, "Muon"):
     _SEPARABLE.add(torch.optim.Muon)
 
@@ -73,9 +63,7 @@ class OptimizerView:
 
 
 class DeferredUpdate:
-    """What ``optimizer.step()`` would do at this moment, to be applied to parameters as their gradients
-    arrive.
-    """
+    """The update of ``optimizer.step()`` now, to be applied to parameters as their gradients arrive."""
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
         self._view = OptimizerView(optimizer, base)

@@ -9,7 +9,7 @@ import torch
 
 from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
-from commsched.optimizer.gradients import set_raw_grad
+from commsched.optimizer.pending import set_raw_grad
 from commsched.optimizer.step_state import SPARSE, Kept, Update
 
 

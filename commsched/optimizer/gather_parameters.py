@@ -22,8 +22,7 @@ from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.clipping import factor_for, total_norm
 from commsched.optimizer.early_update import EarlyUpdates
-from commsched.optimizer.gradients import raw_grad, set_raw_grad
-from commsched.optimizer.pending import can_pend, clear_pending, mark_pending
+from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.shards import Shards, check_elementwise
 from commsched.optimizer.step_state import Kept, Phase, StepState
 from scheduler.ir.actions import Kind
@@ -47,6 +46,7 @@ class ParameterGathering(Gathering):
                 )
         # The optimizer owns this object: a reference back would keep both from ending together.
         self._optimizer, self._base, self._masters = weakref.proxy(optimizer), base, masters
+        self._rank = backend.ranks.rank
         self._whole = False  # the user has had this round's gradients gathered
         self._consumed = False  # the last step left no gradients
         self._refusals = [partial(self._refuse, i) for i in range(len(state.params))]
@@ -63,16 +63,9 @@ class ParameterGathering(Gathering):
             )
         if self._buckets:
             self._optimizer.__dict__["state"].update(self.whole_state())
-        ranks = self.backend.ranks
-        self.shards = self.backend.shards_class(
-            self._optimizer,
-            self._base,
-            self.state.params,
-            buffers,
-            ranks.rank,
-            ranks.size,
-            masters=self._masters,
-        )
+        optimizer = self._optimizer, self._base, self.state.params
+        where = buffers, self._rank, self.backend.ranks.size
+        self.shards = self.backend.shards_class(*optimizer, *where, masters=self._masters)
         self.take_state()
         return self.shards.buffers
 
@@ -118,9 +111,9 @@ class ParameterGathering(Gathering):
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         if late:
             raise CommError(
-                f"rank {self.backend.ranks.rank}: a parameter received a second gradient in one backward"
-                " after its bucket had been sent (reentrant checkpointing of a module that is used twice?);"
-                " use gather='gradients' or use_reentrant=False"
+                f"rank {self._rank}: a parameter received a second gradient in one backward after its bucket"
+                " had been sent (reentrant checkpointing of a module that is used twice?); use"
+                " gather='gradients' or use_reentrant=False"
             )
         raise ValueError(
             f"the gradient of {self.state.names[sparse[0]]} is sparse, and gather='parameters' reduces dense"
@@ -136,8 +129,8 @@ class ParameterGathering(Gathering):
     def check_readable(self) -> None:
         if not self._whole:
             raise CommError(
-                f"rank {self.backend.ranks.rank}: with gather='parameters' no rank holds a whole gradient"
-                " after backward(); call optimizer.synchronize() on all ranks before p.grad is read, or"
+                f"rank {self._rank}: with gather='parameters' no rank holds a whole gradient after backward()"
+                "; call optimizer.synchronize() on all ranks before p.grad is read, or"
                 " optimizer.clip_grad_norm_() to clip"
             )
 
@@ -147,13 +140,13 @@ class ParameterGathering(Gathering):
 
     def _refuse(self, i: int) -> None:
         raise CommError(
-            f"rank {self.backend.ranks.rank}: the gradient of {self.state.names[i]} is gone: with"
-            " gather='parameters' step() leaves none; read it after optimizer.synchronize() and before"
-            " step(), and call optimizer.zero_grad() (not the model's) before the next backward"
+            f"rank {self._rank}: the gradient of {self.state.names[i]} is gone: with gather='parameters'"
+            " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
+            " optimizer.zero_grad() (not the model's) before the next backward"
         )
 
     def refuse_early(self, what: str) -> None:
-        """Whatever needs all gradients before the update comes too late with ``early_step``."""
+        """Raises for calls that need all gradients before the update: with ``early_step`` they come late."""
         if self._early is not None:
             raise ValueError(
                 f"early_step=True updates inside the backward, before {what} could do anything; use"
@@ -178,8 +171,8 @@ class ParameterGathering(Gathering):
                 self._detach_gradients()
 
     def _detach_gradients(self) -> None:
-        """Copies the gradients that the user sees, so that the buckets may change; with op=Sum, the copy also
-        tells what is added to it later.
+        """Copies the gradients that the user sees: the buckets will change. With op=Sum, later passes add to
+        the copies, and only the difference is summed.
         """
         state = self.state
         for i, param in enumerate(state.params):
@@ -282,13 +275,12 @@ class ParameterGathering(Gathering):
             grads = shards.owned_gradients(state.round.used)
             total = total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
             factor = factor_for(total, max_norm, error_if_nonfinite)
-            if self._whole:
-                for grad in map(raw_grad, state.params):
-                    if grad is not None:
-                        grad.mul_(factor)
-                self._take_changes()
-            else:
+            if not self._whole:
                 shards.factor = factor
+            for grad in map(raw_grad, state.params) if self._whole else ():
+                if grad is not None:
+                    grad.mul_(factor)
+            self._take_changes()
             return total.to(reduce(torch.promote_types, (p.dtype for p in state.params), torch.float32))
 
     def take_state(self) -> None:

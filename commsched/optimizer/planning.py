@@ -1,4 +1,4 @@
-"""Which program to run: measured, planned on rank 0, the same on every rank."""
+"""The choice of a program: from measured times, on rank 0, the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from scheduler.ir.program import Program
 # Bytes of the messages that measure the link: six sizes, up to the model's own size.
 _SMALLEST, _LARGEST = 1 << 12, 1 << 21
 
-# Bytes of a bucket of what stands in none of the user's groups.
+# Bytes of a bucket of parameters that are in none of the user's groups.
 _UNGROUPED = 8 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, what it was planned for, and the parameters its layers stand for (-1: none)."""
+    """A program, its profile and link, and the parameter that each of its layers stands for (-1: none)."""
 
     program: Program
     profile: Profile
@@ -93,8 +93,9 @@ class Planner:
         return self._fit(self._messages)
 
     def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
-        """Fits again with what the buckets themselves took. Their rate is the link's: small messages, some of
-        which a shaped link lets through at full speed, say only what a start costs."""
+        """Fits again with the times of the buckets themselves. Their rate is the link's: a shaped link lets
+        small messages through at full speed, so these tell only what a start costs.
+        """
         buckets = self._mean(operations)
         fitted = self._fit(self._messages + buckets)
         rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
@@ -110,9 +111,7 @@ class Planner:
         return fit(sizes, seconds, name=f"{self.backend.name}, measured")
 
     def first(self, order: Sequence[int]) -> Plan:
-        """The plan to start with. It communicates after the backward where a better one will come from
-        measurement.
-        """
+        """The plan to start with; it communicates after the backward if a measured plan will follow."""
         if isinstance(self.schedule, Program):
             return self._given_program(order)
         if self.given is not None:
@@ -168,9 +167,8 @@ class Planner:
         if program.layers != len(profile.layers):
             raise ValueError(
                 f"the program is for {program.layers} layers, this model has {len(profile.layers)}"
-                f" ({len(order)} parameters and the"
-                " time between iterations); plan it from optimizer.profile(), or pass the profile it was"
-                " made from as profile="
+                f" ({len(order)} parameters and the time between iterations); plan it from"
+                " optimizer.profile(), or pass the profile it was made from as profile="
             )
         if program.ranks != self.ranks.size and len(program.kernel) > 1:
             raise ValueError(

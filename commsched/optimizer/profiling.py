@@ -65,7 +65,7 @@ def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
 
 
 def combine(samples: Sequence[Sample]) -> Sample:
-    """The median of several iterations, entry by entry."""
+    """The median of several iterations, for each entry."""
     forward = [median(values) for values in zip(*(s[0] for s in samples), strict=True)]
     backward = [median(values) for values in zip(*(s[1] for s in samples), strict=True)]
     return forward, backward, median(s[2] for s in samples)

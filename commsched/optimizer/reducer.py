@@ -13,9 +13,8 @@ from torch import nn
 from commsched.backends.interface import Backend, step_work
 from commsched.optimizer.arrivals import Arrivals, Gathering
 from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.gradients import raw_grad, set_raw_grad
-from commsched.optimizer.nested_forwards import inside_a_backward
-from commsched.optimizer.pending import can_pend, clear_pending
+from commsched.optimizer.nested_backwards import inside_a_backward
+from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, set_raw_grad
 from commsched.optimizer.step_state import DENSE, LATE, SPARSE, Phase, Round, StepState
 from scheduler.ir.program import Program
 

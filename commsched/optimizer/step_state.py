@@ -17,7 +17,7 @@ from torch import nn
 
 from commsched.backends.interface import Scaling
 from commsched.optimizer.bucket_layout import Buffers, Layout
-from commsched.optimizer.gradients import clear_raw_grad, raw_grad, set_raw_grad
+from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
 
 # A parameter's entry in the flags that every round sums over the ranks.
 DENSE = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,11 +38,10 @@ class DistributedMethods(Optimizer):
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters with the reduced gradients; returns what ``closure`` returned, if there is
-        one.
+        """Updates the parameters with the reduced gradients; returns the result of ``closure``, if given.
 
-        Parameters whose gradients are still under way are updated when they are first needed, with the
-        hyperparameters of now. Nobody can tell: whatever looks at one of them waits for it.
+        A parameter whose gradient has not arrived is updated when it is first needed, with the
+        hyperparameters of this call. Every access to such a parameter waits for the update.
         """
         if self._synchronized and not self._skip:
             warnings.warn(
@@ -94,7 +94,7 @@ class DistributedMethods(Optimizer):
     # -- Horovod's methods -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits until every ``p.grad`` holds the reduced gradient (to clip it, say, before ``step()``)."""
+        """Waits until every ``p.grad`` holds the reduced gradient, to clip it before ``step()``, say."""
         self._synchronize()
         self._synchronized = self._options.gather == "gradients"
 
@@ -106,9 +106,7 @@ class DistributedMethods(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` within uses the gradients as they are: after ``synchronize()``, those that it has
-        reduced.
-        """
+        """Within this context ``step()`` uses the gradients as they are, reduced by ``synchronize()``."""
         self._skip = True
         try:
             yield
@@ -125,9 +123,7 @@ class DistributedMethods(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate gradients locally, as in DDP; the first one outside reduces
-        the sum.
-        """
+        """Within this context gradients accumulate locally, as in DDP; the next backward reduces the sum."""
         if self._driver is None:
             yield
             return
@@ -152,9 +148,7 @@ class DistributedMethods(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm they
-        had.
-        """
+        """Scales all gradients to a total norm of at most ``max_norm``; returns the norm they had."""
         if self._driver is not None and self._shards is not None:
             self._driver.reducer.require_sent()
             return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -212,9 +206,7 @@ class DistributedMethods(Optimizer):
             self._refresh()
 
     def _refresh(self, in_step: bool = False) -> Driver:
-        """The machinery for the parameters that are trained now: where some were added, frozen or unfrozen,
-        it is made anew.
-        """
+        """The driver; a new one where parameters were added, frozen or unfrozen since it was made."""
         driver = self._driver
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
@@ -237,12 +229,10 @@ class DistributedMethods(Optimizer):
         if self._driver is not None:
             self._driver.close()
 
-    # -- what a user may want to know ------------------------------------------------------------------------
+    # -- the profile -----------------------------------------------------------------------------------------
 
     def profile(self) -> Profile:
-        """The measured profile of this model (``.save(FILE)`` keeps it for ``profile=`` and ``commsched
-        plan``).
-        """
+        """The measured profile of this model; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
         if self._driver is None or self._driver.profile is None:
             raise ValueError(
                 "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
@@ -255,3 +245,33 @@ def make_driver(optimizer: Any) -> Driver:
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     names = [optimizer._parameter_names[p] for p in params]
     return Driver(optimizer, optimizer._base, params, names, optimizer._model, optimizer._options)
+
+
+def keep_together(wrapped: Any) -> None:
+    """Makes the optimizer that was wrapped, which shares all state, step on all ranks too; its state is that
+    after the last step.
+    """
+    this = weakref.ref(wrapped)
+
+    def settle(optimizer: Optimizer, *_: Any) -> None:
+        owner = this()
+        if owner is None or owner._driver is None:
+            return
+        if optimizer is not owner and owner._options.gather == "parameters":
+            raise ValueError(
+                "with gather='parameters' the state is spread over the ranks; call state_dict() and"
+                " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"
+            )
+        owner._settle()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = this()
+        owner._opt_called = True
+        return type(owner).step(owner, *args, **kwargs)
+
+    wrapped.register_state_dict_pre_hook(settle)
+    wrapped.register_load_state_dict_pre_hook(settle)
+    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        wrapped.__dict__["step"] = step

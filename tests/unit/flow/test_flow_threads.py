@@ -12,8 +12,7 @@ from torch import nn
 import comm_core
 from commsched.errors import CommError
 from commsched.optimizer.deferred_updates import DeferredUpdate
-from commsched.optimizer.gradients import raw_grad
-from commsched.optimizer.pending import PendingGradient, PendingParameter
+from commsched.optimizer.pending import PendingGradient, PendingParameter, raw_grad
 from commsched.optimizer.step_state import Phase
 from tests.support.hub_backend import hub_backend, mean_of, reducer_of, run_threads
 
