@@ -56,8 +56,7 @@ def make_transport(
             link = comm_core.C10dChannel(private_group(process_set, channel))
         else:
             link = data_channel(process_set, channel=channel)
-        # Segment by segment, so that halos and activations of this process can go first.
-        transport = kind(comm_core.GatedChannel(link), rank, size)
+        transport = kind(link, rank, size)
     transport.set_timeout(timeout)
     return chosen, transport
 

@@ -1,5 +1,6 @@
-"""Gradients reduced one by one when ``step()`` is called, for what the engine's buckets cannot carry: Adasum,
-compressors of single tensors, devices without an engine.
+"""Gradients reduced one by one within ``step()``, where buckets cannot carry them.
+
+These are Adasum, compressors of single tensors, and parameters on several devices.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class _Distributed:
-    """Mixed in before the wrapped optimizer's own class, whose ``step`` it calls once the gradients are
-    combined.
-    """
+    """Mixed in before the wrapped optimizer's class, whose ``step`` it calls with combined gradients."""
 
     _options: dict[str, Any]
     _parameter_names: dict[Any, str]  # Horovod's attribute
@@ -38,15 +37,11 @@ class _Distributed:
         return int(self._options["backward_passes_per_step"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes accumulate before ``step()`` (nothing is sent before, so nothing
-        changes here).
-        """
+        """How many backward passes accumulate before ``step()``; nothing is sent before it anyway."""
         self._options["backward_passes_per_step"] = passes
 
     def synchronize(self) -> None:
-        """Combine the gradients now, for instance to clip them; then ``step()`` within
-        ``skip_synchronize()``.
-        """
+        """Combines the gradients now, to clip them for example; ``skip_synchronize()`` is for ``step()``."""
         self._synchronized = True
         process_set: ProcessSet = self._options["process_set"]
         if size() == 1 or not process_set.included() or self._options["op"] == Adasum:
@@ -65,12 +60,12 @@ class _Distributed:
             end()
 
     def _trained(self) -> Named:
-        """What is trained now: parameters may have been added, frozen or unfrozen since the wrapping."""
+        """The trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
         self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
         return [(names[p], p) for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _in_groups(self, named: Named) -> list[Named]:
-        """What is combined in one operation: the user's groups and the rest one by one, or all at once."""
+        """The parameters of each operation: the user's groups and the rest one by one, or all at once."""
         if self._groups is None:
             return [named]
         place = {p: number for number, group in enumerate(self._groups) for p in group}
@@ -84,9 +79,7 @@ class _Distributed:
         return [*groups, *alone]
 
     def _agree_on_gradients(self, named: Named, process_set: ProcessSet) -> dict[str, str | None]:
-        """Which gradients exist on any rank: one that exists nowhere must stay None, or momentum would
-        move it.
-        """
+        """Which gradients exist on any rank. One that exists nowhere must stay None, or momentum moves it."""
         dense = self._options["sparse_as_dense"]
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
@@ -141,7 +134,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not combine the gradients again."""
+        """Within this context ``step()`` does not combine the gradients again."""
         if self._options["op"] == Adasum:
             raise AssertionError("Adasum combines the update itself within step(), which can not be skipped")
         self._should_synchronize = False
@@ -151,7 +144,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients (unless done), then the wrapped optimizer's step."""
+        """Combines the gradients unless that is done, then takes the wrapped optimizer's step."""
         if self._options["op"] == Adasum and size() > 1:
             return self._adasum_step(closure)
         if closure is not None:

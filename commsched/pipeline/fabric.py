@@ -138,7 +138,7 @@ class DistFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = comm_core.GatedChannel(tcp_channel(store, place, len(ranks)))
+        channel = tcp_channel(store, place, len(ranks))
         transport = comm_core.DirectTransport(channel, place, len(ranks))
         transport.set_timeout(self.timeout)
         return transport

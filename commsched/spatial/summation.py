@@ -53,7 +53,7 @@ class StageSum:
                 f"rank {rank} could not connect to the other ranks of {members} from {meeting.address}: "
                 f"{error}"
             ) from error
-        transport = comm_core.DirectTransport(comm_core.GatedChannel(link), place, len(members))
+        transport = comm_core.DirectTransport(link, place, len(members))
         transport.set_timeout(self._timeout)
         return transport
 

@@ -21,7 +21,7 @@ from commsched.collectives.torch_carrier.operation_runner import OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process import lost_ranks as losses
+from commsched.process import failure_monitor
 from commsched.process.rendezvous import Meeting
 
 _CLOSING_SECONDS = 2.0
@@ -184,7 +184,7 @@ class OperationQueue:
             pass
         self._fail_all(_SHUT_DOWN if self._leaving else self._without_rank_0)
         if not self._leaving and not self._rank_0_left:
-            losses.report(0, self._without_rank_0)
+            failure_monitor.report(0, self._without_rank_0)
 
     def _handle(self, message: Message) -> None:
         self._last_news = time.monotonic()
@@ -201,7 +201,7 @@ class OperationQueue:
         elif kind == "lost":
             self._fail_all(message["message"])
             if message["rank"] is not None:
-                losses.report(message["rank"], message["message"])
+                failure_monitor.report(message["rank"], message["message"])
         elif kind == "farewell":
             self._without_rank_0, self._rank_0_left = message["message"], True
 

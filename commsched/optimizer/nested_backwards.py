@@ -1,9 +1,9 @@
 """Whether a backward runs inside another one.
 
 Autograd calls a queued callback at the end of the backward it was queued in. Reentrant checkpointing, and any
-``autograd.Function`` whose backward calls ``backward``, runs one within another, and only the outermost one's
-end is the end of the step's gradients. Autograd does not tell which is which, but a Python function's
-backward is on the stack.
+``autograd.Function`` whose backward calls ``backward``, runs one within another, and the step's gradients are
+complete only at the end of the outermost one. Autograd does not tell which is which, but the backward of a
+Python function is on the stack.
 """
 
 from __future__ import annotations
