@@ -19,6 +19,7 @@ from commsched.pipeline.chain import Chain
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.full_state import FullState, on_device
+from commsched.pipeline.gradients import added_to
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
@@ -49,7 +50,7 @@ class Pipeline:
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
     ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
     targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
-    gradients of a synchronous schedule are left in ``.grad`` of ``parameters()``, the same on all ranks of a
+    gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
     stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
     bundles. ``inside``: classes of modules that may be cut. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
@@ -64,7 +65,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Chain,
         schedule: str | Program = "1f1b",
         num_microbatches: int = 1,
         mesh: tuple[int, int | Sequence[int]] | None = None,
@@ -89,7 +90,7 @@ class Pipeline:
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         keep_freed_memory()
-        chain = Chain(model, inside)
+        chain = model if isinstance(model, Chain) else Chain(model, inside)
         if plan is not None:
             self.program, chain = start.planned(plan, chain)
         elif isinstance(schedule, Program):
@@ -169,8 +170,10 @@ class Pipeline:
             inputs, targets = self._kept(inputs, targets)
         self._batches[self._periods] = inputs, targets
         self._periods += 1
-        loss = self._iterate(None)
-        if self._leaves_gradients:
+        if not self._leaves_gradients:
+            return self._iterate(None)
+        with added_to(self.parameters()):
+            loss = self._iterate(None)
             with self._guarded():
                 for update in self._updates.values():
                     update.finish()

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from commsched.optimizer.shards import check_elementwise
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.gradients import Gradients
 from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over
 from commsched.pipeline.stage import Loss, Stage
-from commsched.pipeline.update import Factory, Gradients, OnStep, Sharded, Update, Whole
+from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
 from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
@@ -51,8 +52,8 @@ def make_stages(
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
         if any(number in users and set(users) & set(stages) for users in tied):
-            # Each of a rank's stages steps its own copy.
-            module = copy.deepcopy(module)
+            # Each of a rank's stages steps its own copy; the caller steps a shared parameter once.
+            module = copy.deepcopy(module, _parameters(module) if own_parameters else {})
         last = number + 1 == layout.stages
         stages[number] = Stage(
             number,
@@ -70,7 +71,8 @@ def _on_tiles(
     layout: Layout, number: int, module: nn.Module, fabric: Fabric, options: Any
 ) -> dict[int, TiledModule]:
     """By micro-batch, the module on the grid of tiles that computes it. Where a rank is a tile of the replica
-    and of the mirrored one, the second gets a copy of the module that shares parameters and buffers.
+    and of the mirrored one, the second gets a copy of the module that shares its parameters. Each has buffers
+    of its own: all tiles of a replica must have the same.
     """
     tiles = layout.grid(number)
     if tiles is None:
@@ -79,8 +81,7 @@ def _on_tiles(
 
     found: dict[tuple[int, ...], TiledModule] = {}
     by_index = {}
-    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    modules = iter([module, copy.deepcopy(module, shared)] if layout.mirror else [module])
+    modules = iter([module, copy.deepcopy(module, _parameters(module))] if layout.mirror else [module])
     for index in layout.computed_by(fabric.rank, number):
         replica = layout.place(number, fabric.rank, index)[0] * tiles.size
         ranks = layout.holders(number, index)[replica : replica + tiles.size]
@@ -89,6 +90,11 @@ def _on_tiles(
             found[ranks] = TiledModule(number, next(modules), tiles, channel, options)
         by_index[index] = found[ranks]
     return by_index
+
+
+def _parameters(module: nn.Module) -> dict[int, Any]:
+    """What a copy of the module shares with it, as ``deepcopy`` takes it."""
+    return {id(parameter): parameter for parameter in module.parameters()}
 
 
 def make_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:

@@ -20,11 +20,11 @@ _TRACING = threading.Lock()
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the root, ``nn.Sequential`` and modules of the given classes."""
+    """Looks into the root and into modules of the given classes."""
 
     def __init__(self, inside: tuple[type[nn.Module], ...]) -> None:
         super().__init__()
-        self.inside = (nn.Sequential, *inside)
+        self.inside = inside
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -40,15 +40,20 @@ class Chain:
     """A model's forward as a list of layers.
 
     ``names``: of the layers; ``sizes``: bytes of their trainable parameters, each where it is used first.
+    ``elements``: the model is a list of modules, and each element is one layer.
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], inside: Iterable[type[nn.Module]] = ()
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        inside: Iterable[type[nn.Module]] = (),
+        *,
+        elements: bool = False,
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         try:
             with _TRACING:
-                self.graph = _Tracer(tuple(inside)).trace(self.model)
+                self.graph = _Tracer(() if elements else (nn.Sequential, *inside)).trace(self.model)
         except Exception as error:
             raise ValueError(
                 f"the forward of {type(self.model).__name__} cannot be traced, so it cannot be cut"
@@ -62,15 +67,20 @@ class Chain:
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._starts = self._layer_starts()
         self.names = tuple(self._name(start) for start in self._starts)
+        if elements:
+            self._cut_at_nodes()
 
     def by_node(self) -> Chain:
         """The same model with every traced node as a layer: cuts may stand before any module or function."""
         finer = copy.copy(self)
-        finer._starts = list(range(len(self._body))) or [0]
-        finer.names = (
+        finer._cut_at_nodes()
+        return finer
+
+    def _cut_at_nodes(self) -> None:
+        self._starts = list(range(len(self._body))) or [0]
+        self.names = (
             tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
         )
-        return finer
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -115,7 +115,10 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     return {
         "newest": stage.versions.newest.number,
         "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
-        "module": {key: value.detach().clone() for key, value in stage.module.state_dict().items()},
+        "modules": [
+            {key: value.detach().clone() for key, value in module.state_dict().items()}
+            for module in stage.modules
+        ],
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
@@ -172,8 +175,9 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
-    for key, value in stage.module.state_dict().items():
-        value.copy_(state["module"][key])
+    for module, kept in zip(stage.modules, state["modules"], strict=True):
+        for key, value in module.state_dict().items():
+            value.copy_(kept[key])
     versions = stage.versions
     newest = versions.newest
     versions.live = {

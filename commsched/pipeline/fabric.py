@@ -112,12 +112,12 @@ def _is_short(buffers: Sequence[Tensor]) -> bool:
 
 
 class DistFabric:
-    """The ranks of ``commsched.init()``."""
+    """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None = None) -> None:
         launch, self._meeting = carrier().launch, carrier().meeting
         self.rank, self.size = launch.rank, launch.size
-        self.timeout = settings().timeout
+        self.timeout = settings().timeout if timeout is None else timeout
         self._number = next(_numbers[epoch()])
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()

@@ -57,8 +57,7 @@ class FullState:
         if missing:
             raise ValueError(f"the state has no {', '.join(missing[:4])}; it must be the whole model's")
         for stage in self.stages.values():
-            for key, value in stage.module.state_dict().items():
-                value.copy_(state[key])
+            stage.load(state)
         for key, value in self.spare.items():
             value.copy_(state[key])
 

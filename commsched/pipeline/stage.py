@@ -85,6 +85,13 @@ class Stage:
             if buffer is not None
         ]
 
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copies a state into the module; its copies share the parameters and get the same buffers."""
+        for module in self.modules:
+            for key, value in module.state_dict().items():
+                value.copy_(state[key])
+
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from commsched.errors import CommError
 from commsched.pipeline.build import Tie, bare_profile, make_ties
 from commsched.pipeline.chain import Chain
@@ -85,8 +83,9 @@ def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
         )
     if layout.world != fabric.size:
         raise ValueError(
-            f"the program is for {layout.world} ranks (stages times replicas), this job has {fabric.size};"
-            f" start {layout.world} processes, or choose another mesh= or plan"
+            f"stages on {' + '.join(str(len(ranks)) for ranks in dict.fromkeys(layout.ranks))} ranks need"
+            f" {layout.world} ranks, and there are {fabric.size}; start {layout.world} processes, or choose"
+            " another mesh=, placements= or plan="
         )
     validate(program)
     return layout
@@ -108,18 +107,16 @@ def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
         )
 
 
-@torch.no_grad()
 def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:
     """Replicas start with their first rank's weights and buffers."""
     pending = []
     for number, stage in stages.items():
         ranks = layout.members(number)
-        mine = stage.module.state_dict()
         if fabric.rank == ranks[0]:
+            mine = stage.module.state_dict()
             pending += [p for peer in ranks[1:] for p in send_tree(lane, peer, mine)]
         else:
-            for key, value in receive_tree(lane, ranks[0]).items():
-                mine[key].copy_(value)
+            stage.load(receive_tree(lane, ranks[0]))
     for sent in pending:
         sent.wait()
 

@@ -84,7 +84,7 @@ class Whole:
         grads = self.stage.grads.pop(period, self.stage._no_grads())
         if self.combine is not None:
             places = [place for place in range(len(grads)) if place not in self.apart]
-            whole = {p: _dense(grads[p], self.masters[p]) for p in places}
+            whole = {p: dense(grads[p], self.masters[p]) for p in places}
             self.combine(list(whole.values()))
             grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
         version = self.stage.versions.advance(needed)
@@ -112,81 +112,6 @@ class Whole:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-class Gradients:
-    """No optimizer: the sums are left in the ``.grad`` of the stage's parameters, the same on all its ranks.
-    ``scattered`` sums bucket by bucket, ``combine`` all at once; neither, where one rank holds the stage.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        scattered: Scattered | None,
-        numbers: Sequence[int],
-        early: bool,
-        combine: Combine | None,
-        apart: frozenset[int],
-    ) -> None:
-        self.stage, self.scattered, self.combine, self.apart = stage, scattered, combine, apart
-        self._place = {number: place for place, number in enumerate(numbers)}
-        self._early, self.taken = early, 0
-        self.optimizer: Optimizer | None = None
-        self._coming: list[Tensor | None] = []
-
-    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
-        if self.scattered is None or not self._early:
-            return nullcontext()
-        return self.scattered.leaving(period, version.leaves)
-
-    def reduce(self, period: int, bucket: int) -> None:
-        if self.scattered is not None:
-            leaves = self.stage.versions.newest.leaves
-            self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
-
-    def wait_reduced(self) -> None:
-        if self.scattered is not None:
-            self.scattered.wait_reduced()
-
-    def step(self, period: int, needed: Callable[[int], bool]) -> None:
-        leaves = self.stage.versions.newest.leaves
-        grads = self.stage.grads.pop(period, self.stage._no_grads())
-        summed = [p for p in range(len(grads)) if p not in self.apart]
-        if self.combine is not None:
-            for place in summed:
-                grads[place] = _dense(grads[place], leaves[place])
-            self.combine([grad for place in summed if (grad := grads[place]) is not None])
-        elif self.scattered is not None:
-            for place in summed:
-                grads[place] = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
-        self._coming = grads
-        self.stage.versions.advance(lambda version: False)
-
-    def gather(self, bucket: int) -> None:
-        if self.scattered is not None:
-            self.scattered.updated(self._place[bucket])
-
-    def prepare(self, version: Version) -> None:
-        """The caller steps the weights between two steps of the pipeline."""
-
-    def finish(self) -> None:
-        if self._coming and self.scattered is not None:
-            for bucket in range(len(self.scattered.parts)):
-                self.scattered.write(bucket, self._coming)
-        for leaf, grad in zip(self.stage.versions.newest.leaves, self._coming):
-            leaf.grad = grad
-        self._coming = []
-
-    def reload(self) -> None:
-        """Nothing is kept of the weights."""
-
-    def restart(self) -> None:
-        if self.scattered is not None:
-            self.scattered.begun = -1
-
-    def close(self) -> None:
-        if self.scattered is not None:
-            self.scattered.close()
 
 
 class Sharded:
@@ -298,7 +223,8 @@ class Sharded:
         self.scattered.close()
 
 
-def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+def dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient, or zeros where there is none."""
     return torch.zeros_like(like) if grad is None else grad
 
 

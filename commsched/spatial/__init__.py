@@ -13,10 +13,10 @@ from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradi
 from commsched.spatial.explain import Report, explain
 from commsched.spatial.hybrid import Hybrid
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
-from commsched.spatial.placement import Samples, Tiles
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
+from scheduler.ir.placements import Samples, Tiles
 
 __all__ = [
     "CommError",
