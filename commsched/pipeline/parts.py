@@ -71,7 +71,7 @@ def common(mine: Part, its: Part) -> Piece:
     """What is in both, counted from where ``mine`` begins."""
     found = []
     for dim, (start, stop) in mine.items():
-        low = max(start, its[dim][0])
+        low = min(max(start, its[dim][0]), stop)  # an empty piece lies within ``mine``, too
         high = max(low, min(stop, its[dim][1]))
         if (low, high) != (start, stop):
             found.append((dim, low - start, high - start))

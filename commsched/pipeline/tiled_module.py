@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from commsched.pipeline.parts import Cut, entering
 from commsched.spatial.intervals import Split
-from commsched.spatial.mesh import current_mesh
+from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.shard import shard
 from commsched.spatial.tile import Cut as TileCut
 from commsched.spatial.tile import Tile, local_of
@@ -39,29 +39,34 @@ class TiledModule:
     def enter(self, leaves: Sequence[Any], cuts: Sequence[Cut | None]) -> list[Any]:
         """Local tensors as tiles."""
         return [
-            leaf
-            if cut is None
-            else Tile.make(leaf, self.mesh, tuple(a and TileCut(a[0], Split(a[1])) for a in cut))
+            leaf if cut is None else as_tile(leaf, cut, self.mesh)
             for leaf, cut in zip(leaves, cuts, strict=True)
         ]
 
     def leave(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Cut | None]]:
         """The local tensors of tiles, and how they are cut."""
-        return [self.local(leaf) for leaf in leaves], [self._cut(leaf) for leaf in leaves]
+        return [self.local(leaf) for leaf in leaves], [cut_of(x, self.tiles, self.number) for x in leaves]
 
     def local(self, value: Any) -> Any:
         """The plain tensor behind a tile."""
         return local_of(value) if isinstance(value, Tile) else value
 
-    def _cut(self, leaf: Any) -> Cut | None:
-        if not isinstance(leaf, Tensor):
-            return None
-        cuts = leaf.cuts if isinstance(leaf, Tile) else (None,) * len(self.tiles.grid)
-        whole = [axis for axis, parts in enumerate(self.tiles.grid) if parts > 1 and cuts[axis] is None]
-        if whole:
-            raise ValueError(
-                f"stage {self.number} runs on tiles and returns a tensor of shape {tuple(leaf.shape)} that"
-                f" every rank holds whole along mesh axes {whole}; only the last stage may, so let the next"
-                " stage begin before the operation that makes it whole"
-            )
-        return tuple(None if c is None else (c.dim, c.split.bounds) for c in cuts)
+
+def as_tile(local: Tensor, cut: Cut, mesh: Mesh) -> Tile:
+    """A rank's part of a tensor that is cut as ``cut`` says."""
+    return Tile.make(local, mesh, tuple(axis and TileCut(axis[0], Split(axis[1])) for axis in cut))
+
+
+def cut_of(leaf: Any, tiles: Tiles, stage: int) -> Cut | None:
+    """How an output of a stage on tiles is cut."""
+    if not isinstance(leaf, Tensor):
+        return None
+    cuts = leaf.cuts if isinstance(leaf, Tile) else (None,) * len(tiles.grid)
+    whole = [axis for axis, parts in enumerate(tiles.grid) if parts > 1 and cuts[axis] is None]
+    if whole:
+        raise ValueError(
+            f"stage {stage} runs on tiles and returns a tensor of shape {tuple(leaf.shape)} that"
+            f" every rank holds whole along mesh axes {whole}; only the last stage may, so let the next"
+            " stage begin before the operation that makes it whole"
+        )
+    return tuple(None if c is None else (c.dim, c.split.bounds) for c in cuts)

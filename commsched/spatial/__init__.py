@@ -11,6 +11,7 @@ from commsched.errors import CommError
 from commsched.spatial import ops
 from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradients, tile_bounds
 from commsched.spatial.explain import Report, explain
+from commsched.spatial.explain_stages import StagesReport, explain_stages
 from commsched.spatial.hybrid import Hybrid
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
 from commsched.spatial.shard import shard, unshard
@@ -26,11 +27,13 @@ __all__ = [
     "Report",
     "Samples",
     "SilentChannel",
+    "StagesReport",
     "ThreadHub",
     "Tile",
     "Tiles",
     "current_mesh",
     "explain",
+    "explain_stages",
     "from_local",
     "gather",
     "ops",

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import commsched as hvd
 from commsched import spatial
+from commsched.pipeline.fabric import Fabric
 from dnn_bench.spatial.models import MODELS, cut_stages, target_of
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -87,9 +87,9 @@ def reference(case: Case, stages: list[nn.Module], images: Tensor, target: Tenso
     return losses
 
 
-def check(case: Case) -> None:
-    """On the case's ranks, after ``commsched.init()``: a program that is valid and can be simulated, and the
-    same losses and parameters as in one process.
+def check(case: Case, fabric: Fabric | None = None) -> None:
+    """On the case's ranks, after ``commsched.init()`` or with a fabric: the program is valid and can be
+    simulated, and losses and parameters are those of one process.
     """
     stages, images, target = case.build()
     plain = copy.deepcopy(stages)
@@ -105,9 +105,10 @@ def check(case: Case) -> None:
         fuse_halo=case.fuse_halo,
         schedule=case.schedule,
         timeout=100,
+        fabric=fabric,
     )
     validate(trainer.program)
-    if hvd.rank() == 0:
+    if trainer.pipeline.rank == 0:
         layers = tuple(Layer(str(n), 1.0, 2.0, 400) for n in range(len(stages)))
         assert simulate(trainer.program, Profile("stages", layers), Link(1e-3, 1e-6)).period > 0
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.05, momentum=0.9)
