@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from commsched.errors import CommError
 from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
+from commsched.pipeline.batches import Batch, Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
-from commsched.pipeline.full_state import FullState, on_device
+from commsched.pipeline.full_state import FullState
 from commsched.pipeline.gradients import added_to
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.reduction import summed_over
-from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
+from commsched.pipeline.rows import Share, rows_of, shape_key
 from commsched.pipeline.stage import Loss
+from commsched.pipeline.ties import checked_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
 from scheduler.ir.unroll import depth, reach
 from scheduler.ir.weight_versions import delays
-
-Batch = tuple[Any, Any]
-"""Inputs and targets: tensors, or tuples, lists and dicts of them; rows are their first dimension."""
 
 
 class Pipeline:
@@ -111,13 +109,10 @@ class Pipeline:
                 f"schedule {self.program.policy!r} begins a step before the last one has ended, so the"
                 " pipeline must take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
             )
-        self._arguments = chain.arguments
         self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
-        self._batches: dict[int, Batch] = {}
         self._leaves_gradients = optimizer is None
-        self._last_share: Share | None = None
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
         self._broken = ""
@@ -134,16 +129,16 @@ class Pipeline:
         own = optimizer is None
         self.stages = make_stages(chain, self.program, self.fabric, loss, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
-        self._ties = start.checked_ties(chain, self.program, self.rank, self.stages)
-        tied = [pair for tie in self._ties for pair in tie.mine]
+        ties, lane = checked_ties(chain, self.program, self.rank, self.stages), self.fabric.lane("ties")
+        tied = [pair for tie in ties for pair in tie.mine]
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
         self._updates = {
             number: maker.make(stage, frozenset(place for n, place in tied if n == number))
             for number, stage in self.stages.items()
         }
         self._losses = Losses(self.layout, self.fabric, self.stages)
-        self._tie_lane = self.fabric.lane("ties")
-        inputs = Inputs(self.layout, self.rank, self.stages, self._inputs_of, self._targets_of)
+        self._batches = Batches(self.layout, self.stages, chain.arguments)
+        inputs = Inputs(self.layout, self.rank, self.stages, self._batches.inputs, self._batches.targets)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
@@ -151,7 +146,7 @@ class Pipeline:
             self.stages,
             self._updates,
             inputs,
-            self._sum_ties if chain.tied(self.layout.cuts) else None,
+            partial(sum_ties, ties, self.stages, lane, self.rank) if chain.tied(self.layout.cuts) else None,
             self._losses.tell,
         )
 
@@ -163,12 +158,9 @@ class Pipeline:
         on every rank; None while an asynchronous pipeline fills.
         """
         self._usable()
-        inputs, targets = batch
-        self._interpreter.exchange.shares[self._periods] = self._share(batch, local)
-        if self._ahead:
-            # Looked at again in later steps, by when the caller may have written a new batch into it.
-            inputs, targets = self._kept(inputs, targets)
-        self._batches[self._periods] = inputs, targets
+        self._interpreter.exchange.shares[self._periods] = self._batches.share(batch, local)
+        # Later steps read the batch again, and the caller may have overwritten it by then.
+        self._batches.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
         if not self._leaves_gradients:
             return self._iterate(None)
@@ -194,7 +186,7 @@ class Pipeline:
                 update.finish()
             self._interpreter.restart()
             self._losses.settle()
-        self._batches.clear()
+        self._batches.given.clear()
         self._periods, self._done = 0, -self._ahead
         return losses
 
@@ -212,7 +204,7 @@ class Pipeline:
             self._done += 1
             if not finishes:
                 return None
-            self._batches.pop(iteration)
+            self._batches.given.pop(iteration)
             return self._losses.total()
 
     @contextmanager
@@ -230,41 +222,6 @@ class Pipeline:
         if self._broken:
             raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
 
-    # -- batches -------------------------------------------------------------------------------------------
-
-    def _share(self, batch: Batch, local: bool) -> Share:
-        rows = rows_of(batch, "the batch")
-        replicas = [self.layout.replicas(stage) for stage in range(self.layout.stages)]
-        share = Share(rows, self.layout.microbatches, shape_key(batch), replicas[0] if local else 0)
-        if share != self._last_share:
-            for count in replicas:
-                share.check(count)
-            self._last_share = share
-        return share
-
-    def _kept(self, inputs: Any, targets: Any) -> Batch:
-        first, last = 0 in self.stages, self.layout.stages - 1 in self.stages
-        return (tree_map(_clone, inputs) if first else None), (tree_map(_clone, targets) if last else None)
-
-    def _inputs_of(self, period: int, rows: Range) -> Any:
-        return on_device(self._arguments(cut(self._batches[period][0], rows)), self.stages[0].device)
-
-    def _targets_of(self, period: int, rows: Range) -> Any:
-        return on_device(cut(self._batches[period][1], rows), self.stages[self.layout.stages - 1].device)
-
-    def _sum_ties(self, period: int) -> None:
-        """Parameters on several stages get the sum of all their gradients everywhere."""
-        for tie in self._ties:
-            number, place = tie.mine[0]
-            mine = [self.stages[n].grads[period][p] for n, p in tie.mine]
-            grads = [grad for grad in mine if grad is not None]
-            total = grads[0] if grads else torch.zeros_like(self.stages[number].versions.newest.leaves[place])
-            for grad in grads[1:]:
-                total += grad
-            summed_over(self._tie_lane, self.rank, tie.ranks, [total])
-            for number, place in tie.mine:
-                self.stages[number].grads[period][place] = total
-
     # -- the whole model -----------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> float:
@@ -272,12 +229,12 @@ class Pipeline:
         self._usable()
         share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
         self._newest()
-        self._batches[EVALUATED] = batch
+        self._batches.add(EVALUATED, batch)
         try:
             with self._guarded():
                 return self._evaluation.run(share)
         finally:
-            del self._batches[EVALUATED]
+            del self._batches.given[EVALUATED]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
@@ -333,7 +290,3 @@ class Pipeline:
 
 def _nothing() -> None:
     """No loss is to come in this iteration."""
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

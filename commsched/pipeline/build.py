@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +25,6 @@ from scheduler.ir.unroll import depth
 
 if TYPE_CHECKING:
     from commsched.pipeline.tiled_module import TiledModule
-
-
-@dataclass(frozen=True)
-class Tie:
-    """One parameter on several stages: this rank's (stage, place), and all ranks that have it."""
-
-    mine: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
 
 
 def bare_profile(chain: Chain, name: str, cuts: Sequence[int]) -> Profile:
@@ -95,29 +86,6 @@ def _on_tiles(
 def _parameters(module: nn.Module) -> dict[int, Any]:
     """What a copy of the module shares with it, as ``deepcopy`` takes it."""
     return {id(parameter): parameter for parameter in module.parameters()}
-
-
-def make_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """In the same order on every rank; only those that this rank is part of."""
-    layout, ties = program.layout, []
-    for key, users in chain.tied(layout.cuts).items():
-        places = []
-        for number in users:
-            if number in stages:
-                name = _name_of(chain, key, layout.layers(number, len(chain)))
-                places.append((number, stages[number].versions.names.index(name)))
-        ranks = sorted({r for number in users for r in layout.members(number)})
-        if places:
-            ties.append(Tie(tuple(places), tuple(ranks)))
-    return ties
-
-
-def _name_of(chain: Chain, key: int, layers: range) -> str:
-    for layer in layers:
-        for name, parameter in chain.layer_parameters(layer).items():
-            if id(parameter) == key:
-                return name
-    raise ValueError("a shared parameter is missing in a stage that uses it")
 
 
 class UpdateMaker:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
@@ -35,7 +36,7 @@ class Running(Protocol):
     layout: Layout
     _interpreter: Interpreter
     _updates: dict[int, Update]
-    _batches: dict[int, Any]
+    _batches: Batches
     _periods: int
     _done: int
 
@@ -58,7 +59,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
             dict(interpreter.stepped),
             dict(interpreter.forwards),
         ),
-        "batches": dict(pipeline._batches),
+        "batches": dict(pipeline._batches.given),
         "shares": dict(exchange.shares),
         "arrived": dict(exchange.inbox.arrived),
         "to_come": dict(exchange.to_come),
@@ -158,7 +159,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     interpreter.complete, interpreter.stepped = dict(complete), dict(stepped)
     interpreter.forwards = dict(forwards)
     interpreter._told = pipeline._done - 1
-    pipeline._batches = dict(state["batches"])
+    pipeline._batches.given = dict(state["batches"])
     exchange.shares.update(state["shares"])
     exchange.inbox.arrived.update(state["arrived"])
     exchange.to_come.update(state["to_come"])

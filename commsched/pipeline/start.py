@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commsched.errors import CommError
-from commsched.pipeline.build import Tie, bare_profile, make_ties
+from commsched.pipeline.build import bare_profile
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
@@ -15,7 +15,6 @@ from commsched.pipeline.stage import Stage
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
-from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate, get, program_of
 from scheduler.validate import validate
 
@@ -119,18 +118,3 @@ def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, 
             stage.load(receive_tree(lane, ranks[0]))
     for sent in pending:
         sent.wait()
-
-
-def checked_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """Parameters on several stages; asynchronous schedules refuse them."""
-    assert program.pipeline is not None
-    tied, late = chain.tied(program.pipeline.cuts), delays(program)
-    if tied and any(late):
-        names = [name for name, p in chain.model.named_parameters() if id(p) in tied]
-        users = sorted({stage for found in tied.values() for stage in found})
-        raise ValueError(
-            f"{', '.join(names)} is used by stages {users}, and schedule {program.policy!r} is asynchronous"
-            f" (delays {late}): the stages would step it with gradients of different steps; use a synchronous"
-            " schedule, cut so that one stage has all its uses, or give the model an output layer of its own"
-        )
-    return make_ties(chain, program, rank, stages)

@@ -143,6 +143,7 @@ def test_replicas_and_micro_batches_share_all_rows_once(rows: int, replicas: int
 def test_common_rows_count_from_the_first_of_mine() -> None:
     assert common({0: (4, 8)}, {0: (6, 12)}) == ((0, 2, 4),)
     assert common({0: (0, 3)}, {0: (3, 6)}) == ((0, 3, 3),)
+    assert common({0: (0, 3)}, {0: (5, 6)}) == ((0, 3, 3),)
     assert common({0: (0, 3), -1: (2, 5)}, {0: (0, 3), -1: (0, 4)}) == ((-1, 0, 2),)
     assert common({0: (0, 3)}, {0: (0, 6)}) == ()
 
