@@ -18,7 +18,7 @@ from dnn_bench import baselines
 from dnn_bench.baselines import Baseline, Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
-from dnn_bench.runner.place import ThisMachine
+from dnn_bench.launch import ThisMachine
 from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
