@@ -10,7 +10,6 @@ from comm_core._C import (
     CUDA_BUILT,
     HOST_TIMEOUT,
     C10dChannel,
-    C10dTransport,
     Channel,
     DirectTransport,
     GatedChannel,
@@ -25,9 +24,6 @@ from comm_core._C import (
     abort_message,
     link_gate,
     pack,
-    scale_,
-    sum_in_order,
-    unpack,
 )
 from comm_core.engine import OPS, Engine, HubTransport
 from comm_core.errors import EngineError
@@ -39,7 +35,6 @@ __all__ = [
     "HOST_TIMEOUT",
     "OPS",
     "C10dChannel",
-    "C10dTransport",
     "Channel",
     "DirectTransport",
     "Engine",
@@ -60,9 +55,6 @@ __all__ = [
     "close_in_children",
     "link_gate",
     "pack",
-    "scale_",
-    "sum_in_order",
     "tcp_channel",
     "tcp_connections",
-    "unpack",
 ]

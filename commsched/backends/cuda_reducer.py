@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from commsched.backends.cuda import DeviceWire
-from commsched.backends.cuda_fused_update import FusedShards
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.reducer import Flow
 from commsched.optimizer.sharded_reducer import ShardedFlow
@@ -61,8 +60,6 @@ class DeviceFlow(_OnDevice, Flow):
 
 class DeviceShardedFlow(_OnDevice, ShardedFlow):
     """Each rank updates its shards, parameters are gathered."""
-
-    shards_class = FusedShards
 
     def install(self, program: Program, buffers: Buffers, gathered: Buffers | None = None) -> None:
         if program.early_step:

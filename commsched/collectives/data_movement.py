@@ -93,9 +93,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``alltoall``; its result is always the pair (tensor, received splits)."""
-    return state.engine().alltoall(
-        tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set)
-    )
+    return state.engine().alltoall(tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set))
 
 
 def _as_tensor(splits: Any) -> torch.Tensor | None:

@@ -79,9 +79,7 @@ def _connected(how: Callable[..., Any], set_id: int, channel: int) -> Any:
     meeting, call = state.engine().meeting, next(_calls[state.epoch(), set_id, channel])
     store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
     try:
-        return how(
-            store, place, len(members), meeting.address, settings().timeout, settings().host_timeout
-        )
+        return how(store, place, len(members), meeting.address, settings().timeout, settings().host_timeout)
     except RuntimeError as error:
         raise CommError(
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "

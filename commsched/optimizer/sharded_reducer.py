@@ -34,8 +34,6 @@ from scheduler.ir.program import Program
 class ShardedFlow(Flow):
     """Gradients in, updated parameters out."""
 
-    shards_class: type[Shards] = Shards
-
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -72,9 +70,7 @@ class ShardedFlow(Flow):
                 self.settle()
                 state = self.whole_state()
             where = buffers, self.wire.rank, self.wire.size
-            self.shards = self.shards_class(
-                self._optimizer, self._base, self.params, *where, masters=self._masters
-            )
+            self.shards = Shards(self._optimizer, self._base, self.params, *where, masters=self._masters)
             if state is not None:
                 self._optimizer.__dict__["state"].update(state)
             self.take_state()

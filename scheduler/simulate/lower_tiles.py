@@ -1,8 +1,8 @@
 """From a step on tiles to a task graph: the tasks of one rank, which stands for all.
 
-    F(l)      its interior waits for the layer before it, its border also for HALO(l)
-    B(l)      its border comes first, HALOB(l) follows it; its interior hides HALOB(l)
-    RS, AG    as in data-parallel steps
+F(l)      its interior waits for the layer before it, its border also for HALO(l)
+B(l)      its border comes first, HALOB(l) follows it; its interior hides HALOB(l)
+RS, AG    as in data-parallel steps
 """
 
 from __future__ import annotations

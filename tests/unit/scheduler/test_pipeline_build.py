@@ -217,8 +217,7 @@ def test_a_flat_cluster_is_a_link_for_messages() -> None:
 
 def test_importing_programs_loads_no_generator() -> None:
     code = (
-        "import sys, scheduler.ir.program;"
-        "print(sorted(m for m in sys.modules if m.startswith('scheduler.')))"
+        "import sys, scheduler.ir.program;print(sorted(m for m in sys.modules if m.startswith('scheduler.')))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "scheduler.ir.layout" in loaded
