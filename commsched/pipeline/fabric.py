@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 import comm_core
-from commsched.collectives import state
+from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.private_groups import data_group, tcp_channel
 from commsched.env import settings
 from commsched.transport.channel import DistChannel, Pending, ThreadHub
@@ -112,11 +112,10 @@ class DistFabric:
     """The ranks of ``commsched.init()``."""
 
     def __init__(self) -> None:
-        engine = state.engine()
-        self.rank, self.size = engine.launch.rank, engine.launch.size
+        launch, self._meeting = carrier().launch, carrier().meeting
+        self.rank, self.size = launch.rank, launch.size
         self.timeout = settings().timeout
-        self._meeting = engine.meeting
-        self._number = next(_numbers[state.epoch()])
+        self._number = next(_numbers[epoch()])
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()
         self._group, self._short = None, None
@@ -139,7 +138,7 @@ class DistFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = comm_core.GatedChannel(tcp_channel(store, place, len(ranks)))
+        channel = tcp_channel(store, place, len(ranks))
         transport = comm_core.DirectTransport(channel, place, len(ranks))
         transport.set_timeout(self.timeout)
         return transport

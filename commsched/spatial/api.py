@@ -17,7 +17,9 @@ from commsched.spatial.tile import Cut, Tile, cut_axes
 
 
 def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
-    """Which part of an image of global ``shape`` this rank owns: load ``image[tile_bounds(shape)]`` only."""
+    """The slices of an image of global ``shape`` that this rank owns: load ``image[tile_bounds(shape)]``
+    only.
+    """
     mesh = mesh or current_mesh()
     bounds = [slice(0, size) for size in shape]
     for axis, (dim, split) in enumerate(zip(mesh.dims, mesh.even_splits(shape))):
@@ -77,7 +79,7 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
 
 
 def regrid(tile: Tile, grid: Sequence[int]) -> Tile:
-    """The same image over a coarser ``grid`` on the same ranks: those beyond it own no pixels.
+    """Cut the image by a coarser ``grid`` on the same ranks: ranks beyond the grid own no pixels.
 
     For late, small feature maps, where many tiles are not worth their halos. Gradients flow back to the finer
     grid.

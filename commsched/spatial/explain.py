@@ -1,4 +1,4 @@
-"""What a sharded model will send and hold: a dry run of every rank on the meta device."""
+"""Predict the bytes that a sharded model sends and holds, by a dry run of every rank on the meta device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from commsched.transport.channel import SilentChannel
 
 @dataclass
 class RankReport:
-    """One rank: bytes it sends per module in the forward and in the backward, and its most bytes of
-    activations."""
+    """One rank's bytes sent per module, in the forward and in the backward, and its peak activation bytes."""
 
     coord: tuple[int, ...]
     tile: tuple[int, ...]
@@ -116,7 +115,7 @@ def _fusion(
     option: int | str,
     rates: Rates | None,
 ) -> tuple[Fusion, list[list[str]]]:
-    """What shares a halo: the reach of the first of each block, and the blocks."""
+    """The operations that share a halo: the blocks, and the reach of the first operation of each block."""
     if option in ("off", 1):
         return {}, []
     mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
@@ -148,7 +147,7 @@ def _meta_tile(shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> Tile:
 
 
 def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Most bytes of activations of the same step in one process."""
+    """Peak activation bytes of the same step in one process."""
     image, state = torch.empty(tuple(shape), dtype=dtype, device="meta"), meta_state(model, dtype)
     with PeakMeter() as meter:
         meter.ignore(image, *state.values())
@@ -178,6 +177,6 @@ def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, m
 
 
 def _tree(output: Any) -> Any:
-    """Model outputs that are no list or dict show their fields."""
+    """Convert model outputs that are neither list nor dict to their fields."""
     known = isinstance(output, (Tensor, dict, list, tuple))
     return output if known else vars(output)

@@ -1,4 +1,4 @@
-"""The primitive: carry out a plan, forwards and transposed, as autograd functions of any order."""
+"""Run an exchange plan and its transpose as autograd functions, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from commsched.transport.channel import Parcel, Pending
 def fetch(
     x: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, received: list[Tensor] | None = None
 ) -> Tensor:
-    """The pixels this rank wants, in one buffer; ``fill`` beyond the border. Messages are left in
-    ``received``."""
+    """Fetch the pixels this rank wants into one buffer, ``fill`` beyond the border; keeps messages in
+    ``received``.
+    """
     if not plan.remote and plan.plain:
         return _box(x, plan.dims, plan.own[0].src)
     result: Tensor = Fetch.apply(x, plan, mesh, fill, mesh.module, received)
@@ -53,14 +54,14 @@ class Fetch(Function):
 
 
 def ask(x: Tensor, plan: Plan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending | None]:
-    """Start the messages of a fetch; the parcels that will arrive."""
+    """Start the messages of a fetch and return the pending receives."""
     sends = [(peer, pack(x, plan.dims, [(p.src, ()) for p in pieces])) for peer, pieces in plan.sends]
     recvs = [(peer, buffer_for(x, plan, pieces)) for peer, pieces in plan.recvs]
     return recvs, _start(mesh, plan, sends, recvs, module, "fetch")
 
 
 def own_pixels(x: Tensor, plan: Plan, fill: float) -> Tensor:
-    """A buffer with what this rank has itself."""
+    """A buffer with the pixels that this rank already holds."""
     shape = _with_lengths(x.shape, plan.dims, plan.wanted)
     out = x.new_full(shape, fill) if plan.filled else x.new_empty(shape)
     for piece in plan.own:
@@ -69,7 +70,7 @@ def own_pixels(x: Tensor, plan: Plan, fill: float) -> Tensor:
 
 
 def place(out: Tensor, plan: Plan, buffers: list[Tensor]) -> Tensor:
-    """What arrived, where it belongs."""
+    """Copy received pixels to their places in the buffer."""
     for buffer, (_, pieces) in zip(buffers, plan.recvs):
         for piece, part in zip(pieces, unpack(buffer, out, plan, pieces)):
             _box(out, plan.dims, piece.dst).copy_(_flip(part, plan.dims, piece.flips))
@@ -150,7 +151,7 @@ def unpack(buffer: Tensor, like: Tensor, plan: Plan, pieces: tuple[Piece, ...]) 
 
 
 def _meet(box: Slices, piece: Piece) -> tuple[Slices, Slices] | None:
-    """Where ``piece`` and ``box`` (of the wanted buffer) meet: relative to the piece and to the box."""
+    """The overlap of ``piece`` and ``box`` (both in the wanted buffer), relative to each of them."""
     both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, piece.dst)]
     if any(lo >= hi for lo, hi in both):
         return None
@@ -174,7 +175,7 @@ def boxes_of(x: Tensor, plan: Plan, fill: float, buffers: list[Tensor], box: Sli
 def return_to_owners(
     parts: list[tuple[Slices, Tensor]], plan: Plan, mesh: Mesh, module: str
 ) -> tuple[list[Parcel], Pending | None]:
-    """Start sending the gradients of boxes back; the contributions that will arrive."""
+    """Start sending the gradients of boxes back to their owners and return the pending receives."""
     like = parts[0][1]
     sends = [(peer, torch.cat([_piece_sum(parts, plan, p) for p in pieces])) for peer, pieces in plan.recvs]
     recvs = [(peer, buffer_for(like, plan, pieces)) for peer, pieces in plan.sends]
@@ -191,7 +192,7 @@ def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: Plan, piece: Piece) -> 
 
 
 def own_contributions(parts: list[tuple[Slices, Tensor]], plan: Plan) -> list[tuple[Slices, Tensor]]:
-    """What the boxes add to this rank's own pixels: where in its tile, and how much."""
+    """Gradient contributions of the boxes to this rank's own pixels, with their places in the tile."""
     found = []
     for piece in plan.own:
         for box, grad in parts:

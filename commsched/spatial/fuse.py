@@ -1,9 +1,8 @@
-"""Wide halos: fetch once for several operations, which then compute some pixels beyond their own instead of
-waiting.
+"""Wide halos: one fetch for several operations, which compute some pixels beyond their own instead of
+fetching.
 
-An operation that must fetch is a *site*. For a group of consecutive sites the first fetches so much more that
-the others find all they need; how much is found by dry runs on the meta device, with the very code that will
-run.
+An operation that must fetch is a *site*. The first of a group of consecutive sites fetches a halo that is
+wide enough for all of them. Dry runs of the same code on the meta device find the width.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from commsched.transport.channel import SilentChannel
 Fusion = dict[Site, int]
 DryRun = Callable[[Fusion], list[Visit]]
 _GROUPS = (2, 3, 4, 6, 8)  # group sizes that "auto" tries, until the cost rises
-_WORTH = 1.05  # fusion can at best save the waiting: below 5 % of the computing it is not looked for
+_WORTH = 1.05  # skip the search where halo waits are below 5 % of the compute: fusion cannot save more
 
 
 def find_fusion(dry_run: DryRun, group: int) -> Fusion:
-    """How far the first of each ``group`` consecutive sites must reach so that the others need no fetch."""
+    """The reach that the first of each ``group`` consecutive sites needs so that the others need no fetch."""
     visits = {visit.site: visit for visit in dry_run({}) if visit.fetches}
     sites = list(visits)
     blocks = [_Block([visits[site] for site in sites[i : i + group]]) for i in range(0, len(sites), group)]
@@ -45,7 +44,7 @@ def find_fusion(dry_run: DryRun, group: int) -> Fusion:
 
 
 class _Block:
-    """Sites that shall share one halo: the search for the reach, between too little and enough."""
+    """Sites that share one halo, and the bisection for its width."""
 
     def __init__(self, visits: list[Visit]) -> None:
         self.visits = visits
@@ -69,7 +68,7 @@ class _Block:
             self.high = self.guess
         else:
             self.low = self.guess
-        if self.low >= self.visits[0].room:  # the last site reads something else, or the tiles are too small
+        if self.low >= self.visits[0].room:  # the last site reads another tensor, or the tiles are too small
             self.visits.pop()
             self._begin()
             return
@@ -103,7 +102,9 @@ def cheapest(dry_run: DryRun, rates: Rates) -> Fusion:
 
 
 def measure(mesh: Mesh) -> Rates:
-    """Latency and bandwidth of the mesh and speed of a convolution; what rank 0 measured, on every rank."""
+    """Measure latency and bandwidth of the mesh and the speed of a convolution; rank 0's figures on every
+    rank.
+    """
     axes = tuple(range(len(mesh.grid)))
 
     def exchange(count: int) -> float:
@@ -170,7 +171,7 @@ def meta_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, 
 
 
 def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | str) -> Fusion:
-    """The fusion for these inputs: ``option`` sites together, or what the cost model likes best."""
+    """The fusion for these inputs: groups of ``option`` sites, or the cheapest by the cost model."""
     if option == "off" or option == 1 or mesh.size == 1:
         return {}
     dry_run = dry_runner(model, args, kwargs, mesh)
@@ -180,7 +181,8 @@ def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | s
         mesh.rates = measure(mesh)
     try:
         return cheapest(dry_run, mesh.rates)
-    except (RuntimeError, NotImplementedError) as error:  # the model reads values, which a dry run has not
+    except (RuntimeError, NotImplementedError) as error:
+        # The model reads tensor values, which a dry run does not have.
         warnings.warn(
             f"fuse_halo='auto' is off: {type(model).__name__} cannot run without data ({error})", stacklevel=2
         )

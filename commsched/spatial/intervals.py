@@ -39,10 +39,9 @@ def want_length(want: Want) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Who owns which pixels of one dimension: part ``i`` owns ``[bounds[i], bounds[i+1])``.
+    """The owners of the pixels of one dimension: part ``i`` owns ``[bounds[i], bounds[i+1])``.
 
-    ``margin`` is how many pixels beyond its own a part holds as well (a wide halo), as far as the image
-    reaches.
+    ``margin``: pixels beyond its own that a part also holds (a wide halo), clipped at the image's border.
     """
 
     bounds: tuple[int, ...]
@@ -170,7 +169,7 @@ class TransposedWindow:
 
 
 def spare_margin(window: Window | TransposedWindow, source: Split, out: Split) -> Interval | None:
-    """How far beyond their own every part can compute outputs from what it holds; None: not even its own."""
+    """Outputs beyond its own that every part can compute from the pixels it holds; None: not even its own."""
     if not _computable(window, source, out, (0, 0)):
         return None
     most = (max(source.margin) + 1) * window.stride + window.span if any(source.margin) else 0
@@ -208,7 +207,7 @@ def pad_want(lo: int, hi: int, size: int, mode: str) -> Want:
 
 
 def _padded_run(lo: int, hi: int, size: int, mode: str) -> Run:
-    """The longest stretch of source pixels that positions ``lo..`` (up to ``hi``) read."""
+    """The longest run of source pixels that positions from ``lo`` (up to ``hi``) read."""
     if 0 <= lo < size:
         return Run(lo, min(hi, size))
     if mode == "replicate":

@@ -1,4 +1,4 @@
-"""Changing who holds what: fetching, replicating, re-cutting and aligning tiles."""
+"""Redistribute tiles: fetch, replicate, re-cut and align them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_for(mesh: Mesh, cuts: Cuts, wants: Wants) -> Plan:
 
 
 def take(tile: Tile, wants: Wants, fill: float = 0.0) -> Tensor:
-    """The pixels that this rank's part wants, from whoever owns them."""
+    """Fetch the pixels that this rank's part wants from their owners."""
     local = local_of(tile)
     return fetch(local, plan_for(tile.mesh, tile.cuts, wants), tile.mesh, fill) if wants else local
 
@@ -95,8 +95,9 @@ def enter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
 
 
 def common_cuts(tiles: list[Tile]) -> Cuts:
-    """How the result of a pointwise operation on ``tiles`` is cut: as the first of them that is, margins the
-    least."""
+    """The cuts of the result of a pointwise operation: those of the first operand that is cut, with the
+    smallest margins of all.
+    """
     return tuple(_common_cut(tiles, axis) for axis in range(len(tiles[0].cuts)))
 
 

@@ -1,4 +1,4 @@
-"""The grid of ranks that share one image, and what a rank knows of itself in it."""
+"""The grid of ranks that share one image, and the state of one rank in it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import NamedTuple
 from commsched.spatial.intervals import Split
 from commsched.transport.channel import Channel
 
-# Below about so many multiplications in the interior, cutting an operation in pieces costs more than the halo
-# takes.
+# With fewer multiplications in the interior, splitting an operation costs more than waiting for the halo.
 OVERLAP_WORK = 1 << 27
 
 
@@ -105,12 +104,12 @@ class Mesh:
         return tuple(coord[axis] for coord in self.coords)
 
     def groups(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """For every rank the first rank that differs from it along ``axes`` at most."""
+        """For every rank, the first rank whose coordinates differ from it along ``axes`` only."""
         fixed = [tuple(part for axis, part in enumerate(coord) if axis not in axes) for coord in self.coords]
         return tuple(fixed.index(key) for key in fixed)
 
     def peers(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks, this one included, that differ from it along ``axes`` at most, in rank order."""
+        """The ranks, this one included, whose coordinates differ from this rank's along ``axes`` only."""
         groups = self.groups(axes)
         return tuple(r for r, group in enumerate(groups) if group == groups[self.rank])
 
@@ -135,14 +134,14 @@ class Mesh:
         return f"{self.module}: {operation}"
 
     def site(self, shape: Sequence[int]) -> Site:
-        """The operation that starts now; the same name whenever the model runs."""
+        """Name the operation that starts now, with the same name in every run of the model."""
         ordinal = self.ordinals[-1] if self.ordinals else 0
         if self.ordinals:
             self.ordinals[-1] += 1
         return self.module, ordinal, tuple(shape)
 
     def overlaps(self, work: int) -> bool:
-        """Whether an operation with ``work`` multiplications in its interior is worth cutting in pieces."""
+        """Whether an operation with ``work`` multiplications in its interior is split to overlap its halo."""
         return self.overlap == "on" or (self.overlap == "auto" and work >= OVERLAP_WORK)
 
     def count(self, module: str, sent: int) -> None:

@@ -1,4 +1,4 @@
-"""Peak bytes of the tensors that are alive, counted as they are made and freed; works on the meta device."""
+"""Measure the peak bytes of live tensors by counting storages as they are made and freed, on any device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PeakMeter(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Tensors that shall not count though operations may return them."""
+        """Do not count these tensors, even if operations return them."""
         for tensor in tensors:
             self._track(tensor.untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):  # whoever made them, they are not this operation's
+        for value in tree_leaves((args, kwargs)):  # inputs of the operation, not made by it
             if isinstance(value, Tensor) and id(value.untyped_storage()) not in self._known:
                 self._track(value.untyped_storage(), 0)
         result = func(*args, **(kwargs or {}))

@@ -1,5 +1,6 @@
-"""Compute the interior while halos travel, the border strips after; in the backward, send border gradients
-first."""
+"""Compute the interior while halos are in flight, then the border strips; the backward sends border gradients
+first.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Region = dict[int, Interval]  # per dimension
 
 @dataclass
 class Halo:
-    """One fetch under way, and later its gradients."""
+    """One fetch in progress, and later the exchange of its gradients."""
 
     plan: Plan
     mesh: Mesh
@@ -36,7 +37,7 @@ class Halo:
 
 
 class Enter(Function):
-    """Sends what others need. Its backward comes last: it adds the border gradients that have arrived."""
+    """Sends the pixels that others need. Its backward runs last and adds the received border gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
@@ -75,7 +76,7 @@ class Boxes(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         halo: Halo = ctx.halo
-        if is_grad_enabled():  # a graph of the gradient is wanted: one plain delivery
+        if is_grad_enabled():  # create_graph=True: one differentiable exchange without overlap
             whole = _summed(grads, ctx.boxes, halo.plan)
             return Deliver.apply(whole, halo.plan, halo.mesh, halo.module), None, None
         parts = list(zip(ctx.boxes, grads))
@@ -87,7 +88,7 @@ class Boxes(Function):
 
 
 def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Plan) -> Tensor:
-    """The gradient of the whole buffer, from those of its boxes."""
+    """Sum the gradients of the boxes into the gradient of the whole buffer."""
     total: Any = 0
     for grad, box in zip(grads, boxes):
         pads = [0] * (2 * grad.ndim)
@@ -121,7 +122,7 @@ def _narrowed(x: Tensor, region: Region) -> Tensor:
 
 
 def interior(window: Window, held: Interval, outputs: Interval) -> Interval:
-    """The outputs whose windows lie within what the rank holds."""
+    """The outputs whose windows lie within the rank's tile."""
     lo = -(-(held[0] + window.before) // window.stride)
     hi = (held[1] - window.span + window.before) // window.stride + 1
     lo, hi = min(max(lo, outputs[0]), outputs[1]), min(max(hi, outputs[0]), outputs[1])
@@ -153,7 +154,7 @@ class Division:
 
     @classmethod
     def of(cls, windows: Mapping[int, Window], held: Region, outputs: Region) -> Division | None:
-        """None where there is nothing to compute before the halo is here, or nothing after."""
+        """The division, or None if the interior or the border strips are empty."""
         inner = {dim: interior(windows[dim], held[dim], outputs[dim]) for dim in outputs}
         if inner == outputs or any(lo == hi for lo, hi in inner.values()):
             return None
@@ -165,12 +166,12 @@ class Division:
         return rest * prod(hi - lo for lo, hi in self.inner.values())
 
     def interior_input(self) -> Region:
-        """What the interior reads, relative to what the rank holds."""
+        """The pixels that the interior reads, relative to the rank's tile."""
         needs = {dim: self.windows[dim].need(*span) for dim, span in self.inner.items()}
         return {dim: (lo - self.held[dim][0], hi - self.held[dim][0]) for dim, (lo, hi) in needs.items()}
 
     def strip_input(self, strip: Region, dims: tuple[int, ...]) -> Slices:
-        """What a strip reads, relative to the buffer that a fetch for all outputs would make."""
+        """The pixels that a strip reads, relative to the buffer of a fetch for all outputs."""
         found = []
         for dim in dims:
             origin = self.windows[dim].need(*self.outputs[dim])[0]

@@ -1,4 +1,6 @@
-"""Who sends which rectangle to whom. Pure: built from splits and wants alone, the same on every rank."""
+"""Exchange plans: which rank sends which rectangle to which. Computed from splits and wants alone, without
+communication, so all ranks get the same plan.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class Plan:
 
     @property
     def plain(self) -> bool:
-        """This rank wants one rectangle of what it holds, as it is."""
+        """Whether the result is one unflipped rectangle of this rank's own tile."""
         one = len(self.own) == 1 and not self.own[0].flips and self.own[0].shape == self.wanted
         return one and not self.sends and not self.recvs
 
@@ -97,8 +99,9 @@ def _piece(combination: Iterable[tuple[Interval, Interval, bool]], origin: tuple
 
 
 def _have(dims: tuple[Dim, ...], source: int, target: int) -> Slices:
-    """What ``source`` should send to ``target``: along a dimension that both cut alike, all it holds; else
-    what it owns and ``target`` does not hold already."""
+    """The box that ``source`` sends to ``target``: all it holds along dimensions that both cut alike, else
+    the pixels it owns and ``target`` does not hold.
+    """
     return tuple(_have_along(axis, source, target) for axis in dims)
 
 
@@ -141,7 +144,7 @@ def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Plan
 
 
 def _covered(dims: tuple[Dim, ...], target: int) -> bool:
-    """``target`` holds all it wants. A rank that wants an empty box wants nothing."""
+    """Whether ``target`` already holds all it wants. An empty box wants nothing."""
     wants = [axis.wants[target] for axis in dims]
     if any(want_length(want) == 0 for want in wants):
         return True

@@ -1,4 +1,4 @@
-"""Values that all ranks hold alike: sums over tiles, values entering tiles, values meeting parameters."""
+"""Replicated values: sums over tiles, and their use together with tiles or parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Total(Function):
 
 
 class Spread(Function):
-    """A replicated value enters tiles: unchanged forwards; backwards the tiles' contributions are summed."""
+    """Use a replicated value in tiles: identity forward; the backward sums the contributions of all tiles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str | None = None) -> Tensor:

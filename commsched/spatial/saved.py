@@ -1,5 +1,4 @@
-"""What autograd keeps of a fetched buffer: the tile, which exists anyway, and the few pixels that came from
-others."""
+"""Let autograd save a fetched buffer as the tile, which exists anyway, plus the pixels received."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from commsched.spatial.plan import Plan
 
 
 class _Recipe:
-    """Makes the buffer again from the tile and the messages."""
+    """Rebuilds the buffer from the tile and the received messages."""
 
     def __init__(self, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]) -> None:
         self.tile, self.version = tile.detach(), tile._version
@@ -45,7 +44,7 @@ def compact(
 ) -> AbstractContextManager[Any]:
     """Within this context autograd keeps ``buffer`` as a recipe; other tensors as they are.
 
-    Where hooks of the user's are active (activation checkpointing, offloading) those decide instead.
+    If saved-tensor hooks of the user are active (activation checkpointing, offloading), they apply instead.
     """
     if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
         return nullcontext()

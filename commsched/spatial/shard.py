@@ -1,4 +1,4 @@
-"""`shard`: give a model its mesh, know which module runs, make sure that all ranks mean the same image."""
+"""`shard`: attach a mesh to a model, track the running module, and check that ranks run the same image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commsched.spatial.tile import Tile, tiles_in, tree_map
 from commsched.transport.channel import Channel, DistChannel, SilentChannel
 
 Model = TypeVar("Model", bound=nn.Module)
-_DATA_CHANNEL = 5  # connections of our own: halos never wait behind an optimizer's messages
+_DATA_CHANNEL = 5  # separate connections: halos do not wait behind the optimizer's messages
 _NOTE = 512  # bytes of a note that ranks compare
 _hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
@@ -70,18 +70,18 @@ def shard(
 
 
 def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """What leaves the model has no margins."""
+    """Trim margins from the model's outputs."""
     return tree_map(lambda t: trimmed(t) if isinstance(t, Tile) else t, output)
 
 
 def unshard(model: nn.Module) -> None:
-    """Take back what `shard` attached, so that the model takes plain images again."""
+    """Undo `shard`: the model takes plain images again."""
     for handle in _hooks.pop(model, []):
         handle.remove()
 
 
 def _default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
-    """This rank's block of consecutive ranks, over whatever group the job has."""
+    """A channel over this rank's block of consecutive ranks, in the job's process group."""
     group, tiles = _group(), prod(grid)
     world = 1 if group is None else group.size()
     if world != tiles * replicas or replicas < 1:
@@ -128,7 +128,7 @@ def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list
 
 
 class _Forward:
-    """What happens before and after each forward of a sharded model."""
+    """Hooks before and after each forward of a sharded model."""
 
     def __init__(self, mesh: Mesh, name: str, fuse_halo: int | str) -> None:
         self._mesh, self._name, self._fuse_halo = mesh, name, fuse_halo
@@ -136,9 +136,9 @@ class _Forward:
         self._generators: SharedGenerators | None = None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make sure that all ranks mean the same image, and that they will draw the same random numbers."""
+        """Check that all ranks run the same image and share the random state."""
         mesh = self._mesh
-        if len(mesh.names) > 0:  # the model runs inside itself
+        if len(mesh.names) > 0:  # a forward inside the model's own forward
             return
         tiles = list(tiles_in((args, kwargs)))
         if any(tile.mesh.dry for tile in tiles):
@@ -179,7 +179,7 @@ class _Forward:
 
 
 def name_hooks(module: nn.Module, mesh: Mesh, path: str, kind: str) -> list[RemovableHandle]:
-    """Tell ``mesh`` while ``module`` runs."""
+    """Keep the name of the running module in ``mesh``."""
     name = f"{path} ({kind})" if path else kind
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -187,7 +187,7 @@ def name_hooks(module: nn.Module, mesh: Mesh, path: str, kind: str) -> list[Remo
         mesh.ordinals.append(0)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if mesh.names and mesh.names[-1] == name:  # a refused entry leaves before it entered
+        if mesh.names and mesh.names[-1] == name:  # the pre-hook raised, so this module never entered
             mesh.names.pop()
             mesh.ordinals.pop()
 

@@ -29,7 +29,7 @@ class SharedGenerators:
         return blake2b(self._state.numpy().tobytes(), digest_size=8).digest()
 
     def share(self, mesh: Mesh, module: str) -> None:
-        """Take over the first rank's state; every rank calls it."""
+        """Copy the first rank's generator state; collective."""
         axes = tuple(range(len(mesh.grid)))
         first = everyone(self._state, mesh, axes, "state of the random generators", module)[0]
         self._replaced = not torch.equal(first, self._state)
@@ -62,7 +62,7 @@ def draws(mesh: Mesh) -> bool:
 def shared_seed(mesh: Mesh, device: torch.device) -> int:
     """A number from the default generator of the mesh's first rank."""
     axes = tuple(range(len(mesh.grid)))
-    if device.type == "meta":  # a dry run draws nothing
+    if device.type == "meta":  # dry runs draw no numbers
         everyone(torch.empty(1, dtype=torch.int64, device="meta"), mesh, axes, "seed")
         return 0
     drawn = torch.zeros(1, dtype=torch.int64)

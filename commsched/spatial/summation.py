@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 
 import comm_core
 import commsched
-from commsched.collectives import state
+from commsched.collectives.current_carrier import carrier, epoch
 from commsched.errors import CommError
 
 Ranks = Sequence[Sequence[Sequence[int]]]
@@ -43,7 +43,7 @@ class StageSum:
         rank = commsched.rank()
         if len(members) == 1 or rank not in members:
             return None
-        meeting, call = state.engine().meeting, next(_calls[state.epoch(), members])
+        meeting, call = carrier().meeting, next(_calls[epoch(), members])
         store = PrefixStore(f"spatial/{'-'.join(map(str, members))}/{call}", meeting.store)
         place = members.index(rank)
         try:
@@ -53,7 +53,7 @@ class StageSum:
                 f"rank {rank} could not connect to the other ranks of {members} from {meeting.address}: "
                 f"{error}"
             ) from error
-        transport = comm_core.DirectTransport(comm_core.GatedChannel(link), place, len(members))
+        transport = comm_core.DirectTransport(link, place, len(members))
         transport.set_timeout(self._timeout)
         return transport
 

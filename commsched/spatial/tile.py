@@ -1,4 +1,4 @@
-"""`Tile`: a tensor with a global shape of which each rank holds a part, and what may be done to it."""
+"""`Tile`: a tensor with a global shape of which each rank holds a part, and its registry of operations."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Cuts = tuple[Cut | None, ...]  # one entry per mesh axis; None: all ranks along 
 class Tile(torch.Tensor):
     """This rank's part (``local``) of a tensor whose ``shape`` is that of the whole.
 
-    It owns no storage: torch functions on it are looked up in a registry, and one that mixes pixels in a way
-    nobody wrote down is refused by name instead of computing on the part as if it were the whole.
+    It owns no storage: torch functions on it are looked up in a registry. A function that is not registered
+    and may mix pixels is refused by name instead of treating the part as the whole.
     """
 
     local: Tensor
@@ -108,7 +108,7 @@ class Tile(torch.Tensor):
 
 
 def _getters(*names: str) -> set[Any]:
-    """What torch calls when these attributes of a tensor are read."""
+    """The getter functions that torch calls for these tensor attributes."""
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
@@ -187,7 +187,7 @@ def tiles_in(tree: Any) -> Iterator[Tile]:
 
 
 def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """``tree`` with every tensor replaced."""
+    """``tree`` with ``function`` applied to every tensor."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):

@@ -16,8 +16,8 @@ def startup_bound(
 ) -> float:
     """As ``lower_bound``, but each RS and each AG pays ``link.alpha``: tighter where that matters.
 
-    Few buckets make bytes wait for each other, many buckets cost start-ups; this is the best trade of the
-    two if collectives could still be preempted for nothing.
+    Few buckets make bytes wait for each other, many buckets cost start-ups. This bound takes the best number
+    of buckets, with collectives that can be preempted at no cost.
     """
     plain = lower_bound(profile, link, gather=gather, early_step=early_step, ranks=ranks)
     if profile.total_bytes == 0:
@@ -29,7 +29,7 @@ def startup_bound(
 
 
 def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> tuple[float, list[float]]:
-    """The least exposed time of the relaxation with start-ups, and the buckets that reach it.
+    """The least exposed time of the relaxation with start-ups, and buckets that reach it.
 
     A bucket is given by where it ends, in bytes counted from layer 0 up; the first one is the last that the
     backward fills. With ``exposed`` given, the buckets for that exposed time instead (none if it cannot be
@@ -57,7 +57,7 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
 
     if exposed is not None:
         return exposed, cuts(exposed)
-    # One bucket needs no more; a little is added for rounding.
+    # One bucket never needs more; the factor covers rounding.
     low, high = 0.0, 2 * (link.alpha + link.beta * total) * (1 + 1e-9)
     for _ in range(60):
         middle = (low + high) / 2

@@ -8,5 +8,5 @@ from scheduler.ir.profile import Profile
 
 
 def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ranks: int = 2) -> float:
-    """The larger of the compute and the wire's time for all bytes; ignores who waits for whom."""
+    """The larger of the compute and the link time of all bytes; ignores dependencies."""
     return max(compute_seconds(profile, gather), 2 * link.beta * profile.total_bytes)

@@ -1,4 +1,4 @@
-"""The window of a layer: the compute under which everything up to this layer must cross the link."""
+"""The window of layer m: the compute during which the bytes of layers 0 to m must cross the link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.ir.profile import Profile
 
 @dataclass(frozen=True)
 class Window:
-    """What the bounds need, per layer m: bytes of layers 0..m, and compute of the layers below m."""
+    """Per layer m: bytes of layers 0 to m, and compute of the layers below m."""
 
     upto: np.ndarray
     forward_below: np.ndarray
@@ -31,8 +31,8 @@ class Window:
         return self.forward_below + self.backward_below
 
     def late(self, link: Link) -> float:
-        """Exposed time if every AG stands after the last RS: what is left of the RS, then of the AG."""
-        some = self.upto > 0  # a layer with nothing at or below it waits for nothing
+        """Exposed time if every AG comes after the last RS: exposed part of the RS plus that of the AG."""
+        some = self.upto > 0  # without bytes at or below a layer, it does not wait
         if not some.any():
             return 0.0
         wire = link.alpha + link.beta * self.upto[some]

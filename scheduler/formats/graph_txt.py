@@ -111,9 +111,7 @@ class Graph:
         return tuple(stages.index(stage) for stage in range(stages[-1] + 1))
 
     def order(self) -> list[int]:
-        """Node numbers, every one after all it reads, lower stages first; a ``ValueError`` names the nodes of
-        a cycle.
-        """
+        """Node numbers in topological order, lower stages first; a ``ValueError`` names a cycle's nodes."""
         waiting = [0] * len(self.nodes)
         after: list[list[int]] = [[] for _ in self.nodes]
         for source, target in self.edges:
@@ -139,14 +137,14 @@ class Graph:
 
 
 def read_graph(path: str | Path, update_per_byte: float = 0.0) -> Profile:
-    """The profile in a graph.txt; a ``ValueError`` names the file, the line, the field and the value at
-    fault.
+    """Read a graph.txt as a profile; a ``ValueError`` names the file, the line, the field and the wrong
+    value.
     """
     return Graph.load(path).profile(Path(path).stem, update_per_byte)
 
 
 def parse_graph(text: str, where: str = "graph.txt") -> Graph:
-    """The nodes and edges of a graph.txt as they stand there."""
+    """Parse the nodes and edges of a graph.txt, in the order of the file."""
     nodes: dict[str, tuple[int, Node]] = {}
     edges: list[tuple[int, int]] = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -23,7 +23,7 @@ from typing import Any
 from scheduler.ir.codec import read_json
 
 OURS = "commsched"
-"""The field for the parts of a plan that the format has no field for; the other runtimes ignore it."""
+"""Our own field, for the parts of a plan that the format has no field for; other runtimes ignore it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class HybridConf:
 
 
 def read_hybrid_conf(path: str | Path) -> HybridConf:
-    """What a file says; a ``ValueError`` names the file, the field and the value at fault."""
+    """Read a file; a ``ValueError`` names the file, the field and the wrong value."""
     return parse_hybrid_conf(read_json(path), str(path))
 
 

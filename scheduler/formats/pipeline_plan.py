@@ -1,4 +1,4 @@
-"""Plan files: how a model is cut and replicated, what the planner expects of that, and which model it is."""
+"""Plan files: the cuts, replicas and ranks of a pipeline, its predicted times, and the model it is for."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PipelinePlan(JsonFile):
                 )
 
     def after(self, nodes: int) -> PipelinePlan:
-        """Without so many nodes at the start of the first stage."""
+        """The plan without the first ``nodes`` nodes of the first stage."""
         cuts = (0, *(cut - nodes for cut in self.cuts[1:]))
         return replace(self, sizes=self.sizes[nodes:], cuts=cuts)
 

@@ -73,12 +73,12 @@ def read_json(path: str | Path) -> Any:
 
 
 def register(kind: Any, to_json: Callable[[Any], Any], from_json: Callable[[Any], Any]) -> None:
-    """Gives a type a form of its own in files."""
+    """Register functions that convert a type to and from JSON, instead of the default conversion."""
     _FORMS[kind] = to_json, from_json
 
 
 def encode(value: Any, kind: Any) -> Any:
-    """``value``, which has the type ``kind``, as JSON."""
+    """Convert ``value`` of type ``kind`` to JSON data."""
     if kind in _FORMS:
         return _FORMS[kind][0](value)
     if _is_record(kind):
@@ -91,7 +91,7 @@ def encode(value: Any, kind: Any) -> Any:
 
 
 def decode(data: Any, kind: Any, where: str) -> Any:
-    """The value of type ``kind`` that ``data`` encodes; ``where`` is its place in words."""
+    """Convert JSON data to a value of type ``kind``; errors name the field by ``where``."""
     try:
         if kind in _FORMS:
             return _FORMS[kind][1](data)

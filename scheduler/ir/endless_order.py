@@ -12,7 +12,7 @@ GRADIENTS = frozenset({Kind.B, Kind.W})
 
 
 def position(order: Sequence[Action], place: int, period: int = 0) -> int:
-    """Where the action at ``place`` serves ``period``."""
+    """The position at which the action at ``place`` runs for ``period``."""
     return place + (period - order[place].shift) * len(order)
 
 
@@ -25,12 +25,12 @@ def last_gradient(order: Sequence[Action], stage: int) -> int:
 
 
 def first_forward(order: Sequence[Action], stage: int) -> int:
-    """The place of the forward that is the first to use the version which period 0's step makes."""
+    """The place of the first forward that uses the weight version made by the STEP of period 0."""
     places = (place for place, action in enumerate(order) if action.stage == stage and action.kind is Kind.F)
     return min(places, key=lambda place: first_use(order, place))
 
 
 def first_use(order: Sequence[Action], place: int) -> int:
-    """Where the forward at ``place`` is the first to use the version that period 0's step makes."""
+    """The first position at which the forward at ``place`` uses the version made by the STEP of period 0."""
     # The version after period 0 is number 1: the forwards of period 1 - version use it.
     return position(order, place, 1 - (order[place].version or 0))

@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from scheduler.ir.actions import Kind
+from scheduler.ir.checks import check_numbers
 from scheduler.ir.codec import JsonFile
 
 STARTUP = 2e-4
@@ -41,7 +41,7 @@ class Link(JsonFile):
     error: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, ("alpha", "beta", "error"))
+        check_numbers(self, "Link", "alpha", "beta", "error")
 
     def cost(self, kind: Kind, size: float) -> float:
         """Seconds of one collective, ``size`` being the whole message (the bucket), not one rank's share."""
@@ -100,7 +100,7 @@ class Level:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"a level needs at least 1 member, got {self.ranks}")
-        _check_numbers(self, ("alpha", "beta", "overhead"))
+        check_numbers(self, "Level", "alpha", "beta", "overhead")
 
     @property
     def share(self) -> float:
@@ -226,17 +226,3 @@ def _least_squares(rows: np.ndarray) -> tuple[float, float]:
     if beta < 0:
         return float(rows[:, 0] @ ones / (rows[:, 0] @ rows[:, 0])), 0.0
     return float(alpha), float(beta)
-
-
-def _check_numbers(record: Any, names: Sequence[str]) -> None:
-    for field in names:
-        value = getattr(record, field)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-            or value < 0
-        ):
-            raise ValueError(
-                f"{type(record).__name__}: {field} must be a finite number of at least 0, got {value!r}"
-            )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from scheduler.ir.checks import check_numbers
 from scheduler.ir.codec import JsonFile
 
 
@@ -25,29 +25,19 @@ class Layer:
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("forward", "backward", "bytes", "activation_bytes", "weight_backward", "fixed"):
-            value = getattr(self, field)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not math.isfinite(value)
-                or value < 0
-            ):
-                raise ValueError(
-                    f"layer {self.name!r}: {field} must be a finite number of at least 0, got {value!r}"
-                )
+        where = f"layer {self.name!r}"
+        check_numbers(
+            self, where, "forward", "backward", "bytes", "activation_bytes", "weight_backward", "fixed"
+        )
         for field in ("bytes", "activation_bytes", "group"):
             if int(getattr(self, field)) != getattr(self, field):
-                raise ValueError(
-                    f"layer {self.name!r}: {field} must be a whole number, got {getattr(self, field)!r}"
-                )
+                raise ValueError(f"{where}: {field} must be a whole number, got {getattr(self, field)!r}")
         if self.fixed > 1:
-            raise ValueError(f"layer {self.name!r}: fixed is a part, 0 to 1, got {self.fixed}")
+            raise ValueError(f"{where}: fixed is a part, 0 to 1, got {self.fixed}")
         if self.weight_backward > self.backward:
             raise ValueError(
-                f"layer {self.name!r}: weight_backward ({self.weight_backward}) is part of"
-                f" backward ({self.backward})"
-                " and cannot be larger"
+                f"{where}: weight_backward ({self.weight_backward}) is part of backward ({self.backward}) and"
+                " cannot be larger"
             )
 
 
@@ -68,12 +58,7 @@ class Profile(JsonFile):
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ValueError(f"profile {self.name!r} has no layers; a profile needs at least one")
-        for field in ("update_per_byte", "traffic_per_byte"):
-            value = getattr(self, field)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(
-                    f"profile {self.name!r}: {field} must be finite and at least 0, got {value!r}"
-                )
+        check_numbers(self, f"profile {self.name!r}", "update_per_byte", "traffic_per_byte")
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class Program(JsonFile):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Frozen lanes cannot be pickled as they are; plans travel between processes."""
+        """Pickle the lanes as dictionaries: a mapping proxy cannot be pickled, and plans cross processes."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["kernel"] = tuple(dict(lanes) for lanes in self.kernel)
         return type(self), tuple(values.values())

@@ -1,4 +1,4 @@
-"""From a kernel to a run of so many periods."""
+"""Unroll a kernel into a run of a given number of periods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Run = list[dict[str, tuple[Action, ...]]]
 
 
 def reach(kernel: Iterable[Lanes]) -> tuple[int, int]:
-    """How many periods the actions of one iteration look back and ahead at most."""
+    """The largest negative and the largest positive shift of a kernel, both as numbers of periods."""
     shifts = [action.shift for lanes in kernel for order in lanes.values() for action in order]
     return max(0, -min(shifts, default=0)), max(0, max(shifts, default=0))
 
 
 def depth(program: Program) -> int:
-    """How many iterations more than kernel runs there are, split between its start and its end."""
+    """The iterations that a run needs beyond its periods to fill and to drain the pipeline."""
     return sum(reach(program.kernel))
 
 
@@ -26,7 +26,8 @@ def unroll(program: Program, periods: int, only: Sequence[str] | None = None) ->
     """Every rank's lanes (or ``only`` some) over a whole run, as actions whose shift is their period, from 0
     to ``periods - 1``.
 
-    The run starts and ends with iterations of the kernel in which the periods that do not exist are left out.
+    The first and last iterations of the kernel are incomplete: actions of periods outside the run are left
+    out.
     """
     back, ahead = reach(program.kernel)
     iterations = range(-ahead, periods + back)
@@ -46,5 +47,5 @@ def unroll(program: Program, periods: int, only: Sequence[str] | None = None) ->
 
 
 def version(action: Action, period: int | None = None) -> int:
-    """The number of the weight version that an unrolled action computes with: steps taken so far."""
+    """The weight version that an unrolled action computes with: the number of optimizer steps before it."""
     return max(0, (action.shift if period is None else period) + (action.version or 0))

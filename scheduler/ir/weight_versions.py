@@ -1,4 +1,4 @@
-"""What a pipeline program means: which weights each micro-batch sees, and what must be kept for that."""
+"""Weight versions of a pipeline program: which one each micro-batch computes with, and how many are alive."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Use = tuple[int, int, int]
 
 
 def delays(program: Program) -> tuple[int, ...]:
-    """The delay vector: by stage, how many steps old the gradient is that it applies, once settled.
+    """By stage, how many steps old the gradients are that a STEP applies, once the pipeline is full.
 
-    Where the micro-batches of a period differ (no generator does that), the oldest counts.
+    If micro-batches of one period differ (no generator makes such programs), the oldest counts.
     """
     layout = program.pipeline
     if layout is None:
@@ -43,7 +43,7 @@ def version_map(program: Program, periods: int) -> dict[Use, int]:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one rank keeps of one stage while an action runs, and when it has ended."""
+    """Versions and activations of one stage that are alive during one action, and after it."""
 
     action: Action
     stage: int
@@ -54,7 +54,7 @@ class Moment:
 
 
 def moments(order: tuple[Action, ...], stage: int) -> Iterator[Moment]:
-    """A stage's versions and activations at every action of an unrolled compute lane.
+    """Count a stage's live versions and activations at each action of an unrolled compute lane.
 
     A version lives from the step that makes it to its last use; a step may write into the buffer of a version
     that nothing needs any more. Activations live from the forward to the last use by B or W.
@@ -94,7 +94,7 @@ def live(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
     orders = [lanes[COMPUTE_LANE] for lanes in unroll(program, settled(program), (COMPUTE_LANE,))]
     versions, activations = [], []
     for stage, ranks in enumerate(layout.ranks):
-        # Replicas mostly do the same: each order is looked at once.
+        # Replicas mostly have the same order: walk each distinct order once.
         found = [moment for order in {orders[rank] for rank in ranks} for moment in moments(order, stage)]
         versions.append(max((moment.versions for moment in found), default=1))
         activations.append(max((moment.activations for moment in found), default=0))
@@ -102,5 +102,5 @@ def live(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def settled(program: Program) -> int:
-    """Periods of a run that has shown everything there is: fill, kernels at rest, drain."""
+    """A number of periods that is enough for a run to fill, repeat its kernel at rest, and drain."""
     return depth(program) + max(delays(program), default=0) + 2

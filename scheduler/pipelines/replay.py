@@ -1,5 +1,6 @@
-"""A run of a program slot by slot, every computation taking one: for tables, and for executing a program in
-one process.
+"""Unroll a program into slots in which every computation takes one slot.
+
+Tables show these slots, and tests execute programs in one process in this order.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from scheduler.simulate.task_graph import OTHER, GraphBuilder, Task, TaskGraph
 _BEFORE = {Kind.B: (Kind.F,), Kind.W: (Kind.B,)}
 
 Slot = list[tuple[int, Action]]
-"""What runs at the same time: rank and action (whose shift is its period)."""
+"""The (rank, action) pairs that run at the same time; an action's shift is its period."""
 
 
 def replay(program: Program, periods: int) -> list[Slot]:
-    """The slots of a run. A step takes no time: it stands in the slot of the action before it."""
+    """The slots of a run. A STEP takes no time: it is in the slot of the action before it."""
     graph = _run_graph(program, periods)
-    # An action's slot is the one in which it ends; those of one slot follow each other as they start.
+    # An action belongs to the slot in which it ends.
     result = run(graph, 1)
     slots: list[Slot] = [[] for _ in range(round(result.end.max(initial=0.0)))]
     for number, task in enumerate(graph.tasks):

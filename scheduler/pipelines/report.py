@@ -1,4 +1,4 @@
-"""What the simulator says about a pipeline: bubbles, memory, delays.
+"""A simulated pipeline's period, bubbles, memory and delays.
 
 report = examine(program, profile, Link.parse("10gbit"))
 print(report)
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which nothing is computed."""
+        """The fraction of time without compute, averaged over the ranks."""
         return float(np.mean(self.bubble))
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Report:
 def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()) -> Report:
     """Simulates a program with stages. ``link`` is one wire for everything a rank sends, a mapping with
     ``link`` for collectives and ``send`` for the messages between stages, or a cluster. ``handling``: seconds
-    in which a rank, for each action, hands on what it has computed and takes up the next; no computation.
+    that each rank needs between two actions (receiving, queueing, sending) besides the computation.
     """
     layout = program.pipeline
     if layout is None:

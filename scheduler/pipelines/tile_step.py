@@ -31,7 +31,7 @@ def plan_tiles(
 ) -> Program:
     """Halos first, then gradients, in chunks that hold a halo up for ``longest_wait`` seconds at most."""
     chunk = largest_chunk(named_link(link, LINK_LANE), longest_wait)
-    # A bucket is closed by the part that fills it, which is cut a little late.
+    # A bucket closes with the part that fills it, so it can exceed the limit by one part: use half.
     half = max(chunk / 2 - ALIGNMENT, 1.0)
     layers = range(len(profile.layers))
     compute = [Action(Kind.F, layer) for layer in layers] + [Action(Kind.B, layer) for layer in layers[::-1]]

@@ -21,7 +21,9 @@ def dear(
     bucket_bytes: float | None = None,
     **step: Any,
 ) -> Program:
-    """Unless told otherwise, with the best bucket size of a ladder: the authors tune theirs too."""
+    """Uses the best bucket size of ``LADDER`` unless ``buckets`` or ``bucket_bytes`` are given: the authors
+    tune theirs too.
+    """
     problem = Problem(profile, link, **step)
     return problem.fastest(
         problem.program("dear", chosen, decoupled(chosen))

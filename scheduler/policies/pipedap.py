@@ -31,7 +31,7 @@ def pipedap(
     bucket_bytes: float | None = None,
     **step: Any,
 ) -> Program:
-    """Unless told otherwise, with the best bucket size of a ladder, as for DeAR."""
+    """Uses the best bucket size of ``LADDER`` unless ``buckets`` or ``bucket_bytes`` are given."""
     problem = Problem(profile, link, **step)
     return problem.fastest(
         problem.program("pipedap", chosen, _order(problem, chosen))

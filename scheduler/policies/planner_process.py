@@ -1,7 +1,7 @@
 """``policies.plan`` for another process: a pickled question comes in, a pickled answer goes out.
 
-Planning loads the compiler of the search's kernels, 120 MB that a training process should not keep. Who wants
-a plan starts ``command()`` as a child and talks to it with ``question`` and ``answer``.
+Planning loads numba, 120 MB that a training process should not keep. A caller starts ``command()`` as a child
+process, writes ``question(...)`` to it and reads the reply with ``answer``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def command() -> list[str]:
 
 
 def question(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> bytes:
-    """What ``serve`` reads."""
+    """The bytes that ``serve`` reads: one planning request."""
     return pickle.dumps((profile, link, policy, dict(options)))
 
 
 def answer(reply: bytes) -> Program:
-    """The program in ``serve``'s reply, or the ``ValueError`` that planning ended with."""
+    """The program in the reply of ``serve``; raises the ``ValueError`` that planning raised there."""
     outcome = pickle.loads(reply)
     if isinstance(outcome, ValueError):
         raise outcome
@@ -40,7 +40,7 @@ def answer(reply: bytes) -> Program:
 
 
 def serve(source: BinaryIO | None = None, target: BinaryIO | None = None) -> None:
-    """Answers one question."""
+    """Read one request from stdin, plan, and write the reply to stdout."""
     profile, link, policy, options = pickle.load(source or sys.stdin.buffer)
     outcome: Program | ValueError
     try:

@@ -1,4 +1,4 @@
-"""What a policy is asked to solve: a model, a link, and what the step looks like."""
+"""The input of every policy: a profile, a link, and how gradients and parameters are gathered."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Problem:
         return fuse_by_bytes(self.profile.sizes, limit, first, part, self.groups)
 
     def checked(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """The caller's buckets, or a ``ValueError`` that says why they are not this model's."""
+        """Check the caller's buckets: they must cover this model, and hold one group each."""
         check_cover(buckets, self.profile.sizes)
         for number, bucket in enumerate(buckets):
             for layer in bucket.layers:
@@ -113,7 +113,9 @@ class Problem:
         return min(programs, key=self.period)
 
     def refuse_sharded(self, policy: str) -> None:
-        """All-reduce leaves no place for an update of shards."""
+        """Raise for gather="parameters": an all-reduce has no place for the update of shards between RS and
+        AG.
+        """
         if self.gather == "parameters":
             raise ValueError(
                 f"policy {policy!r} all-reduces gradients, and gather='parameters' updates between RS and AG;"

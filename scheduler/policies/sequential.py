@@ -23,9 +23,9 @@ def sequential(
 ) -> Program:
     """One bucket (for each group) unless told otherwise.
 
-    A program says no more about time than the order on the link. So the bucket that is complete last is
-    reduced first, which holds up the others until the backward has ended; and gathered last, which holds up
-    the forward.
+    A program states only the order on the link. To keep communication out of the backward, the bucket that
+    the backward completes last is reduced first: the others wait behind it. It is gathered last, so the
+    forward waits for all of them.
     """
     problem = Problem(profile, link, **step)
     (chosen,) = problem.candidates(buckets, bucket_bytes, [math.inf])

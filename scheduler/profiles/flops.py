@@ -40,9 +40,7 @@ V100 = Device("V100, fp32 at 50 % of 15.7 TFLOP/s, 75 % of 900 GB/s, 5 us per la
 
 @dataclass
 class Table:
-    """Collects a model's layers in forward order. ``rows`` is what a layer is applied to at once: images or
-    tokens.
-    """
+    """Collect the layers of a model in forward order. ``rows`` is the number of images or tokens per step."""
 
     device: Device = V100
     layers: list[Layer] = field(default_factory=list)
@@ -50,7 +48,7 @@ class Table:
     def layer(
         self, name: str, parameters: int, flops: float, traffic: float, outputs: int, matrix: bool
     ) -> None:
-        """``matrix``: the weight gradient is a product of its own, as long as the forward."""
+        """``matrix``: the weight gradient is a separate product with the cost of the forward."""
         once = self.device.seconds(flops, traffic)
         first = not self.layers
         self.layers.append(
@@ -65,7 +63,7 @@ class Table:
         )
 
     def extra(self, flops: float = 0.0, values: int = 0, backward: float = 1.0) -> None:
-        """Work without parameters, on ``values`` read and written, that joins the layer before it."""
+        """Add work without parameters (reading and writing ``values``) to the layer before it."""
         last = self.layers.pop()
         once = self.device.seconds(flops, 2 * values * FLOAT)
         self.layers.append(

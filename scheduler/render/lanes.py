@@ -1,4 +1,4 @@
-"""Events by lane, in the order in which every picture shows them."""
+"""Events by lane, in the order of all pictures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from scheduler.simulate.task_graph import EVERY_RANK
 
 
 def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Events by the name of their lane: each rank's compute first, then its other lanes, then what all ranks
-    share.
+    """Group events by lane: each rank's compute, its other lanes, then the lanes that all ranks share.
 
-    A lone rank's lanes carry no number.
+    With a single rank, lane names have no rank number.
     """
     found: dict[tuple[int, str], list[Event]] = {}
     for event in events:

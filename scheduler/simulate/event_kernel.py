@@ -81,7 +81,8 @@ def run_events(
             heapq.heappush(queue, (end[number], number))
             if resource[task] == 2 and slowdown > 0.0:
                 _use_link(1, rank[task], now, slowdown, busy, running, left, since, end, queue)
-        # What else ends at this very moment may free a server or make something more urgent ready.
+        # Grant servers only after all tasks that end at this moment: one may free a server or ready an urgent
+        # task.
         if len(competing) > 0 and (len(queue) == 0 or queue[0][0] > now):
             _grant(competing, granted, ready, taken, tasks, server_row, server)
             if len(ready) > 0:

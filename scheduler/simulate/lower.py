@@ -1,4 +1,4 @@
-"""From a program to its task graph, whatever kind of program it is."""
+"""Lower a program of any kind to its task graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scheduler.simulate.task_graph import TaskGraph
 
 
 def lower(program: Program, profile: Profile, link: Links | Cluster, ranks: int = 1) -> TaskGraph:
-    """The task graph of ``ranks`` ranks; where all do the same at the same speed, one stands for all. A
-    program with stages has all of its ranks.
+    """The task graph of ``ranks`` ranks: 1 is enough where all ranks do the same at the same speed. Programs
+    with stages always get all of their ranks.
     """
     if program.layers != len(profile.layers):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From a data-parallel program to a task graph: durations, and who waits for whom.
+"""Lower a data-parallel program to a task graph: durations and dependencies.
 
     F(l), B(l)      wait for the layer before them; B of the last layer for its F
     RS(b), AR(b)    wait for the backward of every layer with bytes in bucket b (its W, where that is apart)
@@ -98,8 +98,7 @@ class _Lowering:
             wait((Kind.W, layer), (Kind.B, layer + 1))
         wait((Kind.B, self.program.layers - 1), (Kind.F, self.program.layers - 1))
         sharded = self.program.gather == "parameters"
-        # Compute runs in the order in which it was placed, so the last part of the backward stands for all of
-        # it.
+        # Compute runs in the order of its lane, so waiting for the last backward waits for all of them.
         backward = [key for key in own if key[0] in (Kind.B, Kind.W)]
         for number, bucket in enumerate(self.program.buckets):
             rs, ag, ar, update = ((kind, number) for kind in (Kind.RS, Kind.AG, Kind.AR, Kind.UPDATE))
@@ -134,7 +133,7 @@ def _update_seconds(program: Program, profile: Profile, bucket: int) -> float:
 
 
 def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:
-    """The lanes with the updates that the program leaves to us (see the top of this file)."""
+    """The lanes with updates added where the program lists none (see the top of this file)."""
     stated = any(action.kind is Kind.UPDATE for actions in lanes.values() for action in actions)
     if stated or profile.update_per_byte == 0:
         return dict(lanes)

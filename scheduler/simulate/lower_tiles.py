@@ -1,4 +1,4 @@
-"""From a step on tiles to a task graph: the tasks of one rank, which stands for all.
+"""Lower a step on tiles to a task graph: the tasks of one rank, which all ranks share.
 
 F(l)      its interior waits for the layer before it, its border also for HALO(l)
 B(l)      its border comes first, HALOB(l) follows it; its interior hides HALOB(l)
@@ -20,7 +20,7 @@ Name = tuple[Kind, int]
 
 
 def halo_actions(program: Program) -> list[Action]:
-    """The halos that the borders of a program ask for."""
+    """The halo exchanges that the borders of a program need."""
     borders = [(layer, border) for layer, border in enumerate(program.borders) if border is not None]
     forward = [Action(Kind.HALO, layer) for layer, border in borders if border.forward]
     return forward + [Action(Kind.HALOB, layer) for layer, border in borders if border.backward]
@@ -105,6 +105,6 @@ class _Lowering:
                 self._wait(first, (Kind.F, layer), (Kind.AG, number), lag=1)
 
     def _wait(self, tasks: dict[Name, int], after: Name, before: Name, lag: int = 0) -> None:
-        """The first or last task of ``after`` waits for the last one of ``before``, where both are there."""
+        """Let the first or last task of ``after`` wait for the last task of ``before``, if both exist."""
         if after in tasks and before in self.last:
             self.graph.edge(self.last[before], tasks[after], lag)

@@ -1,4 +1,4 @@
-"""Peak memory of a program, by the order in which it computes."""
+"""Peak memory of a program, derived from its compute order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from scheduler.simulate.pipeline_memory import memory_by_rank
 
 
 def peak_memory(program: Program, profile: Profile) -> int:
-    """Bytes of parameters, gradients and activations that one rank holds at the worst moment.
+    """The peak bytes of parameters, gradients and activations on one rank.
 
     A forward keeps its activations until its backward; a backward makes its gradients, which live until the
     next forward that uses the parameters (the last moment at which their bucket is gathered and the update
-    made). Optimizer state is not counted. Of a program with stages: what the fullest rank holds.
+    made). Optimizer state is not counted. For a program with stages: the peak of the rank that holds most.
     """
     if program.pipeline is not None:
         return max(memory_by_rank(program, profile))
     layers = profile.layers
-    live = sum(layer.activation_bytes for layer in layers)  # the kernel starts behind the forward
+    # The kernel starts with the backward: all activations are alive.
+    live = sum(layer.activation_bytes for layer in layers)
     peak = live
     for action in program.lanes().get(COMPUTE_LANE, ()):
         if action.kind is Kind.B:

@@ -1,4 +1,4 @@
-"""Peak memory of a pipeline program, by the order in which each rank computes."""
+"""Peak memory of each rank of a pipeline program, derived from its compute order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scheduler.simulate.stage_costs import Stage, stages_of
 
 
 def memory_by_rank(program: Program, profile: Profile) -> tuple[int, ...]:
-    """Bytes that each rank holds at its worst moment: all weight versions alive, one gradient, and the
-    activations between forward and backward. Optimizer state and buffers of messages are not counted.
+    """The peak bytes of each rank: all live weight versions, one gradient, and the activations between
+    forward and backward. Optimizer state and buffers of messages are not counted.
     """
     layout = program.layout
     stages = stages_of(profile, layout)
@@ -44,5 +44,7 @@ def _bytes(
 
 
 def stage_bytes(stage: Stage, versions: int, activations: int, share: float = 1.0) -> float:
-    """Bytes of one stage on one rank: so many weight versions, the gradient, so many micro-batches."""
+    """Bytes of one stage on one rank for these numbers of weight versions and micro-batches, with the
+    gradient.
+    """
     return stage.bytes * (versions + 1) + stage.kept * activations * share

@@ -40,7 +40,9 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The action as pictures show it: without its shift, which its place in time makes plain."""
+        """The action without its shift, as pictures show it: the position in time already shows the
+        iteration.
+        """
         return str(replace(self.action, shift=0))
 
 
@@ -63,7 +65,7 @@ class Result:
 
     @property
     def exposed(self) -> float:
-        """The part of the period that is not compute: communication that nothing hides."""
+        """Seconds of the period that are not compute: communication that no compute hides."""
         return max(0.0, self.period - self.compute)
 
     @property
@@ -129,7 +131,7 @@ def simulate(
 def run(
     graph: TaskGraph, iterations: int | None = None, slowdown: float = 0.0, jitter: float = 0.0, seed: int = 0
 ) -> Result:
-    """Simulates a task graph: the part of ``simulate`` that every kind of program shares."""
+    """Simulate a task graph."""
     if iterations is None and jitter:
         iterations = 32
     tries = [iterations] if iterations else [2 + graph.longest_lag, 8, 32, MOST_ITERATIONS]
@@ -176,7 +178,8 @@ def _execute(
 def _speeds(iterations: int, ranks: int, jitter: float, seed: int) -> np.ndarray:
     if not jitter:
         return np.ones((iterations, ranks))
-    # Lognormal with mean 1 and relative standard deviation `jitter`: never negative, at times much slower.
+    # Lognormal with mean 1 and relative standard deviation `jitter`: never negative, with a tail of slow
+    # ranks.
     sigma = np.sqrt(np.log1p(jitter**2))
     noise = np.random.default_rng(seed).standard_normal((iterations, ranks))
     return np.exp(sigma * noise - sigma**2 / 2)
@@ -185,7 +188,7 @@ def _speeds(iterations: int, ranks: int, jitter: float, seed: int) -> np.ndarray
 def _settled_period(start: np.ndarray, end: np.ndarray, memory: int) -> float | None:
     """Seconds per iteration once iterations repeat, or None while they do not.
 
-    What happens in an iteration follows from the ``memory`` iterations before it, so as many must repeat.
+    An iteration depends on the ``memory`` iterations before it, so that many iterations must repeat.
     """
     times = np.stack([start, end])
     for cycle in range(1, _CYCLES + 1):

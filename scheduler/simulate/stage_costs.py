@@ -29,11 +29,11 @@ class Stage:
     traffic: float
 
     def seconds(self, whole: float, replicas: int) -> float:
-        """One of these times where a replica has its part of the rows."""
+        """One of these times for a replica that computes its share of the rows."""
         return whole * (self.fixed + (1 - self.fixed) / replicas)
 
     def step(self, replicas: int, sharded: bool) -> float:
-        """The optimizer's seconds, and those in which RS and AG keep a replica from computing."""
+        """Seconds of the optimizer step, plus seconds in which RS and AG keep a replica from computing."""
         moved = 2 * (replicas - 1) / replicas
         return self.update / (replicas if sharded else 1) + moved * self.traffic
 
@@ -53,7 +53,7 @@ def _stage(profile: Profile, layout: Layout, number: int) -> Stage:
     again = layout.recompute[number]
     compute = [layer.forward + layer.backward for layer in layers]
     fixed = sum(layer.fixed * seconds for layer, seconds in zip(layers, compute, strict=True))
-    # Whoever recomputes keeps only the input, and has everything once while its backward runs.
+    # A stage that recomputes keeps only its input; all activations exist once, while its backward runs.
     return Stage(
         forward=forward,
         backward=sum(layer.backward for layer in layers) + (forward if again else 0.0),

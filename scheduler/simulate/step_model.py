@@ -1,8 +1,8 @@
-"""The period of a data-parallel step, fast: what a search calls thousands of times.
+"""The period of a data-parallel step for searches, which evaluate thousands of orders.
 
 Between two iterations a data-parallel step is at rest: the last forward has waited for every bucket, so
-nothing is under way. Hence one pass over one iteration gives the exact steady state. The simulator says the
-same for these programs (a test compares them); it is slower, because it serves every program.
+no message is in flight. So one pass over one iteration gives the exact steady state. A test compares it with
+the event simulator, which is slower because it runs programs of every kind.
 """
 
 from __future__ import annotations

@@ -18,13 +18,12 @@ import numpy as np
 from scheduler.ir.actions import Action
 
 OTHER, COMPUTE, LINK = 0, 1, 2
-"""What a task occupies: nothing that others feel, a rank's compute, a link (which may slow the compute down).
-"""
+"""What a task occupies: nothing shared, a rank's compute, or a link (traffic on it may slow the compute)."""
 
 EVERY_RANK = -1
 
 HIDDEN_LANE = ""
-"""The lane of tasks that only tie others together: they take no time and no picture shows them."""
+"""The lane of tasks that only join dependencies. They take no time and are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,12 @@ class TaskGraph:
 
     @cached_property
     def links(self) -> int:
-        """How many links the tasks use."""
+        """The number of distinct links that the tasks use."""
         used = (self.tasks[task] for task in np.flatnonzero(self.resource == LINK))
         return len({(task.rank, task.lane) for task in used})
 
     def work(self, resource: int) -> float:
-        """Seconds that the busiest rank (for links: that all of them together) spends on this resource in an
-        iteration.
-        """
+        """Seconds per iteration of the busiest rank on this resource; for links, the sum over all links."""
         mine = self.resource == resource
         if resource == LINK:
             return float(self.duration[mine].sum())
@@ -110,7 +107,9 @@ class GraphBuilder:
     def task(
         self, task: Task, duration: float, resource: int, servers: Sequence[int] = (), urgency: int = 0
     ) -> int:
-        """``servers``: what the task occupies; of tasks that compete the one of least ``urgency`` wins."""
+        """``servers``: what the task occupies. Of several waiting tasks, the one with the lowest ``urgency``
+        starts.
+        """
         self.tasks.append(task)
         self.duration.append(duration)
         self.resource.append(resource)
@@ -119,8 +118,8 @@ class GraphBuilder:
         return len(self.tasks) - 1
 
     def edge(self, before: int, after: int, lag: int = 0) -> None:
-        """``after`` waits for ``before``, both numbered by iteration of what they do; shifts are taken into
-        account here.
+        """Let ``after`` wait for ``before``. ``lag`` is relative to the iteration that each task serves: the
+        shifts of both actions are added here.
         """
         lag += self.tasks[before].action.shift - self.tasks[after].action.shift
         if lag < 0:
@@ -131,7 +130,7 @@ class GraphBuilder:
         self.edges.add((before, after, lag))
 
     def lane(self, tasks: Sequence[int]) -> None:
-        """These tasks run one at a time in this order, again and again."""
+        """Run these tasks one at a time in this order, in every iteration."""
         for before, after in zip(tasks, tasks[1:], strict=False):
             self.edges.add((before, after, 0))
         if tasks:

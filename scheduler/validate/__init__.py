@@ -1,6 +1,6 @@
-"""Whether a program is one that every rank can run for ever.
+"""Check whether all ranks can run a program for any number of iterations.
 
-    validate(program, profile)        # InvalidProgram, a ValueError, shows the actions at fault in a grid
+    validate(program, profile)        # raises InvalidProgram, a ValueError that shows the actions at fault
     violations(program, profile)      # the same as a list
 
 One engine and, for each kind of program, a set of rules.
@@ -18,9 +18,7 @@ __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 
 
 def validate(program: Program, profile: Profile | None = None) -> None:
-    """Raises ``InvalidProgram`` unless the program keeps every rule; with a profile, also that it is for this
-    model.
-    """
+    """Raise ``InvalidProgram`` if the program breaks a rule or, with a profile, is for another model."""
     found = violations(program, profile)
     if found:
         raise InvalidProgram(program, found)

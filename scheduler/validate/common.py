@@ -63,8 +63,8 @@ def once(
     allowed: Callable[[Program, int], set[Action]] = lambda program, rank: set(),
     lanes: Mapping[str, frozenset[Kind]] | None = None,
 ) -> Rule:
-    """The rule that a rank does all that is ``wanted`` of it once, at most once what is ``allowed``, and
-    nothing else; each kind of action in its lane, where ``lanes`` says which.
+    """A rule: each rank does every ``wanted`` action once, each ``allowed`` action at most once, and no
+    other; ``lanes`` names the lane of each kind of action.
     """
 
     def rule(program: Program, _: Profile | None) -> Iterator[Violation]:
@@ -91,7 +91,7 @@ def once(
 
 
 def bare(action: Action) -> Action:
-    """What an action does, whatever its version and period."""
+    """The action without its version and period."""
     return Action(action.kind, action.index, action.stage, peer=action.peer)
 
 
@@ -112,7 +112,7 @@ def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Violat
 
 
 def one_order(groups: Callable[[Program], Iterable[Sequence[int]]]) -> Rule:
-    """The rule that the ranks of each group do their collectives in one order, lane by lane."""
+    """A rule: the ranks of each group run their collectives in the same order, lane by lane."""
 
     def rule(program: Program, _: Profile | None) -> Iterator[Violation]:
         for first, *others in groups(program):
@@ -147,7 +147,7 @@ def _collectives(program: Program, rank: int, lane: str) -> list[tuple[Place, Ac
 
 
 def deadlock(program: Program, profile: Profile | None) -> Iterator[Violation]:
-    """Nothing waits for itself."""
+    """No action waits for itself, directly or through others."""
     if profile is None:
         profile = Profile("any", tuple(Layer(str(layer), 0.0, 0.0, 0) for layer in range(program.layers)))
     try:

@@ -23,13 +23,13 @@ def _wanted(program: Program, rank: int) -> set[Action]:
 
 
 def _allowed(program: Program, _: int) -> set[Action]:
-    """A weight gradient apart from its backward, and updates, which a program may list or leave out."""
+    """Actions that a program may list or leave out: separate weight gradients, and updates."""
     weights = {Action(Kind.W, layer) for layer in range(program.layers)}
     return weights | {Action(Kind.UPDATE, bucket) for bucket in range(len(program.buckets))}
 
 
 def sharded(program: Program, _: Profile | None) -> Iterator[Violation]:
-    """Where parameters are gathered, no bucket is all-reduced."""
+    """With gather="parameters" no bucket is all-reduced."""
     if program.gather != "parameters":
         return
     for rank in range(len(program.kernel)):
@@ -44,7 +44,7 @@ def sharded(program: Program, _: Profile | None) -> Iterator[Violation]:
 
 
 def step(program: Program, _: Profile | None) -> Iterator[Violation]:
-    """No AG of updated parameters before the last RS, unless the step may be taken early."""
+    """With gather="parameters" and without ``early_step``, every AG comes after the last RS."""
     if program.gather != "parameters" or program.early_step:
         return
     for rank, lanes in enumerate(program.kernel):

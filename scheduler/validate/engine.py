@@ -1,4 +1,4 @@
-"""What every rule set shares: violations, places in a kernel, and the loop over groups of rules."""
+"""The rule engine: violations, places in a kernel, and the loop over groups of rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Violation:
 
 Rule = Callable[[Program, Profile | None], Iterator[Violation]]
 RuleSet = Sequence[Sequence[Rule]]
-"""Groups of rules. A group is checked only where the groups before it are kept: its rules rely on them."""
+"""Groups of rules. Rule groups after the first failing one are skipped, because their rules rely on it."""
 
 
 class InvalidProgram(ValueError):

@@ -12,9 +12,9 @@ _RANKS = 8
 
 
 def grid(program: Program, marked: Iterable[tuple[int, str, int]] = ()) -> str:
-    """The kernel as a table, a row per rank and lane; marked actions stand between ``>`` and ``<``.
+    """The kernel as a table with a row per rank and lane; marked actions are written ``>action<``.
 
-    Long programs are cut to what stands around the first mark of each row, many ranks to those with marks.
+    Long rows show only the part around their first mark; of many ranks, only those with marks are shown.
     """
     marks = set(marked)
     ranks = sorted({rank for rank, _, _ in marks}) or range(len(program.kernel))

@@ -8,8 +8,8 @@
 
 namespace commsched {
 
-// What a message belongs to. Between two ranks messages of one direction match in the order in which they were posted; the tag
-// is a check and, over c10d, the number that keeps different operations apart.
+// Identifies the operation a message belongs to. Messages between two ranks match in the order in which they were posted; the
+// tag is a check.
 struct MessageTag {
   uint32_t step = 0;
   uint16_t position = 0;
@@ -44,18 +44,15 @@ class Channel {
   virtual Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) = 0;
   virtual Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) = 0;
 
-  // Returns when the message's buffer may be used again; throws EngineError when nothing at all arrived or left for the
-  // channel's time-out, when the peer is gone, when its message is another one than expected, and after abort().
+  // Returns when the message's buffer may be used again. Throws EngineError when no byte arrived or left within the channel's
+  // time-out, when the peer is gone, when its message has another tag, and after abort().
   virtual void wait(const Request& request) = 0;
 
-  // Makes every present and later call throw EngineError(aborted, reason).
+  // Makes every current and later call throw EngineError(aborted, reason).
   virtual void abort(const std::string& reason) noexcept = 0;
 
-  // How many messages to and from one peer may be posted and not yet waited for.
+  // The largest number of messages per peer and direction that may be posted before waiting.
   virtual int max_in_flight() const = 0;
-
-  // How many of an operation's `depth` messages to and from one peer should be under way now.
-  virtual int ahead(int depth) const { return depth; }
 
   virtual void set_timeout(double seconds) = 0;
 };

@@ -20,7 +20,7 @@ void DirectTransport::finish_sends(size_t segments) {
   }
 }
 
-// Segment k of every peer's shard goes out, segment k of my shard is awaited from every peer.
+// Reduce-scatter: sends segment k of every peer's shard, receives segment k of its own shard from every peer.
 void DirectTransport::post_scatter(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const size_t bytes = work.cut.size(k) * dtype_size(work.wire);
@@ -31,13 +31,14 @@ void DirectTransport::post_scatter(const Work& work, size_t k) {
   }
   for (int d = 1; d < size_; ++d) {
     const int to = peer(d);
-    wait_for(sends_, to, k);  // of the segment that had this slot before
+    wait_for(sends_, to, k);  // the previous use of this slot
     const char* data = at(b.reduce_ptr, b.dtype, to * work.cut.length + work.cut.begin(k));
     if (work.wire != work.type) {
       char* staged = outgoing_.slot(to, k);
       convert(data, work.type, staged, work.wire, work.cut.size(k), b.prescale);
       data = staged;
     }
+    pass_gate(bytes);
     request(sends_, to, k) = channel_->isend(data, bytes, to, tag);
   }
 }
@@ -52,7 +53,7 @@ void DirectTransport::reduce(const Work& work, size_t k) {
   char* mine = at(b.reduce_ptr, b.dtype, rank_ * work.cut.length + work.cut.begin(k));
   parts_[rank_] = mine;
   if (work.wire != work.type) {
-    // My own part is rounded as the others' were, so that the sum does not depend on who owns the shard.
+    // Round this rank's own part to the wire type too, so that the sum does not depend on who owns the shard.
     char* staged = outgoing_.slot(rank_, k);
     convert(mine, work.type, staged, work.wire, work.cut.size(k), b.prescale);
     parts_[rank_] = staged;
@@ -73,7 +74,7 @@ void DirectTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   finish_sends(segments);
 }
 
-// Segment k of my shard goes to every peer, segment k of every peer's shard is awaited.
+// All-gather: sends segment k of its own shard to every peer, receives segment k of every peer's shard.
 void DirectTransport::post_gather(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const bool cast = work.wire != work.type;
@@ -89,10 +90,11 @@ void DirectTransport::post_gather(const Work& work, size_t k) {
   if (cast) {
     char* staged = outgoing_.slot(rank_, k);
     convert(data, work.type, staged, work.wire, n, 1.0);
-    convert(staged, work.wire, data, work.type, n, 1.0);  // I keep what the others get
+    convert(staged, work.wire, data, work.type, n, 1.0);  // keep the rounded values that the others receive
     data = staged;
   }
   for (int d = 1; d < size_; ++d) {
+    pass_gate(n * dtype_size(work.wire));
     request(sends_, peer(d), k) = channel_->isend(data, n * dtype_size(work.wire), peer(d), tag);
   }
 }

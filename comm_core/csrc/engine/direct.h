@@ -1,4 +1,4 @@
-// Every rank sends each other rank that one's part straight away: one hop, and sums in rank order.
+// Direct exchange: every rank sends each other rank its shard in one hop; sums are in rank order.
 #pragma once
 
 #include "exchange.h"
@@ -13,13 +13,13 @@ class DirectTransport : public ExchangeTransport {
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
 
  private:
-  // One operation under way: its bucket, how its shards are cut and which operation it is.
+  // The operation in progress: its bucket, its segments and its tag.
   struct Work {
     const BucketSpec& bucket;
     const OpTag& tag;
     Cut cut;
     DType type;  // in the buffer
-    DType wire;  // on the way
+    DType wire;  // in messages
   };
 
   int peer(int distance) const { return (rank_ + distance) % size_; }

@@ -1,4 +1,4 @@
-// What callers of the engine do: describe buckets, mark, wait, end.
+// The calls of the engine's users: add buckets, install a plan, mark, wait.
 #include "engine.h"
 
 #include <algorithm>
@@ -56,7 +56,7 @@ void EngineCore::install(const std::vector<PlanOp>& plan) {
     b.in_plan = true;
     b.is_reduced |= item.op == Op::RS || item.op == Op::AR;
     b.is_gathered |= item.op == Op::AG || item.op == Op::AR;
-    b.ready = b.reduced = b.updated = b.gathered = begun_;  // what it did under an earlier plan counts no more
+    b.ready = b.reduced = b.updated = b.gathered = begun_;  // forget its state under an earlier plan
   }
 }
 
@@ -146,11 +146,11 @@ void EngineCore::wait(int bucket, Stage stage, std::optional<double> timeout, st
   staged(bucket, stage);
   const int64_t wanted = step.value_or(begun_);
   if (wanted > begun_) throw usage("step " + std::to_string(wanted) + " has not begun");
-  // Another thread may replace the buckets as soon as the step has finished: from then on `bucket` is not looked up again.
+  // Do not look up `bucket` again after waiting: another thread may replace the buckets once the step has finished.
   const auto reached = [&] {
     return finished_ >= wanted || (stage == Stage::reduced ? buckets_[bucket].reduced : buckets_[bucket].gathered) >= wanted;
   };
-  // What has arrived stays readable after a failure: it may be what says why the others gave up.
+  // A bucket that arrived stays readable after a failure: its flags may say why the others gave up.
   if (reached()) return;
   throw_if_failed();
   wait_until(lock, reached, timeout,
@@ -164,8 +164,8 @@ void EngineCore::wait_all(std::optional<double> timeout) {
   wait_until(lock, [&] { return finished_ >= wanted; }, timeout, "the end of step " + std::to_string(wanted));
 }
 
-// Unless the caller says how long, a wait ends when nothing has happened for the engine's time-out. While the transport works
-// it is the transport that notices, and knows more about why.
+// Without a limit from the caller, a wait ends when nothing has happened for the engine's time-out. While the transport is
+// busy its own time-out applies, whose error names the peer.
 Deadline EngineCore::patience(Clock::time_point since) const {
   if (busy_ && transport_->keeps_time()) return Clock::now() + to_duration(1e9);
   return std::max(since, progress_) + to_duration(timeout_);
@@ -174,7 +174,7 @@ Deadline EngineCore::patience(Clock::time_point since) const {
 void EngineCore::wait_until(Lock& lock, const Condition& reached, std::optional<double> timeout, const std::string& what) {
   const Clock::time_point start = Clock::now();
   while (!reached()) {
-    throw_if_failed();  // here and not behind the wait: what has arrived before the failure counts
+    throw_if_failed();  // before the wait, not after it: results that arrived before the failure are valid
     const Deadline deadline = timeout ? start + to_duration(*timeout) : patience(start);
     if (Clock::now() >= deadline) {
       const EngineError error = stuck(what);

@@ -17,7 +17,7 @@
 
 namespace commsched {
 
-// The state that callers and the engine's thread share. The thread holds it too: where a transport never returns, the
+// The state shared by callers and the engine's thread. Both own it: if a transport never returns, the
 // thread is left behind by close(), but not its memory.
 class EngineCore {
  public:
@@ -37,7 +37,7 @@ class EngineCore {
 
   void fail(EngineError error);
   void stop();                        // the thread ends as soon as it can
-  bool wait_stopped(double seconds);  // false: it is still somewhere in the transport
+  bool wait_stopped(double seconds);  // false: the thread is still inside the transport
   void run();                         // the thread
 
   std::optional<EngineError> error() const;
@@ -49,7 +49,7 @@ class EngineCore {
   using Lock = std::unique_lock<std::mutex>;
   using Condition = std::function<bool()>;
 
-  // Each number is the last step for which the thing has happened.
+  // Each field holds the last step in which the bucket reached that state.
   struct Bucket {
     BucketSpec spec;
     int64_t ready = 0, reduced = 0, updated = 0, gathered = 0;
@@ -60,7 +60,6 @@ class EngineCore {
   // The engine's thread.
   bool run_step(Lock& lock, int64_t step);
   bool run_op(Lock& lock, const OpTag& tag);
-  void carry_out(const BucketSpec& spec, const OpTag& tag);
   bool may_start(const OpTag& tag) const;
   Clock::time_point could_start_at(const OpTag& tag) const;
   void finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start);
@@ -91,8 +90,8 @@ class EngineCore {
   int64_t begun_ = 0;
   int64_t finished_ = 0;
   int awaited_ = -1;  // the bucket that the thread waits for
-  int position_ = 0;  // of the operation that the thread is at
-  bool busy_ = false;  // in the transport
+  int position_ = 0;  // in the plan, of the thread's current operation
+  bool busy_ = false;  // the thread is inside the transport
   Clock::time_point progress_ = Clock::now();
   bool stopping_ = false;
   bool stopped_ = false;
@@ -100,7 +99,7 @@ class EngineCore {
   EventLog log_;
 };
 
-// All methods may be called from any thread. A failure, once it happened, is thrown by every later call that marks or waits.
+// All methods may be called from any thread. After a failure, every later call that marks or waits throws it.
 // In a forked child, which has neither the thread nor the connections, every call but close() is an error.
 class Engine {
  public:
@@ -112,7 +111,7 @@ class Engine {
   EngineCore* operator->();
 
   void abort(const std::string& reason);
-  void close() noexcept;  // never hangs; whatever is in flight is aborted
+  void close() noexcept;  // aborts what is in flight; never hangs
 
  private:
   std::shared_ptr<EngineCore> core_;

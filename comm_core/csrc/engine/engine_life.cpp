@@ -25,7 +25,7 @@ void EngineCore::check_idle(const char* what) const {
                                           std::to_string(finished_ + 1) + " is not finished: call wait_all() first");
 }
 
-// Keeps the first failure. The transport is told without the lock, since that may need Python's.
+// Keeps the first failure. Aborts the transport without holding the lock, because aborting may take the GIL.
 void EngineCore::fail(EngineError error) {
   {
     const Lock lock(mutex_);
@@ -43,7 +43,7 @@ void EngineCore::stop() {
   {
     const Lock lock(mutex_);
     stopping_ = true;
-    if (error_) reason = error_->what();  // which fail() may not have passed on yet
+    if (error_) reason = error_->what();  // fail() may not have aborted the transport yet
     thread_wakes_.notify_all();
     changed_.notify_all();
   }
@@ -85,7 +85,8 @@ void Engine::abort(const std::string& reason) { (*this)->fail(EngineError(ErrorK
 
 void Engine::close() noexcept {
   if (!owned_.here()) {
-    new std::thread(std::move(thread_));  // there is no such thread here: it can be neither joined nor forgotten
+    // In a forked child the thread does not exist, and destroying a joinable std::thread would terminate the process.
+    new std::thread(std::move(thread_));
     return;
   }
   const std::lock_guard lock(closing_);

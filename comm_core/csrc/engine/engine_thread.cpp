@@ -1,4 +1,4 @@
-// The engine's own thread: one operation after the other, in the order of the plan.
+// The engine's thread: runs one operation after the other, in the order of the plan.
 #include "engine.h"
 #include "scheduling.h"
 
@@ -34,13 +34,17 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   if (stopping_ || error_) return false;
 
   const Clock::time_point ready = could_start_at(tag), start = Clock::now();
-  const BucketSpec& spec = buckets_[tag.bucket].spec;  // stays where it is: buckets change between steps only
+  const BucketSpec& spec = buckets_[tag.bucket].spec;  // safe to keep: buckets change between steps only
   busy_ = true;
   progress_ = start;
   std::optional<EngineError> failure;
   lock.unlock();
   try {
-    carry_out(spec, tag);
+    if (spec.count > 0) {
+      if (tag.op == Op::RS) transport_->reduce_scatter(spec, tag);
+      if (tag.op == Op::AG) transport_->all_gather(spec, tag);
+      if (tag.op == Op::AR) transport_->all_reduce(spec, tag);
+    }
   } catch (const EngineError& error) {
     failure = located(error, tag);
   } catch (const std::exception& error) {
@@ -52,16 +56,6 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   if (failure) return false;
   finish_op(tag, ready, start);
   return true;
-}
-
-void EngineCore::carry_out(const BucketSpec& spec, const OpTag& tag) {
-  if (spec.count == 0) return;
-  switch (tag.op) {
-    case Op::RS: return transport_->reduce_scatter(spec, tag);
-    case Op::AG: return transport_->all_gather(spec, tag);
-    case Op::AR: return transport_->all_reduce(spec, tag);
-    case Op::UPDATE: return;
-  }
 }
 
 bool EngineCore::may_start(const OpTag& tag) const {
@@ -98,7 +92,7 @@ int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
   return (op != Op::AG ? scattered : 0) + (op != Op::RS ? others * static_cast<int64_t>(dtype_size(gathered)) : 0);
 }
 
-// Adds where the failure happened, and what to look at, to what the channel knows.
+// Adds the operation, the bucket and advice to a channel's error.
 EngineError EngineCore::located(EngineError error, const OpTag& tag) const {
   const BucketSpec& spec = buckets_[tag.bucket].spec;
   std::string text = "rank " + std::to_string(transport_->rank()) + ": " + op_name(tag.op) + " of bucket " +

@@ -1,4 +1,4 @@
-// What the engine did lately, in memory that is there from the beginning.
+// A ring buffer of the engine's latest operations, allocated once.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct Event {
   int64_t step;
   int32_t op;
   int32_t bucket;
-  double ready;  // when the last thing it waited for was there
+  double ready;  // when its last dependency was met
   double start;
   double end;
   int64_t bytes;  // sent by this rank

@@ -1,12 +1,14 @@
-// What the direct and the ring exchange share: the channel, how a shard is cut into segments, and staging memory.
+// Base of the direct and the ring exchange: the channel, the segments of a shard, and staging memory.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "channel.h"
+#include "link_gate.h"
 #include "reduce.h"
 #include "transport.h"
 
@@ -41,11 +43,11 @@ class Staging {
 
 class ExchangeTransport : public Transport {
  public:
-  // Up to `depth` segments per peer and direction are under way at a time: what the channel says.
+  // Up to `depth` segments per peer and direction are in flight at a time; the channel sets the limit.
   ExchangeTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 
   void prepare(const BucketSpec& bucket) override;
-  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  void abort(const std::string& reason) noexcept override;
   void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -55,17 +57,20 @@ class ExchangeTransport : public Transport {
   Cut cut(size_t length, DType wire) const { return {length, segment_bytes_ / dtype_size(wire)}; }
   static char* at(void* base, DType type, size_t element) { return static_cast<char*>(base) + element * dtype_size(type); }
 
-  // What AG sends gradients as; parameters always travel as they are.
+  // The wire type of AG: the bucket's for gradients, the parameters' own type for parameters.
   static DType gather_wire(const BucketSpec& b) { return b.gathers_gradients() ? b.wire_dtype : b.gather_dtype; }
   static DType gather_type(const BucketSpec& b) { return b.gathers_gradients() ? b.dtype : b.gather_dtype; }
 
-  // Scales in place where nothing is cast on the way out; a cast applies the scale itself.
+  // Scales in place if no cast follows; a cast applies the scale itself.
   void apply_prescale(const BucketSpec& bucket) const;
 
-  // The sum of one rank is its own gradients, scaled.
+  // With one rank the sum is the rank's own scaled gradients.
   void scale_alone(const BucketSpec& bucket) const;
 
-  size_t ahead() const { return static_cast<size_t>(channel_->ahead(depth_)); }
+  // Every segment asks the link's gate before it is sent: between two of them something more urgent can go first. Beside
+  // more urgent messages one segment at a time is in flight, because a segment in flight cannot be called back.
+  void pass_gate(size_t bytes) { LinkGate::of_process().pass(Traffic::gradient, static_cast<int64_t>(bytes), aborted_); }
+  size_t ahead() const { return LinkGate::of_process().shared(Traffic::gradient) ? 1 : depth_; }
 
   static MessageTag message(const OpTag& tag, size_t round, size_t segment);
 
@@ -74,8 +79,9 @@ class ExchangeTransport : public Transport {
   const int size_;
   const size_t segment_bytes_;
   const int depth_;
+  std::atomic<bool> aborted_{false};
   Staging received_;  // one row per peer
-  Staging outgoing_;  // one row per peer, for what is cast
+  Staging outgoing_;  // one row per peer, for casts before sending
 };
 
 }  // namespace commsched

@@ -39,7 +39,7 @@ HubChannel::HubChannel(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)
 
 HubChannel::~HubChannel() {
   const std::lock_guard lock(hub_->mutex_);
-  hub_->senders_[rank_].gone = true;  // what was sent lies in memory that may go away now
+  hub_->senders_[rank_].gone = true;  // its messages are in memory that may be freed now
   hub_->changed_.notify_all();
 }
 
@@ -87,7 +87,7 @@ Clock::time_point HubChannel::next_arrival(int peer) const {
 bool HubChannel::take_one(int peer) {
   Hub::Lane& lane = hub_->lane(peer, rank_);
   Inbox& inbox = inboxes_[peer];
-  // What a vanished rank sent may lie in memory that is gone too.
+  // Messages of a rank that is gone may be in freed memory.
   if (lane.messages.empty() || inbox.receives.empty() || hub_->senders_[peer].gone) return false;
   const Hub::Message& message = lane.messages.front();
   if (message.lost || message.arrives > Clock::now()) return false;
@@ -116,7 +116,7 @@ void HubChannel::wait(const Request& request) {
     if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
     bool moved = false;
     Clock::time_point wake = deadline;
-    for (int peer = 0; peer < hub_->size(); ++peer) {  // as a socket would, take what comes from anybody
+    for (int peer = 0; peer < hub_->size(); ++peer) {  // take messages from any peer, as poll() on sockets does
       while (take_one(peer)) moved = true;
       wake = std::min(wake, next_arrival(peer));
     }
@@ -137,7 +137,7 @@ void HubChannel::abort(const std::string& reason) noexcept {
   if (aborted_) return;
   aborted_ = true;
   reason_ = reason;
-  hub_->senders_[rank_].gone = true;  // the others notice, as they do when a connection closes
+  hub_->senders_[rank_].gone = true;  // the others see a closed connection
   hub_->changed_.notify_all();
 }
 

@@ -12,15 +12,15 @@
 
 namespace commsched {
 
-// What a test makes go wrong on the messages of one sender.
+// Faults that a test injects into the messages of one sender.
 struct HubFaults {
-  double delay_seconds = 0;       // how long a message is on its way, at most
+  double delay_seconds = 0;       // largest delay of a message
   uint64_t seed = 0;              // 0: every message takes delay_seconds; else a random time up to it
-  int64_t drop_after = -1;        // every message from this one on gets lost
-  int64_t disconnect_after = -1;  // this message breaks the connection to everybody
+  int64_t drop_after = -1;        // messages from this number on are lost
+  int64_t disconnect_after = -1;  // this message breaks the sender's connections
 };
 
-// Where the messages of all ranks meet. A send ends when its message was taken, as it does where nothing is buffered.
+// The message queues of all ranks. A send completes when the receiver has taken the message: nothing is buffered.
 class Hub {
  public:
   explicit Hub(int size);

@@ -1,5 +1,5 @@
-// Who may use the host's link now. Halos go before activations, activations before gradients: a less urgent message is not
-// started while a more urgent one is on its way.
+// Priorities on the host's link: halos before activations before gradients. A less urgent message does not start while a more
+// urgent one is in flight.
 #pragma once
 
 #include <array>
@@ -19,10 +19,10 @@ enum class Traffic : int32_t { halo, activation, gradient };
 // One message; times are seconds of the steady clock, which is Python's time.monotonic().
 struct Passage {
   int32_t traffic;
-  int32_t waiting;  // more urgent messages that were on their way when it started: not 0 where patience had run out
+  int32_t waiting;  // more urgent messages in flight when it started: not 0 if patience had run out
   double asked;
   double start;
-  double end;  // of a gradient's chunk, whose end nobody reports: its start
+  double end;  // equals `start` for chunks of gradients, whose end is not reported
   int64_t bytes;
 };
 
@@ -31,23 +31,23 @@ class LinkGate {
   // There is one link and so one gate in a process.
   static LinkGate& of_process();
 
-  // A message starts, once nothing more urgent is on its way. The others let it go first until end() is called with the
-  // number returned, but not for longer than `patience` seconds: a message that takes so long waits for its receiver, which
-  // may itself wait for what is held back here.
+  // Starts a message once no more urgent one is in flight. Less urgent messages wait until end() is called with the returned
+  // number, at most `patience` seconds: a message that takes longer waits for its receiver, which may itself be waiting for a
+  // message held back here.
   int64_t begin(Traffic traffic, int64_t bytes, double patience);
   void end(int64_t number);
 
-  // A message starts that nobody has to wait for. `cancelled` ends the wait early, after wake().
+  // Starts a message that others need not wait for. Set `cancelled` and call wake() to end the wait early.
   void pass(Traffic traffic, int64_t bytes, const std::atomic<bool>& cancelled);
   void wake();
 
-  // How many messages have asked for the link and wait for more urgent ones.
+  // The number of messages that wait for more urgent ones.
   int32_t held_back() const;
 
   // Whether more urgent messages have used the link within the last second.
   bool shared(Traffic traffic) const;
 
-  // Keeps what happens from now on; off forgets it.
+  // Starts (true) or clears (false) the record of messages.
   void record(bool on);
   std::vector<Passage> passages(bool clear);
 

@@ -7,8 +7,8 @@
 
 namespace commsched {
 
-// out[i] = (parts[0][i] + parts[1][i] + ...) * scale. Every element is added in the order of `parts`, whatever n is, so that a
-// result does not depend on how a buffer was cut. `parts` have type `from`, `out` has type `to`; out may be one of the parts.
+// out[i] = (parts[0][i] + parts[1][i] + ...) * scale. Every element is added in the order of `parts`, so the result does not
+// depend on how a buffer was cut into segments. `parts` have type `from`, `out` has type `to`; out may be one of the parts.
 void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale);
 
 // to[i] = from[i] * scale; the arrays may be the same one when the types are.

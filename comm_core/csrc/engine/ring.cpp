@@ -11,8 +11,8 @@ constexpr int kOwn = 1;
 RingTransport::RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
     : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth), sends_(depth), receives_(depth) {}
 
-// Reducing, round 0 sends shard rank-1, and what arrives in a round is sent in the next one, until my own shard arrives.
-// Gathering, round 0 sends my own.
+// Reducing, round 0 sends shard rank-1; the shard received in a round is sent in the next one, until the own shard arrives.
+// Gathering, round 0 sends the own shard.
 size_t RingTransport::shard_sent(const Work& work, size_t m) const {
   const size_t back = work.round(m) + (work.reducing ? 1 : 0);
   return (rank_ + 2 * static_cast<size_t>(size_) - back) % size_;
@@ -37,7 +37,7 @@ void RingTransport::receive(const Work& work, size_t m) {
 }
 
 void RingTransport::send(const Work& work, size_t m) {
-  channel_->wait(sends_[m % depth_]);  // of the message that had this slot before
+  channel_->wait(sends_[m % depth_]);  // the previous use of this slot
   char* from = data(work, shard_sent(work, m), m);
   if (work.cast()) {
     const size_t n = work.cut.size(work.segment(m));
@@ -45,14 +45,16 @@ void RingTransport::send(const Work& work, size_t m) {
     // A sum is rounded here, once per hop; its parts were scaled when they were added.
     const bool first = work.round(m) == 0;
     convert(from, work.type, staged, work.wire, n, work.reducing && first ? work.bucket.prescale : 1.0);
-    if (!work.reducing && first) convert(staged, work.wire, from, work.type, n, 1.0);  // I keep what the others get
+    if (!work.reducing && first) convert(staged, work.wire, from, work.type, n, 1.0);  // as the others get it
     from = staged;
   }
+  pass_gate(bytes(work, m));
   sends_[m % depth_] = channel_->isend(from, bytes(work, m), (rank_ + 1) % size_,
                                        message(work.tag, work.round(m), work.segment(m)));
 }
 
-// Adds my part to what arrived. In between it stays a partial sum; in the last round it is mine, complete, and is scaled.
+// Adds this rank's part to a received segment: a partial sum, except in the last round, when the own shard becomes complete
+// and is scaled.
 void RingTransport::add(const Work& work, size_t m, char* data) {
   const size_t n = work.cut.size(work.segment(m));
   const bool last = work.round(m) + 2 == static_cast<size_t>(size_);

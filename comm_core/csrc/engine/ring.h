@@ -1,5 +1,5 @@
-// Every rank sends to the next one only: N-1 rounds, the fewest connections in use at a time. Each segment travels on as soon
-// as it is added, so the rounds of different segments overlap. The order of the sum differs from shard to shard (it starts at
+// Ring exchange: every rank sends to the next one only, in N-1 rounds. A segment is forwarded as soon as it is added, so the
+// rounds of different segments overlap. The order of the sum differs from shard to shard (it starts at
 // the shard's owner + 1) but never from run to run.
 #pragma once
 
@@ -15,7 +15,7 @@ class RingTransport : public ExchangeTransport {
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
 
  private:
-  // One operation under way. Message m is segment m % segments of round m / segments.
+  // The operation in progress. Message m is segment m % segments of round m / segments.
   struct Work {
     const BucketSpec& bucket;
     const OpTag& tag;

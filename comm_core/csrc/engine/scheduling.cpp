@@ -13,14 +13,14 @@ namespace commsched {
 #ifdef __linux__
 namespace {
 
-// The kernel's struct sched_attr, first version; the C library's headers have it in some releases only.
+// The first version of the kernel's struct sched_attr, which only some C libraries declare.
 struct Attributes {
   uint32_t size;
   uint32_t policy;
   uint64_t flags;
   int32_t nice;
   uint32_t priority;
-  uint64_t runtime;  // the length of a turn in nanoseconds, for ordinary threads since Linux 6.12
+  uint64_t runtime;  // time slice in nanoseconds, for ordinary threads since Linux 6.12
   uint64_t deadline;
   uint64_t period;
 };

@@ -3,8 +3,8 @@
 
 namespace commsched {
 
-// Asks for short turns at once instead of long ones later. The engine's thread works for microseconds at a time, and the link
-// is idle while it waits for a core that is busy with the computation. Where the system does not know of it, nothing happens.
+// Requests short time slices with low latency. The engine's thread runs for microseconds at a time, and the link is idle while
+// the thread waits for a core that computes. Does nothing on kernels without this setting.
 void prefer_short_turns() noexcept;
 
 }  // namespace commsched

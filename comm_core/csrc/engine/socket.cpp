@@ -33,7 +33,7 @@ struct Registry {
   }
 
  private:
-  // The lock is held across the fork, so that the child finds the list whole.
+  // Hold the lock across the fork, so that the child sees a consistent list.
   Registry() { pthread_atfork(before_fork, in_parent, in_child); }
   static void before_fork() { get().mutex.lock(); }
   static void in_parent() { get().mutex.unlock(); }
@@ -73,7 +73,7 @@ int Socket::release() {
   if (fd < 0) return fd;
   Registry& registry = Registry::get();
   const std::lock_guard lock(registry.mutex);
-  std::erase(registry.open, fd);
+  registry.open.erase(std::remove(registry.open.begin(), registry.open.end(), fd), registry.open.end());
   return fd;
 }
 

@@ -1,4 +1,4 @@
-// File descriptors that belong to this process alone: they close themselves, and a forked child loses its copies.
+// File descriptors that only this process uses: closed by their destructor, and replaced in forked children.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace commsched {
 
-// A forked child (a DataLoader's worker, for instance) would keep its copy of every connection open after this process has
-// died, and the peers would not notice the death. In the child each descriptor therefore becomes one of /dev/null: the
-// connection is not touched, and the number cannot be taken by another file that a destructor would then close.
+// A forked child (such as a DataLoader worker) would keep its copies of the connections open after this process has died, and
+// the peers would not notice the death. So a child points each descriptor to /dev/null. The connection is untouched, and the
+// number stays taken, so the destructor cannot close another file.
 class Socket {
  public:
   Socket() = default;
@@ -19,18 +19,18 @@ class Socket {
 
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int release();  // the caller's from now on, in forked children too
+  int release();  // gives the descriptor to the caller, in forked children too
   void close();
 
  private:
   int fd_ = -1;
 };
 
-// How many forks lie between this process and the one that loaded the library.
+// The number of forks between the process that loaded the library and this one.
 uint64_t forks() noexcept;
 
-// Whether this process made the object, rather than having inherited it from the process that forked it. Threads and locks
-// are not inherited: another's object must not be used.
+// Whether this process made the object. A forked child inherits objects without their threads and with locks in any state, so
+// it must not use them.
 class Owned {
  public:
   bool here() const noexcept { return born_ == forks(); }
@@ -39,16 +39,15 @@ class Owned {
   uint64_t born_ = forks();
 };
 
-// Has the kernel ask the other host for a sign of life whenever a connection has been idle, so that it fails after about
-// `seconds` without an answer. The other kernel answers, whatever its processes do. Only a connection that carries no data
-// can be trusted with it: bytes that are not acknowledged, or that the receiver has no room for, suspend the questions.
+// Turns on TCP keepalive so that an idle connection fails after about `seconds` without an answer from the other kernel. Works
+// only on connections without data: keepalive probes stop while bytes are unacknowledged or the receiver's window is full.
 void set_keepalive(int fd, double seconds);
 
 // The address of the other end, "an unknown address" where there is none.
 std::string peer_address(int fd);
 
-// What is wrong with the host at the other end of a keepalive connection that poll() reports; "" where the connection has
-// ended in another way, which the connection with the data tells better. Asking takes the error away from the socket.
+// The error of a keepalive connection that poll() reports, if the other host is lost; "" if the connection ended in another
+// way, which the data connection reports better. Clears the error of the socket.
 std::string lost_host(int fd, const std::string& address);
 
 }  // namespace commsched

@@ -12,11 +12,11 @@ namespace commsched {
 namespace {
 
 constexpr uint64_t kMessage = 0x636f6d6d73636864;   // an ordinary message
-constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // nothing more will come; tag.bucket is the rank at fault, a text follows
-constexpr int kPieces = 16;                         // of memory, per system call
+constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // the sender leaves; tag.bucket is the rank at fault, a text follows
+constexpr int kPieces = 16;                         // pieces of memory per system call
 constexpr size_t kMaxText = 400;
-constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer do not pay for taking the core from the computation
-// However it comes that poll() does not wake for bytes that are there, they are found this much later.
+constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
+// Poll again after this time: poll() can miss readable bytes when SO_RCVLOWAT changes under it.
 constexpr auto kLongestSleep = std::chrono::milliseconds(200);
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
@@ -32,7 +32,7 @@ TcpChannel::TcpChannel(int rank, std::vector<Connection> connections)
   for (size_t i = 0; i < connections.size(); ++i) {
     peers_[i].connection = std::move(connections[i]);
     polled_[i] = {-1, 0, 0};
-    polled_[peers_.size() + i] = {peers_[i].connection.keepalive.fd(), 0, 0};  // poll() always tells failures
+    polled_[peers_.size() + i] = {peers_[i].connection.keepalive.fd(), 0, 0};  // no events: poll() reports errors anyway
   }
   polled_.back() = {wake_.fd(), POLLIN, 0};
 }
@@ -53,7 +53,7 @@ Request TcpChannel::isend(const void* data, size_t bytes, int peer, const Messag
   Stream& stream = peers_[peer].out;
   const bool first = stream.idle();
   const Request request = post(stream, true, data, bytes, peer, tag);
-  if (first) write(peer);  // most fit into the socket's buffer straight away
+  if (first) write(peer);  // most messages fit into the socket's buffer
   return request;
 }
 
@@ -68,7 +68,7 @@ bool TcpChannel::done(const Request& request) const {
   return (request.is_send ? peer.out.done : peer.in.done) > request.sequence;
 }
 
-// What is still to leave of the first messages, as pieces of memory.
+// The unsent bytes of the first messages, as pieces of memory.
 int TcpChannel::Stream::gather_outgoing(iovec* pieces) {
   int count = 0;
   size_t skip = moved;
@@ -82,8 +82,8 @@ int TcpChannel::Stream::gather_outgoing(iovec* pieces) {
   return count;
 }
 
-// The next message's header; once that was checked, the rest of the message and the header behind it. A buffer therefore
-// receives only bytes that were announced as its own, never the text of a farewell.
+// Memory for the next bytes: first a message's header; once it is checked, the rest of the message and the next header. So a
+// destination buffer never receives the text of a farewell.
 int TcpChannel::Stream::gather_incoming(iovec* pieces) {
   if (idle()) return 0;
   int count = 0;
@@ -127,13 +127,13 @@ bool TcpChannel::write(int peer) {
   }
   if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
     const std::string why = std::strerror(errno);
-    while (read(peer)) {}  // it may have said why it left
+    while (read(peer)) {}  // its farewell may say why it left
     lose(peer, why);
   }
   return false;
 }
 
-// The number of bytes that came, 0 when there are none.
+// Returns the number of bytes read, 0 if there were none.
 size_t TcpChannel::receive(int peer, msghdr& batch, int flags) {
   const ssize_t got = ::recvmsg(peers_[peer].fd(), &batch, MSG_DONTWAIT | flags);
   if (got > 0) return got;
@@ -159,7 +159,7 @@ bool TcpChannel::read(int peer) {
   return moved;
 }
 
-// Where no message is expected: anything but a farewell stays in the socket.
+// Looks for a farewell while no receive is posted; other bytes stay in the socket.
 void TcpChannel::look_for_farewell(int peer) {
   Header header;
   iovec piece{&header, sizeof(header)};
@@ -184,7 +184,7 @@ void TcpChannel::check_arrived(int peer, const Message& message) {
                     peer);
 }
 
-// The farewell's header was read; its text comes next.
+// Reads the text of a farewell whose header was read.
 void TcpChannel::hear_farewell(int peer, const Header& header) {
   char text[kMaxText] = {};
   const ssize_t length = ::recv(peers_[peer].fd(), text, std::min<size_t>(header.bytes, kMaxText), MSG_DONTWAIT);
@@ -197,7 +197,7 @@ void TcpChannel::lose(int peer, const std::string& why) {
   throw EngineError(ErrorKind::peer_lost, "the connection to " + rank_name(peer) + " is lost (" + why + ")", peer);
 }
 
-// Moves whatever can move now; poll() has said which sockets are worth a try.
+// Reads and writes on the sockets that poll() reported.
 bool TcpChannel::move_ready() {
   bool moved = false;
   for (size_t i = 0; i < peers_.size(); ++i) {
@@ -210,24 +210,24 @@ bool TcpChannel::move_ready() {
   return moved;
 }
 
-// Reports a host that does not answer, after everything that did arrive has been taken in.
+// Reports a lost host, after reading everything that did arrive.
 void TcpChannel::check_hosts() {
   for (size_t i = 0; i < peers_.size(); ++i) {
     pollfd& entry = polled_[peers_.size() + i];
     if (entry.fd < 0 || entry.revents == 0) continue;
     const std::string why = lost_host(entry.fd, peers_[i].connection.host);
     if (!why.empty()) lose(static_cast<int>(i), why);
-    entry.fd = -1;  // its process has ended: the connection with the data tells
+    entry.fd = -1;  // its process ended: the data connection reports it
   }
 }
 
-// Has poll() look at what a peer's messages need, and not wake us for less than is worth it.
+// Sets poll events and SO_RCVLOWAT for this peer.
 void TcpChannel::watch(size_t i) {
   Peer& peer = peers_[i];
   const short events = (peer.in.idle() ? 0 : POLLIN) | (peer.out.idle() ? 0 : POLLOUT);
   polled_[i] = {events != 0 ? peer.fd() : -1, events, 0};
   if (peer.in.idle()) return;
-  // Not more than the next message has left: what follows it may not come before that one was answered.
+  // At most the rest of the next message: the peer may send more only after this message was answered.
   const size_t left = total(peer.in[peer.in.done]) - peer.in.moved;
   const int enough = static_cast<int>(std::min(left, kWorthWaking));
   if (enough == peer.enough) return;
@@ -239,14 +239,14 @@ void TcpChannel::sleep(Deadline deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
   const auto nap = std::clamp<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), std::chrono::milliseconds(0), kLongestSleep);
   if (::poll(polled_.data(), polled_.size(), static_cast<int>(nap.count())) > 0) return;
-  for (pollfd& entry : polled_) entry.revents = entry.events;  // nothing said, or interrupted: try them all
+  for (pollfd& entry : polled_) entry.revents = entry.events;  // time-out or interrupted: try all sockets
 }
 
 void TcpChannel::wait(const Request& request) {
   if (request.peer < 0) return;
   std::unique_lock lock(mutex_);
   Deadline deadline = Clock::now() + timeout_;
-  // Before the first sleep, try the one that is waited for: often its bytes are there.
+  // Try the awaited peer before the first poll(): often its bytes have arrived.
   if (!done(request) && !aborted_) request.is_send ? write(request.peer) : read(request.peer);
   while (!done(request)) {
     if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
@@ -274,7 +274,7 @@ EngineError TcpChannel::late(const Request& request) const {
 }
 
 void TcpChannel::abort(const std::string& reason) noexcept {
-  if (!owned_.here()) return;  // the lock may never be free here
+  if (!owned_.here()) return;  // in a forked child the lock may be held for ever
   const std::lock_guard lock(mutex_);
   if (aborted_) return;
   aborted_ = true;
@@ -284,7 +284,7 @@ void TcpChannel::abort(const std::string& reason) noexcept {
   say_farewell(reason);
 }
 
-// Tells the others why, where that is possible: between two messages. Otherwise they see the connection close.
+// Sends a farewell with the reason to each peer, if no message is half sent. Otherwise the peer sees the connection close.
 void TcpChannel::say_farewell(const std::string& reason) noexcept {
   const std::string text = reason.substr(0, kMaxText);
   Header header{kFarewell, text.size(), {}};

@@ -39,9 +39,9 @@ class TcpChannel : public Channel {
   struct Message {
     Header header;
     char* data = nullptr;
-    Header arrived;  // what the other side put before it
+    Header arrived;  // the header received before it
   };
-  // The messages of one direction, and how far the first unfinished one has come.
+  // The messages of one direction, and the progress of the first unfinished one.
   struct Stream {
     std::array<Message, kSlots> messages;
     uint64_t posted = 0;
@@ -57,7 +57,7 @@ class TcpChannel : public Channel {
     Connection connection;
     Stream out;
     Stream in;
-    int enough = 1;  // bytes that poll() waits for
+    int enough = 1;  // SO_RCVLOWAT: poll() reports the socket from this many bytes
 
     int fd() const { return connection.data.fd(); }
   };
@@ -83,14 +83,14 @@ class TcpChannel : public Channel {
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
   std::vector<Peer> peers_;
-  std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then the one that abort() wakes
+  std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then abort()'s eventfd
   Socket wake_;
   const Owned owned_;
 
-  std::mutex mutex_;  // the streams; not held while asleep
+  std::mutex mutex_;  // guards the streams; released in poll()
   bool aborted_ = false;
   std::string reason_;
-  int culprit_;  // whose fault it is, as far as this rank knows: told to the others
+  int culprit_;  // the rank at fault, as far as this rank knows; sent with the farewell
 };
 
 }  // namespace commsched

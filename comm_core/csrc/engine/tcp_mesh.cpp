@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kTokenBytes = 32;
 
-// The first thing that the connecting side sends.
+// The first bytes from the connecting side.
 struct Hello {
   char token[kTokenBytes] = {};
   uint32_t rank = 0;
@@ -60,7 +60,7 @@ int port_of(const Socket& socket) {
                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
-// Blocking calls on this socket give up when the deadline comes.
+// Sets the socket's send and receive time-outs to the time left.
 void set_deadline(const Socket& socket, Deadline deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
   timeval time{};
@@ -83,7 +83,7 @@ Socket connect_to(const Address& to, int peer, const Hello& hello, Deadline dead
   return socket;
 }
 
-// The next connection, with what it said; false when it said nothing sensible in time, as strangers may.
+// Accepts a connection and reads its greeting; false if no valid greeting came in time.
 bool accept_one(const Socket& listener, Deadline deadline, Socket& socket, Hello& hello) {
   pollfd waiting{listener.fd(), POLLIN, 0};
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -103,7 +103,7 @@ void make_ready(Connection& connection, double host_timeout_seconds) {
   if (!connection.data) return;
   const int on = 1;
   setsockopt(connection.data.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  set_deadline(connection.data, Clock::now());  // not used any more: every call is MSG_DONTWAIT
+  set_deadline(connection.data, Clock::now());  // no time-outs: later calls use MSG_DONTWAIT
   set_keepalive(connection.keepalive.fd(), host_timeout_seconds);
   connection.host = peer_address(connection.keepalive.fd());
 }
@@ -117,7 +117,7 @@ TcpMesh::TcpMesh(int rank, int size, const std::string& host) : rank_(rank), siz
   const Addresses addresses = resolve(host, 0);
   listener_ = open_socket(*addresses);
   if (::bind(listener_.fd(), addresses->ai_addr, addresses->ai_addrlen) != 0) throw lost("cannot listen at " + host);
-  // Whoever called may have left again before it is accepted.
+  // The peer may have closed the connection before it is accepted.
   ::fcntl(listener_.fd(), F_SETFL, O_NONBLOCK);
   if (::listen(listener_.fd(), 2 * size) != 0) throw lost("cannot listen at " + host);
   port_ = port_of(listener_);

@@ -15,7 +15,7 @@ struct Address {
   int port = 0;
 };
 
-// What joins this rank to another one. `keepalive` never carries data, so it tells whether the other host answers even where
+// The connections to one other rank. `keepalive` never carries data, so it shows whether the other host answers even while
 // bytes in `data` wait for a rank that computes for minutes.
 struct Connection {
   Socket data;
@@ -23,7 +23,7 @@ struct Connection {
   std::string host;  // the other end's address
 };
 
-// One rank's way into the mesh: listens from the beginning, so that its address can be told to the others before join().
+// Builds the mesh of one rank. Listens from construction on, so that its address can be published before join().
 class TcpMesh {
  public:
   TcpMesh(int rank, int size, const std::string& host);
@@ -31,7 +31,7 @@ class TcpMesh {
   int rank() const { return rank_; }
   Address address() const { return {host_, port_}; }
 
-  // One connection per rank (none for this one). `token` keeps strangers out: all ranks know it and nobody else does.
+  // One connection per rank (none for this one). `token` is a secret of the job that rejects connections from others.
   // `keepalive` fails when the other host has not answered for `host_timeout_seconds`.
   std::vector<Connection> join(const std::vector<Address>& addresses, const std::string& token, double timeout_seconds,
                                double host_timeout_seconds);

@@ -1,4 +1,4 @@
-// Carries out one operation on one bucket: the only thing the engine knows about moving bytes.
+// Runs one operation on one bucket. The engine moves bytes through this interface only.
 #pragma once
 
 #include <string>
@@ -12,13 +12,13 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Called between steps whenever a bucket is added: everything that steady state needs is allocated here.
+  // Called between steps when a bucket is added. Allocates everything that operations on it need.
   virtual void prepare(const BucketSpec& bucket) { (void)bucket; }
 
-  // Afterwards this rank's shard of reduce_ptr is the scaled sum; what the other shards hold is undefined.
+  // Afterwards this rank's shard of reduce_ptr holds the scaled sum; the other shards are undefined.
   virtual void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) = 0;
 
-  // Afterwards every shard of gather_ptr is what its owner held.
+  // Afterwards every shard of gather_ptr holds its owner's values.
   virtual void all_gather(const BucketSpec& bucket, const OpTag& tag) = 0;
 
   virtual void all_reduce(const BucketSpec& bucket, const OpTag& tag) {
@@ -26,13 +26,13 @@ class Transport {
     all_gather(bucket, tag);
   }
 
-  // From any thread: the operation under way and all later ones throw EngineError.
+  // From any thread: the operation in progress and all later ones throw EngineError.
   virtual void abort(const std::string& reason) noexcept = 0;
 
-  // An operation fails with a time-out when it makes no progress for so long.
+  // Seconds without progress after which an operation fails.
   virtual void set_timeout(double seconds) = 0;
 
-  // False where an operation cannot be relied on to end by itself.
+  // False if an operation may block without a time-out of its own.
   virtual bool keeps_time() const { return true; }
 
   virtual int rank() const = 0;

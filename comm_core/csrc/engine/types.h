@@ -28,7 +28,7 @@ constexpr const char* dtype_name(DType type) {
   return names[static_cast<int>(type)];
 }
 
-// RS reduce-scatter, AG all-gather, AR both at once. UPDATE marks where the caller updates its shard; the engine passes it by.
+// RS reduce-scatter, AG all-gather, AR both. UPDATE marks the place of the caller's shard update; the engine skips it.
 enum class Op : uint8_t { RS, AG, AR, UPDATE };
 
 constexpr const char* op_name(Op op) {
@@ -58,7 +58,7 @@ struct BucketSpec {
   bool gathers_gradients() const { return gather_ptr == reduce_ptr; }
 };
 
-// Which operation of which step is being carried out: travels with every message so that differing plans are noticed.
+// The operation and step in progress. Sent with every message, so that ranks with different plans notice it.
 struct OpTag {
   int64_t step = 0;
   int position = 0;  // in the plan
@@ -72,7 +72,7 @@ using Deadline = Clock::time_point;
 inline double seconds(Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
 
 inline Clock::duration to_duration(double secs) {
-  // A year is as good as for ever, and cannot overflow when it is added to now().
+  // At most a year: a longer time-out could overflow when it is added to now().
   const double bounded = secs < 0 ? 0 : (secs > 3.15e7 ? 3.15e7 : secs);
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
 }
@@ -84,7 +84,7 @@ constexpr const char* kind_name(ErrorKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// What went wrong, where. Channels know kind, peer and text; the engine adds the rest.
+// An error and its place. Channels set kind, peer and text; the engine adds the rest.
 struct EngineError : std::runtime_error {
   EngineError(ErrorKind kind, const std::string& text, int peer = -1) : std::runtime_error(text), kind(kind), peer(peer) {}
 
@@ -93,7 +93,7 @@ struct EngineError : std::runtime_error {
   int rank = -1;
   int bucket = -1;
   int64_t step = -1;
-  std::string op;    // "" where no operation was under way
+  std::string op;    // "" if no operation was in progress
   std::string name;  // the bucket's
 };
 

@@ -1,4 +1,4 @@
-"""What may be done to split tiles. Importing a module here registers its operations."""
+"""The operations on split tiles. Importing a module here registers its operations."""
 
 from commsched.spatial.ops import (
     conv,

@@ -60,7 +60,7 @@ def delete_grad(tile: Tile) -> None:
 @handles_all(_T.register_hook)
 def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """``hook`` sees, and may replace, the gradient as a tile."""
-    mesh, cuts = tile.mesh, tile.cuts  # not the tile: it would keep itself alive
+    mesh, cuts = tile.mesh, tile.cuts  # not the tile: the hook would keep it alive
 
     def on_local(local: Tensor) -> Tensor | None:
         replaced = hook(gradient(local, mesh, cuts))
@@ -75,7 +75,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _seeded(outputs: Any, grads: Any) -> tuple[list[Any], list[Any] | None]:
-    """Owned parts of ``outputs`` and of the gradients that their backward starts with."""
+    """Owned parts of ``outputs`` and of the gradients at which the backward starts."""
     tensors = _as_list(outputs)
     plain = [local_owned(t) if isinstance(t, Tile) else t for t in tensors]
     if grads is None:

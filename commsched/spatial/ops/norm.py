@@ -17,7 +17,7 @@ from commsched.spatial.tile import Tile, cut_axes, handles
 
 
 class Region:
-    """Over what a normalization takes its moments: dimensions, mesh axes, pixel counts."""
+    """The region over which a normalization takes moments: dimensions, mesh axes, pixel counts."""
 
     def __init__(self, tile: Tile, dims: list[int], group: int = 1) -> None:
         """``dims`` are counted from the end; ``group`` channels share statistics, as the dimension before
@@ -83,7 +83,7 @@ class Normalize(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # asked for a graph of the gradient
+        if torch.is_grad_enabled():  # create_graph=True: build the gradient from differentiable operations
             sources = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed]
             out = _composed(x, weight, bias, ctx.region, ctx.eps)
             found = iter(torch.autograd.grad(out, sources, grad, create_graph=True))
@@ -92,11 +92,11 @@ class Normalize(Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32: moments of half precision numbers are not half precision."""
+    """Promote to at least float32, the precision of moments of half-precision values."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-_CHUNK = 1 << 20  # elements that the backward works on at a time, so that it needs no whole temporaries
+_CHUNK = 1 << 20  # elements per block of the backward, to keep temporaries small
 
 
 def _gradients(
@@ -174,7 +174,7 @@ def _normalized(
     momentum: float,
     eps: float,
 ) -> Tile:
-    """By the moments of ``region``; running statistics are their mean over samples that have their own."""
+    """Normalize by the moments of ``region``; running statistics average moments of separate samples."""
     view = (-1, *(1,) * (input.ndim - 2))
     local, mean, var = Normalize.apply(
         enter(input, input.mesh, input.cuts),

@@ -70,7 +70,7 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
 
 @handles(torch.roll, torch.Tensor.roll)
 def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
-    """Pixels that leave at one end come in at the other: a fetch that wraps around."""
+    """``torch.roll`` as a fetch that wraps around the border."""
     moves, along = _ints(shifts), _ints(() if dims is None else dims)
     if not along:  # over the flattened tensor
         return torch.roll(replicate(input), moves)
@@ -103,7 +103,7 @@ def _shifted(split: Split, part: int, shift: int) -> Want:
 
 @handles(torch.Tensor.__getitem__)
 def getitem(tile: Any, index: Any) -> Any:
-    """Indexing that leaves the split dimensions whole, crops them, or takes every so many pixels of them."""
+    """Indexing that keeps the split dimensions whole, crops them, or takes every n-th pixel."""
     if not isinstance(tile, Tile):
         return unsupported(torch.Tensor.__getitem__, (tile, index), {}, "the index is split")
     entries = index if isinstance(index, tuple) else (index,)
@@ -162,7 +162,7 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
 
 
 def _explicit(entries: tuple, ndim: int) -> tuple:
-    """With ``...`` written out and every dimension named."""
+    """The index with ``...`` expanded, one entry per dimension."""
     named = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
     missing = (slice(None),) * (ndim - named)
     if Ellipsis in entries:

@@ -23,7 +23,7 @@ def _windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) 
 
 
 def _rest(tile: Tile, windows: list[Window]) -> list[int]:
-    """Padding that is left to torch: that of the dimensions that are not split."""
+    """The padding that torch applies: that of dimensions that are not split."""
     rest = [window.before for window in windows]
     for _, cut in cut_axes(tile.cuts):
         rest[cut.dim] = 0

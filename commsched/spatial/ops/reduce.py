@@ -109,7 +109,7 @@ def _adaptive_max(n: int, input: Any, output_size: Any) -> Any:
 
 
 def _global_max(tile: Tile, dim: int) -> Tile:
-    """Each part offers its best, then the best of those."""
+    """The maximum of the parts' maxima."""
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     local = local_owned(tile)
     if axis is not None:

@@ -102,7 +102,7 @@ def _reshape(input: Tile, sizes: list[int]) -> Tile:
 
 
 def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
-    """``sizes`` with -1 worked out."""
+    """``sizes`` with -1 replaced by the size it stands for."""
     known = prod(size for size in sizes if size != -1)
     return [shape.numel() // max(known, 1) if size == -1 else int(size) for size in sizes]
 

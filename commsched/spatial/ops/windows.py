@@ -1,5 +1,4 @@
-"""What convolutions and poolings share: from windows to a buffer that has every pixel the part's outputs
-read."""
+"""Shared by convolutions and poolings: fetch a buffer with every pixel that the part's outputs read."""
 
 from __future__ import annotations
 
@@ -45,8 +44,9 @@ def cut_windows(tile: Tile, windows: Sequence[AnyWindow]) -> dict[int, AnyWindow
 
 
 def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: bool = False) -> Cuts:
-    """Who owns the outputs, and how far beyond its own a part computes them: as far as what it holds allows,
-    and ``reach`` where it must fetch anyway."""
+    """The owners of the outputs, and the margin of extra outputs a part computes: as many as its pixels
+    allow, or ``reach`` if it must fetch anyway.
+    """
     cuts = list(tile.cuts)
     for axis, cut in cut_axes(tile.cuts):
         window = windows[axis]
@@ -64,7 +64,7 @@ def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: boo
 
 
 def visit(tile: Tile, site: Site, plan: Plan, windows: Sequence[AnyWindow], cuts: Cuts, work: int) -> None:
-    """Note what an operation does, in a dry run."""
+    """Record an operation of a dry run."""
     if tile.mesh.visits is None:
         return
     local, samples = tile.local, tile.shape[0] if tile.ndim > 1 else 1
@@ -87,7 +87,7 @@ def visit(tile: Tile, site: Site, plan: Plan, windows: Sequence[AnyWindow], cuts
 
 
 def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan:
-    """Who sends what so that each part has every pixel its outputs read, with fill beyond the border."""
+    """The exchange after which each part has every pixel its outputs read, with fill beyond the border."""
     wants = {}
     for axis, cut in cut_axes(tile.cuts):
         target = cuts[axis]
@@ -135,10 +135,10 @@ def _division(tile: Tile, windows: Sequence[Window], cuts: Cuts) -> Division | N
 
 
 def at_least(buffer: Tensor, lengths: Mapping[int, int]) -> Tensor:
-    """``buffer`` with empty dimensions made of so many zeros.
+    """``buffer`` with empty dimensions filled up with zeros.
 
-    A rank without outputs computes one from nothing and cuts it away (`without`): its graph is like
-    everybody's, so that it joins every exchange of the backward, of any order.
+    A rank without outputs computes one output from zeros and drops it (`without`), so that its autograd graph
+    has the same exchanges as on the other ranks, in derivatives of any order.
     """
     pads = [0] * (2 * buffer.ndim)
     for dim, length in lengths.items():

@@ -1,5 +1,4 @@
-"""The pass that orders the messages of one link by their traffic class: halos before activations before
-gradients.
+"""Order the messages of one link by traffic class: halos first, then activations, then gradients.
 
 A message that has started is never interrupted, so a halo that must not wait long needs short messages in
 front of it: ``largest_chunk`` says how long a gradient's may be.
@@ -21,7 +20,7 @@ _ITERATIONS = 12
 
 
 def largest_chunk(link: Link, longest_wait: float) -> float:
-    """Bytes of the largest RS or AG that holds a halo up for at most so many seconds."""
+    """The largest message (bytes) of an RS or AG that delays a halo by at most ``longest_wait`` seconds."""
     if longest_wait <= link.alpha:
         raise ValueError(
             f"no gradient is short enough for a halo that may wait {longest_wait} s: starting a message alone"

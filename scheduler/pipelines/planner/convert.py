@@ -27,7 +27,7 @@ from scheduler.simulate.stage_costs import stages_of
 
 CONF = "hybrid_conf.json"
 REST = ("model", "schedule", "microbatches", "placement", "devices", "period", "bottleneck", "memory")
-"""The fields of a plan that neither file has a place for."""
+"""The fields of a plan for which both formats have no field."""
 
 
 def to_conf(plan: PipelinePlan) -> HybridConf:
@@ -89,7 +89,7 @@ def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: di
     if conf.ours and set(conf.ours) != set(REST):
         raise ValueError(f"{conf.where}: field {OURS!r} must have {sorted(REST)}, got {sorted(conf.ours)}")
     if options:
-        # The expected times were those of the file's own schedule.
+        # The times in the file are for the schedule in the file.
         options = {"period": 0.0, "bottleneck": 0.0, **options}
     try:
         plan = PipelinePlan(
@@ -107,7 +107,7 @@ def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: di
 
 
 def expecting(plan: PipelinePlan, profile: Profile, cluster: Cluster) -> PipelinePlan:
-    """The plan with the times that the simulator expects on this cluster."""
+    """The same plan with period, bottleneck and memory as simulated on this cluster."""
     program = program_of(plan, profile)
     report = examine(program, profile, cluster.at(plan.devices))
     assert program.pipeline is not None
@@ -119,7 +119,7 @@ def expecting(plan: PipelinePlan, profile: Profile, cluster: Cluster) -> Pipelin
 
 
 def _depths(plan: PipelinePlan) -> tuple[int, ...]:
-    """How many minibatches each stage is ahead of the last step that it has taken: its delay."""
+    """By stage, how many minibatches it runs ahead of its last STEP: its delay."""
     return delays(generate(plan.schedule, len(plan.cuts), plan.microbatches))
 
 

@@ -28,7 +28,9 @@ from scheduler.simulate.simulator import run
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
 TOLERANCE = 1e-6
 ROUGHLY = 1e-3
-"""For pipelines besides the first: what the simulator likes best need not be the very best of its depth."""
+"""The bisection's tolerance for candidates after the first: the simulator ranks them, and its favourite
+need not have the least bottleneck of its depth.
+"""
 MOST_LAYERS = 32_000
 MOST_BUCKETS = 32
 
@@ -59,7 +61,7 @@ class Cut:
     bottleneck: float
 
 
-class Problem:
+class PartitionInput:
     """A model, a cluster and a schedule, as the arrays of the dynamic programme."""
 
     def __init__(
@@ -91,7 +93,7 @@ class Problem:
         self._devices()
 
     def _devices(self) -> None:
-        """Wires and limits by place: ``d`` devices before the end of the cluster, ``r`` of them."""
+        """Links and memory limits of a stage on ``r`` devices that start ``d`` devices before the end."""
         count, cluster = self.cluster.size, self.cluster
         self.border = np.zeros((count + 1, 2))
         self.ring = np.zeros((count + 1, count + 1, 2))
@@ -128,9 +130,10 @@ class Problem:
         return found
 
     def may_take(self, period: float, max_stages: int) -> bool:
-        """Whether a pipeline of at most so many stages might have this period in the simulator: whether its
-        computation and messages would fit were RS and AG free, since how much of them hides is not known
-        before.
+        """Whether a pipeline of at most ``max_stages`` stages might reach this period in the simulator.
+
+        Only compute and messages between stages count: how much of RS and AG hides is not known before the
+        simulation.
         """
         return (
             max_stages > 0 and self._reach(period, self._choice(max_stages), np.zeros_like(self.ring))[0] > 0
@@ -174,7 +177,9 @@ class Problem:
         return Cut(tuple(cuts), tuple(replicas), tuple(recompute), max(seconds))
 
     def seconds(self, first: int, last: int, replicas: int, again: bool, devices: int) -> float:
-        """The time of a stage: its work, or what crosses a border of it, whichever is longer."""
+        """Seconds of a stage per period: its work or the messages across one of its borders, whichever is
+        longer.
+        """
         from scheduler.pipelines.planner.reachability_kernel import stage_seconds
 
         work = stage_seconds(
@@ -207,13 +212,14 @@ def partition(
     ``state``: bytes of optimizer state per byte of weights. ``recompute``: ``never``, ``always``, or where it
     helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
     """
-    problem = Problem(profile, cluster, schedule, microbatches, recompute, state, max_stages)
+    problem = PartitionInput(profile, cluster, schedule, microbatches, recompute, state, max_stages)
     cut = problem.best()
     if cut is None:
         raise ValueError(_why_impossible(problem))
     best = _simulated(problem, cut, placement)
     for _ in range(1, candidates):
-        # The best of at most half as many stages, and so on, while one of so few can be faster at all.
+        # Further candidates: the best with at most half as many stages, and so on, while one so short can
+        # win.
         most = len(cut.cuts) // 2
         cut = problem.best(most, ROUGHLY) if problem.may_take(best.period, most) else None
         if cut is None:
@@ -224,7 +230,7 @@ def partition(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline, its program, and what the simulator makes of it."""
+    """A pipeline, its program, and its simulated period and memory."""
 
     cut: Cut
     devices: range
@@ -232,7 +238,7 @@ class Candidate:
     period: float
 
 
-def _simulated(problem: Problem, cut: Cut, placement: str) -> Candidate:
+def _simulated(problem: PartitionInput, cut: Cut, placement: str) -> Candidate:
     devices = range(problem.cluster.size - sum(cut.replicas), problem.cluster.size)
     program = generate(
         problem.schedule,
@@ -243,14 +249,14 @@ def _simulated(problem: Problem, cut: Cut, placement: str) -> Candidate:
         cuts=cut.cuts,
         recompute=cut.recompute,
         placement=placement,
-        # Thousands of buckets would tell no more about which plan is best, and take minutes.
+        # More buckets would not change the ranking of plans, and thousands of them take minutes to simulate.
         bucket_bytes=max(BUCKET, problem.profile.total_bytes / MOST_BUCKETS),
     )
     result = run(lower_pipeline(program, problem.profile, problem.cluster.at(devices)))
     return Candidate(cut, devices, program, result.period)
 
 
-def _plan(problem: Problem, candidate: Candidate, placement: str) -> PipelinePlan:
+def _plan(problem: PartitionInput, candidate: Candidate, placement: str) -> PipelinePlan:
     cut = candidate.cut
     return PipelinePlan(
         model=problem.profile.name,
@@ -268,7 +274,7 @@ def _plan(problem: Problem, candidate: Candidate, placement: str) -> PipelinePla
     )
 
 
-def _why_impossible(problem: Problem) -> str:
+def _why_impossible(problem: PartitionInput) -> str:
     layer = max(problem.profile.layers, key=lambda layer: layer.bytes + layer.activation_bytes)
     smallest = min(problem.cluster.memory or (0,))
     return (

@@ -1,4 +1,4 @@
-"""The planner's hot loop, compiled by numba."""
+"""The dynamic programme of the planner, compiled by numba."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def reachable(
     replicas, after_it, again = choice[0], choice[1], choice[2]
     replicas[:] = 0
     replicas[0, 0, layers] = 1
-    first = np.full((stages + 1, devices + 1), layers + 1)  # the lowest layer from which it can be done
+    first = np.full((stages + 1, devices + 1), layers + 1)  # the lowest first layer of a feasible suffix
     first[0, 0] = layers
     work = batches * (table[0] + table[1])
     fixed = batches * table[6]
-    # Devices must suffice for what lies behind a cut, and for what lies before it: by devices behind it, the
-    # lowest layer at which a cut can stand, and the highest.
+    # By number of devices behind a cut: the lowest and the highest layer at which the cut can be, because the
+    # devices behind it and those before it must each suffice for their layers.
     lowest_cut, highest_cut = np.zeros(devices + 1, np.int64), np.zeros(devices + 1, np.int64)
     for d in range(devices + 1):
         lowest_cut[d] = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
@@ -103,7 +103,7 @@ def reachable(
                         continue
                     stays = fixed[after] - fixed[i]
                     if i < end and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
-                        break  # more layers take longer still, and no nearer cut comes
+                        break  # more layers take longer, and no later start of the next stage is possible
                     if replicas[k, d, i] > 0:
                         continue
                     if not _crosses(table, i, r, batches, border[d], limit):
@@ -129,7 +129,7 @@ def reachable(
 def _crosses(
     table: np.ndarray, layer: int, replicas: int, batches: int, wire: np.ndarray, limit: float
 ) -> bool:
-    """Whether what one replica sends across the border before ``layer`` fits into the period."""
+    """Whether the messages of one replica across the border before ``layer`` fit into the period."""
     if layer == 0 or layer == table.shape[1] - 1:
         return True
     return batches * (wire[0] + wire[1] * table[5, layer] / replicas) <= limit

@@ -16,7 +16,7 @@ def interleaved(positions: int, microbatches: int, virtual: int = 2) -> list[Ord
         stages = [position + chunk * positions for chunk in range(virtual)]
         forward = block_by_block(stages, groups)
         backward = block_by_block(stages[::-1], groups)
-        # Two slots for every rank behind: a block's next chunk must be there as soon as its turn comes.
+        # Two slots for every rank after this one, so that the next chunk of a block arrives before its turn.
         ahead = (virtual - 1) * len(groups[0]) + 2 * (positions - 1 - position)
         orders.append(flushed(forward, backward, min(ahead, len(forward))))
     return orders

@@ -1,4 +1,4 @@
-"""What generators are made of: sequences of (stage, micro-batch), and two ways to interleave them."""
+"""Building blocks of generators: sequences of (stage, micro-batch), and two ways to interleave them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Item = tuple[int, int]
 """Stage and micro-batch."""
 
 Order = tuple[Action, ...]
-"""What one rank computes in one period."""
+"""The computations of one rank in one period."""
 
 
 def one_stage(stage: int, microbatches: int) -> list[Item]:
@@ -18,15 +18,15 @@ def one_stage(stage: int, microbatches: int) -> list[Item]:
 
 
 def lead(positions: int, stage: int, hop: int) -> int:
-    """How many micro-batches a stage runs ahead: ``hop`` for every stage behind it."""
+    """How many micro-batches a stage runs ahead: ``hop`` for every stage after it."""
     if hop < 1:
         raise ValueError(f"a stage must run at least 1 micro-batch ahead of the next one, got hop={hop}")
     return hop * (positions - 1 - stage)
 
 
 def blocks(microbatches: int, size: int) -> list[range]:
-    """Micro-batches in blocks of at least ``size`` (where there are as many), as equal as can be, larger ones
-    first. A smaller block would be through its ranks before the first of them is free for its next stage.
+    """Split micro-batches into blocks of at least ``size`` (or one block), of nearly equal sizes, larger ones
+    first. A smaller block would reach the last rank before the first rank is free for its next stage.
     """
     count = max(1, microbatches // size)
     small, larger = divmod(microbatches, count)
@@ -37,7 +37,7 @@ def blocks(microbatches: int, size: int) -> list[range]:
 
 
 def block_by_block(stages: Sequence[int], groups: Sequence[range]) -> list[Item]:
-    """Each block of micro-batches through all of a rank's stages, before the next block."""
+    """Run each block of micro-batches through all stages of a rank before the next block."""
     return [(stage, microbatch) for block in groups for stage in stages for microbatch in block]
 
 
@@ -55,8 +55,8 @@ def flushed(forward: Sequence[Item], backward: Sequence[Item], ahead: int) -> Or
 def endless(
     forward: Sequence[Item], backward: Sequence[Item], ahead: int, version: Mapping[int, int]
 ) -> Order:
-    """Forward and backward in turn for ever, the forwards ``ahead`` of the backwards; ``version`` is
-    what each stage computes with, relative to the period.
+    """Alternate forward and backward without a flush, forwards ``ahead`` of backwards; ``version`` is the
+    weight version of each stage, relative to the period.
     """
     actions = []
     for number, item in enumerate(backward):

@@ -11,7 +11,7 @@ def two_bw(positions: int, microbatches: int, hop: int = 1) -> list[Order]:
     orders = []
     for stage in range(positions):
         items = one_stage(stage, microbatches)
-        # Further ahead than one period would need a version that does not exist yet.
+        # More than one period ahead, a forward would need a version that does not exist yet.
         ahead = min(lead(positions, stage, hop), microbatches)
         orders.append(endless(items, items, ahead, {stage: -1}))
     return orders

@@ -18,7 +18,7 @@ def wpipe(positions: int, microbatches: int) -> list[Order]:
         stages = [position, position + positions]
         forward = block_by_block(stages, groups)
         backward = block_by_block(stages[::-1], groups)
-        # More than the blocks at a period's border allow, and G1's forward would overtake its own step.
+        # With a larger lead, a forward of G1 would run before the STEP whose weights it needs.
         ahead = min(first + positions - 1 - position, first + last)
         orders.append(endless(forward, backward, ahead, {stages[0]: -1, stages[1]: 0}))
     return orders

@@ -16,7 +16,9 @@ def zero_bubble(positions: int, microbatches: int) -> list[Order]:
 
 
 def _with_weights(order: Order, late: int) -> Order:
-    """W after each B, ``late`` micro-batches behind: stages at the end have B's to hurry and room to keep."""
+    """Insert each W ``late`` micro-batches after its B: late stages run B first and have memory for waiting
+    W.
+    """
     weights = [replace(action, kind=Kind.W) for action in order if action.kind is Kind.B]
     actions, done = [], 0
     for action in order:

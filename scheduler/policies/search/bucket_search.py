@@ -1,4 +1,4 @@
-"""The search for buckets: where it starts, and what it hands to the compiled loops."""
+"""The search for buckets: starting points and inputs of the compiled loops."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ ENOUGH = 1 + 1e-6
 """A period this close to a bound is not worth more search."""
 
 SLACK = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-"""The relaxation's buckets are tried for its exposed time plus these parts of the compute."""
+"""Starting points: the relaxation's buckets for its exposed time plus these fractions of the compute."""
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""... and cut further, into about this many parts altogether."""
+"""Each starting point is also tried with its buckets split, into about this many parts in total."""
 
 CLASSES = (8, 32, 128)
-"""The search starts from the best cuts with at most so many buckets, for each of these and for any number."""
+"""For each of these limits (and without one) the search climbs from the best start within that many buckets.
+"""
 
 NODES = 12
-"""Schrage schedules for one set of buckets during the search, and for the set found."""
+"""Schrage schedules computed per set of buckets during the search (`FINAL_NODES` for the final set)."""
 FINAL_NODES = 3000
 EXCHANGES = 20_000
 FEW = 5
-"""So many buckets are few enough to try every order."""
+"""Up to this many buckets, every order is tried."""
 
 
 def step_of(problem: Problem) -> Step:
@@ -61,7 +62,7 @@ def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
 
 
 class BucketSearch:
-    """All gradient bytes of a problem on a line (see ``_cutting.Line``), and the search for its best cuts."""
+    """All gradient bytes of a problem on a ``cut_kernel.Line``, and the search for the best cuts of it."""
 
     def __init__(self, problem: Problem, most: int) -> None:
         self.problem = problem
@@ -78,7 +79,7 @@ class BucketSearch:
         self.most = most + len(self.fence)
 
     def run(self, known: Iterable[Sequence[Bucket]], seed: int, budget: int) -> tuple[Bucket, ...]:
-        """The best buckets found; ``known`` are others to start from too."""
+        """The best buckets found. ``known`` are additional starting points."""
         from scheduler.policies.search.cut_kernel import improve_cuts, score_cuts
 
         step, line = step_of(self.problem), self._line()
@@ -143,7 +144,9 @@ class BucketSearch:
                 yield self._cuts(line, _split(bucket_ends, total / parts))
 
     def _cuts(self, line: Line, ends: Sequence[float]) -> np.ndarray:
-        """Cuts of the line for buckets that end ``ends`` bytes from layer 0 up, in each group alike."""
+        """Cuts of the line for buckets that end at ``ends`` (bytes counted from layer 0), the same in each
+        group.
+        """
         from scheduler.policies.search.cut_kernel import snap_all
 
         sizes, groups = np.array(self.problem.profile.sizes), np.array(self.problem.groups)

@@ -13,7 +13,7 @@ IDLE = 8
 """Once the period is good enough, the search for fewer buckets ends when this many moves a bucket fail."""
 
 DOUBT, CARE = 0.1, 0.1
-"""A link may be a tenth slower or faster than its model; each case counts a tenth of the model itself."""
+"""Scores include links slower and faster by the factor DOUBT, each with weight CARE."""
 
 
 class Line(NamedTuple):
@@ -63,7 +63,7 @@ def segment_at(line: Line, position: int) -> int:
 
 @njit(cache=True)
 def score_cuts(step: Step, line: Line, cuts: np.ndarray, nodes: int, enough: float) -> tuple[float, int]:
-    """How good the buckets between ``cuts`` are in their best order, and the jobs placed to find that.
+    """The score of the buckets between ``cuts`` in their best order, and the jobs placed to find it.
 
     The score is the period, averaged with a little of what it becomes if the link turns out slower or
     faster: of plans that are equally good as planned, those with reserves are better.
@@ -105,7 +105,7 @@ def snap_all(line: Line, positions: np.ndarray) -> np.ndarray:
 def improve_cuts(
     step: Step, line: Line, cuts: np.ndarray, nodes: int, enough: float, target: float, seed: int, budget: int
 ) -> tuple[np.ndarray, float]:
-    """Hill climbing from ``cuts``: one cut is dropped, added or moved, and that is kept if it does no harm.
+    """Hill climbing from ``cuts``: drop, add or move one cut; keep the change unless the score gets worse.
 
     A period of ``enough`` and a score of ``target`` are as good as any below; then fewer buckets are better.
     ``budget`` counts jobs placed, not seconds, so that the same call gives the same cuts on every machine.

@@ -20,7 +20,7 @@ from scheduler.ir.link import Level, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.build import program_of
-from scheduler.pipelines.planner.partition import Problem, kept, partition
+from scheduler.pipelines.planner.partition import PartitionInput, kept, partition
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 
@@ -126,7 +126,7 @@ def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
     profile = model(4 + seed % 4, seed)
     clusters = [Cluster.flat(3, Link(0.1, 0.05)), two_levels()]
     for cluster in clusters:
-        found = Problem(profile, cluster, schedule, count).best()
+        found = PartitionInput(profile, cluster, schedule, count).best()
         assert found is not None
         wanted = least_bottleneck(profile, cluster, schedule, count, (False,), 0.0)
         assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
@@ -141,7 +141,7 @@ def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int,
     for part in (0.3, 0.6, 1.0):
         cluster = two_levels(tuple(int(whole * part * share) for share in (1.0, 0.7, 1.3, 0.9)))
         for recompute, modes in (("never", (False,)), ("auto", (False, True)), ("always", (True,))):
-            found = Problem(profile, cluster, schedule, count, recompute, state=1.0).best()
+            found = PartitionInput(profile, cluster, schedule, count, recompute, state=1.0).best()
             wanted = least_bottleneck(profile, cluster, schedule, count, modes, 1.0)
             if found is None:
                 assert wanted == math.inf
@@ -151,7 +151,7 @@ def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int,
 
 def test_seven_layers_four_devices() -> None:
     profile = model(7, 11)
-    found = Problem(profile, two_levels(), "pipedream").best()
+    found = PartitionInput(profile, two_levels(), "pipedream").best()
     assert found is not None
     wanted = least_bottleneck(profile, two_levels(), "pipedream", 1, (False,), 0.0)
     assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
@@ -192,7 +192,7 @@ def test_simulator_decides_between_depths() -> None:
     """
     profile = Profile("equal", tuple(Layer(str(n), 1.0, 2.0, 1, 1) for n in range(4)))
     cluster = Cluster.flat(4, Link(0.0, 1.5))
-    best = Problem(profile, cluster, "1f1b").best()
+    best = PartitionInput(profile, cluster, "1f1b").best()
     assert best is not None and len(best.cuts) > 1
     plan = partition(profile, cluster, "1f1b")
     assert len(plan.cuts) < len(best.cuts)
@@ -207,7 +207,7 @@ def test_depths_that_are_left_out_would_not_have_won(
 ) -> None:
     profile, cluster = model(5 + seed, seed), Cluster((Level(2, 0.1, 0.02), Level(4, 0.3, 0.02 * seed)))
     quick = partition(profile, cluster, schedule, microbatches=count, recompute="auto")
-    monkeypatch.setattr(Problem, "may_take", lambda _, period, most: most > 0)
+    monkeypatch.setattr(PartitionInput, "may_take", lambda _, period, most: most > 0)
     assert partition(profile, cluster, schedule, microbatches=count, recompute="auto") == quick
 
 
@@ -220,7 +220,7 @@ def test_what_decides_that_a_depth_is_left_out_is_a_bound(
     """The bottleneck is none: RS and AG hide in more places than the backward that it takes from them."""
     profile, cluster = model(layers, seed), Cluster((Level(2, 0.1, 0.02), Level(4, 0.3, beta)))
     plan = partition(profile, cluster, schedule, microbatches=count, max_stages=depth, candidates=1)
-    problem = Problem(profile, cluster, schedule, count)
+    problem = PartitionInput(profile, cluster, schedule, count)
     assert problem.may_take(plan.period * (1 + 1e-9), depth)
     assert not problem.may_take(count * profile.compute / cluster.size * 0.99, depth)
 

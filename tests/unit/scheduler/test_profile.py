@@ -73,8 +73,8 @@ def test_bad_number_names_file_field_and_value(tmp_path: Path, field: str, value
             {"layers": [{"name": "a", "forward": 1, "backward": 1, "bytes": 1, "fixed": 1.5}]},
             "layer 'a': fixed is a part, 0 to 1, got 1.5",
         ),
-        ({"update_per_byte": -1}, "update_per_byte must be finite and at least 0"),
-        ({"traffic_per_byte": -1}, "traffic_per_byte must be finite and at least 0"),
+        ({"update_per_byte": -1}, "update_per_byte must be a finite number of at least 0"),
+        ({"traffic_per_byte": -1}, "traffic_per_byte must be a finite number of at least 0"),
     ],
 )
 def test_bad_file(tmp_path: Path, change: dict[str, Any], message: str) -> None:
