@@ -105,7 +105,7 @@ class Chain:
         return str(node.target) if node.op == "call_module" else node.name
 
     def layer_nodes(self, first: int, end: int) -> list[Node]:
-        """What layers ``first`` to ``end - 1`` compute."""
+        """The traced nodes of layers ``first`` to ``end - 1``."""
         starts = [*self._starts, len(self._body)]
         return self._body[starts[first] : starts[end]]
 
@@ -231,8 +231,8 @@ def split(
     inside: Iterable[type[nn.Module]] = (),
 ) -> list[fx.GraphModule]:
     """A model's stages as modules: in ``stages`` parts with about as many layers each, or from the layers
-    ``cuts`` on. What a later stage needs of an earlier one (skip connections, masks) is carried along: a
-    stage takes what is alive at its start as arguments and returns what is alive at its end as a tuple.
+    ``cuts`` on. Values that a later stage needs (skip connections, masks) are carried along: a
+    stage takes the values alive at its start as arguments and returns those alive at its end as a tuple.
     """
     chain = Chain(model, inside)
     if (stages is None) == (cuts is None):

@@ -1,8 +1,8 @@
 """Stopping and going on in the middle of a run, with micro-batches in flight.
 
-Between two steps every rank stands at the same iteration. What is in flight then are messages that have been
-sent and not received, which are taken in first, and micro-batches between forward and backward, of which the
-inputs, the version's number and the state of the random numbers are kept: going on repeats their forward.
+Between two steps every rank stands at the same iteration. Messages that have been sent and not received are
+received first. Of micro-batches between forward and backward, the checkpoint keeps the inputs, the version's
+number and the state of the random numbers; resuming repeats their forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
 class Running(Protocol):
-    """What a checkpoint holds of a pipeline."""
+    """The parts of a pipeline that a checkpoint reads and writes."""
 
     program: Program
     rank: int

@@ -26,8 +26,8 @@ Micro = tuple[int, int]
 
 @dataclass
 class Head:
-    """What turns the last stage's output into this replica's part of the mean loss. ``counts``: the value is
-    added to the step's; one tile of a replica does that, since all tiles have the same.
+    """Targets and weight of this replica's part of the mean loss. ``counts``: add the value to the step's loss;
+    one tile of a replica does that, since all tiles have the same value.
     """
 
     targets: Any
@@ -37,7 +37,7 @@ class Head:
 
 @dataclass
 class Saved:
-    """What a micro-batch leaves behind in a stage until its backward."""
+    """The state that a stage keeps of a micro-batch until its backward."""
 
     version: Version
     leaves: list[Any]
@@ -261,7 +261,7 @@ def flattened(output: Any, last: Any) -> tuple[list[Any], Any]:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """Where the random numbers stand: the host's, and the device's if it is a GPU."""
+    """The states of the host's random generator, and of the device's if it is a GPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

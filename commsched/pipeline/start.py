@@ -1,4 +1,4 @@
-"""What a pipeline's ranks do once, before the first step: choose the program, agree on it, share weights."""
+"""Start of a pipeline, once before the first step: choose the program, agree on it, share weights."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Combine = Callable[[list[Tensor]], None]
 
 
 class Update(Protocol):
-    """What the interpreter asks for, in the order of the program."""
+    """The calls that the interpreter makes, in the order of the program."""
 
     optimizer: Optimizer | None
     taken: int
