@@ -17,9 +17,8 @@ from commsched.backends.ranks import Ranks
 from commsched.backends.transports import make_transport
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import private_group
-from commsched.collectives.torch_carrier.operation import device_name
 from commsched.env import settings
-from commsched.process.groups import nccl_usable
+from commsched.process.groups import device_name, nccl_usable
 
 
 class Collectives(Protocol):

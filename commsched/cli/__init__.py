@@ -1,5 +1,6 @@
-"""The command ``commsched``. Each subcommand is a module here with ``add_arguments(parser)`` and
-``run(arguments)``.
+"""The command ``commsched``.
+
+Each subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Name -> module and its line in the help. Only the module that is asked for is imported: none may slow the
-# others.
+# Name -> module and one line of help. Only the called subcommand's module is imported, which keeps it fast.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("commsched.cli.plan", "make a plan for a profile and a link"),
-    "simulate": ("commsched.cli.simulate", "compare policies on a profile; scaling tables"),
+    "simulate": ("commsched.cli.simulate", "compare policies on a profile, also over numbers of ranks"),
     "show": ("commsched.cli.show", "print, check or draw a plan"),
     "profile": ("commsched.cli.profile", "measure a model layer by layer"),
     "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
-    "convert": ("commsched.cli.convert", "a plan as AshPipe's files, or AshPipe's files as a plan"),
-    "train": ("commsched.cli.train", "train in stages, as a plan says"),
+    "convert": (
+        "commsched.cli.convert",
+        "write a plan as AshPipe's files, or a plan from them",
+    ),
+    "train": ("commsched.cli.train", "train a model in the stages of a plan"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; 0 on success, 2 after an error of the user's, which is told in one line."""
+    """Run one subcommand. Return 0, or 2 after a wrong argument or file, reported in one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
@@ -32,14 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     try:
-        return int(module.run(arguments) or 0)
+        module.run(arguments)
     except ValueError as error:
         print(f"commsched {words[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`head`, a pager) has seen enough.
-        sys.stderr.close()
-        return 0
+        sys.stderr.close()  # the reader (`head`, a pager) has closed the pipe: print no traceback
+    return 0
 
 
 def _top_level(words: Sequence[str]) -> int:
