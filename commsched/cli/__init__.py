@@ -25,13 +25,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends the default to an option's help, unless it is None or a switch that is off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        off = action.default is None or action.default is False
+        return action.help if off else super()._get_help_string(action)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Return 0, or 2 after a wrong argument or file, reported in one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
-    module = import_module(COMMANDS[words[0]][0])
-    parser = argparse.ArgumentParser(f"commsched {words[0]}", description=COMMANDS[words[0]][1])
+    module_name, description = COMMANDS[words[0]]
+    parser = argparse.ArgumentParser(
+        f"commsched {words[0]}", description=description, formatter_class=_HelpFormatter
+    )
+    module = import_module(module_name)
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     try:

@@ -23,10 +23,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
         " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json",
     )
     parser.add_argument(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default="ring",
-        help="with --ranks: algorithm of the collectives (default: ring)",
+        "--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives"
     )
     add_hosts(parser, "ranks")
 
@@ -42,10 +39,7 @@ def add_profile(parser: argparse.ArgumentParser, of: str, required: bool = True)
 
 def add_hosts(parser: argparse.ArgumentParser, members: str) -> None:
     parser.add_argument(
-        "--per-host",
-        type=int,
-        metavar="N",
-        help=f"{members} that share one host's --link (default: 1)",
+        "--per-host", type=int, metavar="N", help=f"{members} that share one host's --link (default: 1)"
     )
     parser.add_argument(
         "--inside", metavar="L", help=f"with --per-host: link between the {members} of one host"
@@ -64,10 +58,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--gather",
-        choices=("gradients", "parameters"),
-        default="gradients",
-        help="what all-gathers move (default: gradients)",
+        "--gather", choices=("gradients", "parameters"), default="gradients", help="what all-gathers move"
     )
     parser.add_argument(
         "--early-step", action="store_true", help="with --gather parameters: update during the backward"

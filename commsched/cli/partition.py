@@ -38,26 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         default="pipedream",
-        help="schedule of the pipeline: pipedream, ashpipe, 2bw, 1f1b or gpipe (default: pipedream)",
+        help="schedule of the pipeline: pipedream, ashpipe, 2bw, 1f1b or gpipe",
     )
     parser.add_argument(
-        "--microbatches",
-        type=int,
-        default=1,
-        metavar="M",
-        help="micro-batches of one optimizer step (default: 1)",
+        "--microbatches", type=int, default=1, metavar="M", help="micro-batches of one optimizer step"
     )
     parser.add_argument(
         "--recompute",
         choices=tuple(RECOMPUTE),
         default="never",
-        help="when to recompute activations in the backward instead of keeping them (default: never)",
+        help="when to recompute activations in the backward instead of keeping them",
     )
     parser.add_argument(
         "--state",
         type=float,
         default=0.0,
-        help="bytes of optimizer state per byte of weights: 1 for momentum, 2 for Adam (default: 0)",
+        help="bytes of optimizer state per byte of weights: 1 for momentum, 2 for Adam",
     )
     parser.add_argument(
         "--max-stages", type=int, metavar="N", help="most stages to try (default: one per device)"

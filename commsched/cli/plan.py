@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         default="optimal",
-        help=f"one of {', '.join(policies.names())} (default: optimal)",
+        help=f"one of {', '.join(policies.names())}",
     )
     options.add_ranks(parser)
     parser.add_argument(

@@ -16,9 +16,7 @@ from scheduler.ir.profile import Profile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument("--rows", type=int, required=True, metavar="N", help="rows of one micro-batch")
-    parser.add_argument(
-        "--repeat", type=int, default=5, metavar="N", help="measurements of each layer (default: 5)"
-    )
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measurements of each layer")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the profile to FILE, as JSON")
     parser.add_argument(
         "--link",
@@ -36,7 +34,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function that returns (model, loss, batches[, optimizer]); batches(rows) yields batches",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of torch's random numbers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of torch's random numbers")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         default="text",
-        help="output format (default: text); svg and chrome need --profile and --link",
+        help="output format; svg and chrome need --profile and --link",
     )
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
     )
     parser.add_argument("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
-    parser.add_argument("--width", type=int, default=100, help="columns of the text chart (default: 100)")
+    parser.add_argument("--width", type=int, default=100, help="columns of the text chart")
 
 
 def run(arguments: argparse.Namespace) -> None:

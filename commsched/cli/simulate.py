@@ -41,11 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="compute takes 1+S times as long while the link is busy (default: 0)",
+        help="compute takes 1+S times as long while the link is busy",
     )
-    parser.add_argument(
-        "--jitter", type=float, default=0.0, help="relative deviation of each rank's speed (default: 0)"
-    )
+    parser.add_argument("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
     parser.add_argument(
         "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)"
     )

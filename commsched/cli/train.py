@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas"
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps")
     parser.add_argument(
         "--warmup-steps",
         type=int,
         default=0,
         metavar="N",
-        help="data-parallel steps before the pipeline starts (default: 0)",
+        help="data-parallel steps before the pipeline starts",
     )
     parser.add_argument("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
 
