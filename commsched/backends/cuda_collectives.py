@@ -32,14 +32,14 @@ class Collectives(Protocol):
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Ends operations in flight, because another rank is gone. From any thread."""
+        """End operations in flight, because another rank is gone. May be called from any thread."""
 
     def close(self) -> None:
-        """Ends the group's connections; nothing is in flight any more."""
+        """Close the group's connections. No operation may be in flight."""
 
 
 class NcclCollectives:
-    """In the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
+    """Runs in the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
 
     name, scales = "nccl", False
 
@@ -86,7 +86,10 @@ class NcclCollectives:
 
 
 class StagedCollectives:
-    """Through the host's memory and a CPU transport; blocks. For CPU tensors, and ranks that share a GPU."""
+    """Runs through the host's memory and a CPU transport, and blocks.
+
+    For CPU tensors, and for ranks that share a GPU.
+    """
 
     name, scales = "staged", True
 
@@ -120,8 +123,9 @@ class StagedCollectives:
 
 
 def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:
-    """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
-    whichever launcher.
+    """Return NCCL's collectives if every rank has a GPU of its own, else those through the host.
+
+    The ranks of an NCCL group meet in the job's own store, under every launcher.
     """
     example = torch.empty(0, device=device.device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))

@@ -129,7 +129,7 @@ class Driver:
     # -- one iteration ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Times the step that is about to return, and plans anew where that is due."""
+        """Time the step that is about to return, and plan again where that is due."""
         self.arrivals.mark("end")
         self.times.step()
         self._record()
@@ -142,10 +142,12 @@ class Driver:
                 self._start_measuring()
 
     def _votes(self) -> int:
-        """One vote where times have drifted; enough to decide alone where the forward order has changed,
-        because ranks that never wait do not notice that.
+        """Return this rank's votes for a new plan: one where times have drifted.
+
+        Where the forward order has changed a rank votes for all, because ranks that never wait do not notice
+        that.
         """
-        if self.hooks.order_changed and self.times.may_hurry():
+        if self.hooks.order_changed and self.times.may_replan_at_once():
             return self.backend.ranks.size
         return int(self.times.has_drifted())
 
@@ -217,7 +219,7 @@ class Driver:
             self._measuring = Measuring(alone=False)
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
-        """Plans from the times beside the traffic, where they differ from those without."""
+        """Plan again from the times beside traffic, if they differ from those without."""
         self.arrivals.settle()
         rows = self.backend.ranks.all_values(combine(samples) if samples else None)
         if any(row is None for row in rows) or self.profile is None:
@@ -232,8 +234,9 @@ class Driver:
             self.plan = replace(self.plan, profile=profile)
 
     def _bucket_times(self) -> list[tuple[int, float]]:
-        """Bytes and median seconds of every bucket's RS and AG in the timed iterations, which had the link to
-        themselves.
+        """Return bytes and median seconds of every bucket's RS and AG in the timed iterations.
+
+        No other traffic used the link in those.
         """
         events = self.backend.events()
         self._record_operations(events)
@@ -255,7 +258,7 @@ _exiting = False
 
 @cache
 def _close_all_at_exit() -> None:
-    """Registered with the first driver, so it runs before what the engine and the runtime do at exit."""
+    """Close every driver; registered before the engine's and the collectives' exit handlers run."""
 
     def close_all() -> None:
         global _exiting

@@ -19,9 +19,11 @@ from scheduler.policies import planner_process as aside
 _log = logging.getLogger("commsched")
 
 
-def plan_aside(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
-    """Returns or raises what ``policies.plan`` does. Policies without a compiler are called here, the user's
-    own too; and every policy, where the compiler is loaded already or no child can be started.
+def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
+    """Return or raise what ``policies.plan`` does, from a child process if the policy needs a compiler.
+
+    Policies without a compiler, also the user's own, run here. So does every policy where the compiler is
+    loaded already or no child can be started.
     """
     if policies.needs_compiler(policy) and "numba" not in sys.modules:
         try:

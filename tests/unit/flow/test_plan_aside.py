@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from commsched.optimizer import planner_process as flow_aside
-from commsched.optimizer.planner_process import plan_aside
+from commsched.optimizer.planner_process import plan_in_child
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 
@@ -19,13 +19,13 @@ def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
     monkeypatch.setattr(policies, "_ADDED", {})
     monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
     policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
-    assert plan_aside(PROFILE, LINK, "mine", {}).policy == "wfbp"
+    assert plan_in_child(PROFILE, LINK, "mine", {}).policy == "wfbp"
 
 
 def test_where_the_compiler_is_there_already_no_child_is_started(monkeypatch):
     monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
     monkeypatch.setitem(sys.modules, "numba", sys)
-    assert plan_aside(PROFILE, LINK, "dear", {}).policy == "dear"
+    assert plan_in_child(PROFILE, LINK, "dear", {}).policy == "dear"
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -44,6 +44,6 @@ def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "numba", raising=False)
     monkeypatch.setattr(flow_aside.aside, "command", lambda: ["/no/such/interpreter"])
     with caplog.at_level(logging.WARNING, logger="commsched"):
-        program = plan_aside(PROFILE, LINK, "dear", {"ranks": 4})
+        program = plan_in_child(PROFILE, LINK, "dear", {"ranks": 4})
     assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash
     assert "no/such/interpreter" in caplog.text
