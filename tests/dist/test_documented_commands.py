@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.documented import Block, Call, blocks, calls
+from tests.support.documented_commands import Block, Call, blocks, calls
 from tests.support.documented_runs import blocks_to_run, is_quick, prepare, reason, run
 
 pytestmark = pytest.mark.dist

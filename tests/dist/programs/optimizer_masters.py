@@ -16,7 +16,7 @@ from tests.support.cases import Me, case, main
 from tests.support.host_kernels import HostLauncher
 from tests.support.masters import CastEachStep
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
-from tests.support.twin import Twin
+from tests.support.reference_run import Twin
 
 Make = Callable[[Sequence[nn.Parameter]], Any]
 
