@@ -121,7 +121,7 @@ class EngineBackend(Backend):
         seconds = []
         with translated:
             for _ in range(3):
-                # Shaped links let a burst through after a pause; behind other traffic, the rate shows.
+                # A shaped link sends at full speed after a pause: this message uses that burst up.
                 transport.all_gather(filler)
                 start = time.monotonic()
                 transport.reduce_scatter(data)

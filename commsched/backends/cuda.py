@@ -32,7 +32,7 @@ from commsched.optimizer.layer_timing import Watch
 from commsched.process import failure_monitor
 
 _TIMED_EXCHANGES = 5
-# Seconds that a script that ends with an exception waits for its GPU: other ranks may never come.
+# Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
 _PATIENCE_AFTER_AN_ERROR = 5.0
 _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
 
@@ -41,7 +41,7 @@ class StreamBackend(Backend):
     """Marks and waits apply to streams. ``host`` is the backend for the flags and for CPU tensors."""
 
     shards_class = FusedShards
-    can_step_early = False  # a thread of its own has no place in a device's streams
+    can_step_early = False  # operations of another thread would not be ordered with the streams
 
     def __init__(
         self,

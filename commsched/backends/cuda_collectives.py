@@ -50,7 +50,7 @@ class NcclCollectives:
         self._reduce = ReduceScatterOptions()
         self._gather = AllgatherOptions()
         for options in (self._reduce, self._gather):
-            # On the caller's stream itself; a torch that does not know this uses its own stream and joins it.
+            # Use the caller's stream; older versions of torch use their own stream and join it.
             if hasattr(options, "asyncOp"):
                 options.asyncOp = False
 

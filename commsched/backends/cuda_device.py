@@ -1,6 +1,6 @@
-"""The operations on streams and events that the order of communication needs.
+"""The operations on streams and events that ordered communication needs.
 
-``CudaDevice`` uses torch's. ``ImmediateDevice`` stands for CPU tensors: every operation is done when its call
+``CudaDevice`` uses torch's. ``ImmediateDevice`` serves CPU tensors: every operation is done when its call
 returns, so nothing waits. Tests have a device of their own that runs streams in any legal order.
 """
 

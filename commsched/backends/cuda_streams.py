@@ -1,8 +1,8 @@
-"""Operations in-stream: each is put onto the communication stream in the plan's order.
+"""Puts the collectives of a step onto the communication stream, in the plan's order.
 
-This happens as soon as all operations before it are there and its own input has an event. The stream runs
-them one after the other, each behind its input's event; whoever needs a result makes its stream wait for the
-result's event. The host waits for nothing::
+The host enqueues an operation once all earlier ones are enqueued and an event marks its input. The stream
+runs the operations one after the other, each after its input's event. A stream that needs a result waits for
+the result's event, so that the host never waits::
 
     backward stream   B3 pack(0)* B2 pack(1)* B1
                                |          |

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.ir.program import Program
+from scheduler.simulate.simulator import Result
 
 _PIPE_WIDTH = 160
 
@@ -28,11 +29,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return result
 
 
-def ratio(period: float, bound: float) -> float | None:
-    """Return period / bound, or None for a bound of 0, to which no ratio exists."""
-    if bound:
-        return period / bound
-    return None if period else 1.0
+def figures(result: Result, bound: float) -> dict[str, float | None]:
+    """Return a simulated step beside its lower bound, for JSON; the ratio to a bound of 0 is None."""
+    ratio = result.period / bound if bound else None if result.period else 1.0
+    return {"period": result.period, "ratio_to_bound": ratio, "exposed": result.exposed}
 
 
 def milliseconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commsched.cli import options
-from commsched.cli.output import console, milliseconds, ratio, table
+from commsched.cli.output import console, figures, milliseconds, table
 from scheduler import policies
 from scheduler.bounds import lower_bound
 from scheduler.ir.profile import Profile
@@ -69,9 +69,7 @@ def measure(
         program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))
         result = simulate(program, profile, link, slowdown=arguments.slowdown)
         results[program.policy] = {
-            "period": result.period,
-            "ratio_to_bound": ratio(result.period, bound),
-            "exposed": result.exposed,
+            **figures(result, bound),
             "efficiency": profile.compute / result.period if result.period else 1.0,
         }
     return {

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from commsched.cli import options, scaling
-from commsched.cli.output import console, milliseconds, ratio, table
+from commsched.cli.output import console, figures, milliseconds, table
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound
 from scheduler.ir.buckets import Bucket
@@ -114,9 +114,7 @@ def _row(
 ) -> dict[str, Any]:
     result = simulate(program, profile, link, slowdown=arguments.slowdown, jitter=arguments.jitter)
     return {
-        "period": result.period,
-        "ratio_to_bound": ratio(result.period, bound),
-        "exposed": result.exposed,
+        **figures(result, bound),
         "link_utilisation": result.link_utilisation,
         "plan": program.plan,
         "buckets": [bucket_row(bucket, profile) for bucket in program.buckets],

@@ -21,7 +21,7 @@ from scheduler.ir.program import Program
 
 
 class Arrivals:
-    """The ways to wait for the round under way. ``seal`` ends its backward."""
+    """Waits for the current round. ``seal`` ends the filling of its buckets."""
 
     def __init__(
         self, state: StepState, backend: Backend, gathering: Gathering, seal: Callable[[], None]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# By exact type: a subclass may do anything. The elementwise ones treat every element by itself.
+# Compared by exact type, because a subclass may compute something else.
 ELEMENTWISE: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD".split()

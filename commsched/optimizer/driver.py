@@ -1,9 +1,9 @@
-"""One wrapped optimizer's machinery: reducer, hooks, plans, and when to measure and plan anew.
+"""The parts of one wrapped optimizer: reducer, hooks and plans; decides when to measure and plan again.
 
-The first iterations communicate after the backward and are timed; then rank 0 plans, and every rank checks
+The first iterations communicate after the backward and are timed. Then rank 0 plans, and every rank checks
 and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
-memory with it), so the first iterations of that plan are timed too, without their waits, and the plan is made
-again from those times. In the flags of every round the ranks vote whether the step has become so much slower
+memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
+made from those times. In the flags of every round the ranks vote whether the step has become so much slower
 or faster that a new plan is due, so that no rank decides alone.
 """
 

@@ -31,12 +31,12 @@ def owners(
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)
         if mine:
             found.append((module, mine))
-    # In the order of the parameters, which is the same on all ranks; the garbage collector's is not.
+    # In the order of the parameters, which is the same on all ranks, unlike the garbage collector's.
     return sorted(found, key=lambda item: item[1])
 
 
 def _live_modules() -> list[nn.Module]:
-    # By type, not isinstance: a proxy's __class__ may do anything.
+    # By type() and not isinstance(), which would call a proxy's own __class__.
     return [
         thing
         for thing in gc.get_objects()

@@ -1,7 +1,7 @@
 """``master_weights=True``: float32 weights behind half-precision parameters, each rank's for its own shards.
 
 They are part of the optimizer's state, under ``KEY``, once the first update has made them differ from the
-parameters. A master is valid as long as it rounds to the parameter: where somebody has written another value
+parameters. A master is valid as long as it rounds to the parameter: where the parameter got another value
 (a broadcast, a loaded model, ``p.mul_()``), that value replaces it.
 """
 

@@ -1,6 +1,6 @@
-"""The parameters as the scheduler's layers: in the order of the forward, behind one layer without bytes.
+"""Maps the parameters to the scheduler's layers: in forward order, behind one layer without bytes.
 
-That one stands for the time between two iterations (data loading, the optimizer's own work).
+That layer represents the time between two iterations (data loading, the optimizer's own work).
 """
 
 from __future__ import annotations

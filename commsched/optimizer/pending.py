@@ -1,4 +1,4 @@
-"""Nobody reads a value that is still on its way: pending parameters.
+"""Pending parameters, which complete their value or gradient before it is read.
 
 While the gradient or the value of a parameter is being communicated, the parameter's class is a subclass of
 ``Parameter`` whose ``__torch_function__`` sees every access through torch - printing, ``state_dict``,
@@ -95,7 +95,7 @@ def clear_pending(parameter: nn.Parameter) -> None:
 def complete(parameter: nn.Parameter) -> None:
     completion = _completions.get(id(parameter))
     if completion is None:
-        # Left behind by an owner that is gone: an ordinary parameter again.
+        # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
         return
     completion()
@@ -104,12 +104,12 @@ def complete(parameter: nn.Parameter) -> None:
 def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:
     """Return whether anyone but ``owners`` tensors holds the parameter's memory."""
     storage = parameter.untyped_storage()
-    # The storage object just made counts as one more.
+    # The storage object of this call counts as one more.
     return int(torch._C._storage_Use_Count(storage._cdata)) > owners + 1
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """``parameter.grad`` as torch itself has it, without waiting for what is on its way."""
+    """Return ``parameter.grad`` as torch itself has it, without completing the parameter."""
     if type(parameter) is nn.Parameter:
         return parameter.grad
     with torch._C.DisableTorchFunctionSubclass():

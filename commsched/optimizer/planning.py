@@ -26,7 +26,7 @@ _UNGROUPED = 8 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, its profile and link, and the parameter that each of its layers stands for (-1: none)."""
+    """A program, its profile and link, and the parameter of each of its layers (-1: none)."""
 
     program: Program
     profile: Profile

@@ -1,8 +1,8 @@
-"""Gradients in: from autograd's hook into a bucket, and the bucket to the backend.
+"""Moves gradients from autograd's hook into a bucket, and the bucket to the backend.
 
-Threads: hooks and ``seal`` run on the thread that runs the backward, completions on whichever thread touches
+Threads: hooks and ``seal`` run on the thread that runs the backward, completions on any thread that accesses
 a parameter; ``StepState.lock`` guards all state. The engine's thread never enters Python. ``docs/engine.md``
-says who owns which buffer when.
+describes which part owns a buffer at what time.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Reducer:
         state = self.state
         kept = state.kept.get(i)
         if kept is not None and kept.sparse is not None and grad is kept.shown and self.backend.ranks.rank:
-            grad = grad - kept.sparse  # only what is new: see _fill_new
+            grad = grad - kept.sparse  # only the difference: see _fill_new
         state.flag[i] = SPARSE
         if state.sparse_as_dense:
             state.sparse_dims[i] = grad.sparse_dim()
@@ -162,7 +162,7 @@ class Reducer:
             view.zero_()
 
     def _fill_new(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
-        """Fill in what is new: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
+        """Fill in the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
         kept = self.state.kept[i]
         if grad is not kept.shown:
             view.copy_(grad)
@@ -209,7 +209,7 @@ class Reducer:
             if self.state.phase is not Phase.FILLING:
                 return
             if inside_a_backward():
-                # The outer backward goes on. Should no gradient come any more, reading one seals.
+                # The outer backward continues. If no further gradient comes, reading one seals the round.
                 self.arrivals.guard(only_grad=True)
                 return
             if self.arrivals.watch is not None:

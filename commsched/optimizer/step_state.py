@@ -1,8 +1,8 @@
-"""The gradients of one optimizer: where they are stored, and the state of the round under way.
+"""The gradients of one optimizer: where they are stored, and the state of the current round.
 
 A **round** is one reduction of every bucket. The first gradient of a backward opens it; the end of the
-backward seals it: slots that no gradient filled count as zero, and a flag says so. Whoever needs a gradient
-or a parameter completes its buckets.
+backward seals it: slots without a gradient count as zero, which their flag records. Code that needs a
+gradient or a parameter completes its buckets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Kept:
-    """A sum over the ranks in ``p.grad``: a further backward adds to it, and only what is new is summed."""
+    """A sum over the ranks in ``p.grad``: later gradients add to it, and only the difference is summed."""
 
     shown: torch.Tensor
     version: int

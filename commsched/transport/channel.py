@@ -31,6 +31,7 @@ class Pending(Protocol):
 
     def watch(self) -> None:
         """Let another thread notice the arrival, because this one computes before it calls `wait()`."""
+        return None
 
 
 def total_bytes(parcels: Sequence[Parcel]) -> int:
@@ -50,11 +51,8 @@ class Channel(Protocol):
         """Start sending and receiving; errors name the `operation`."""
 
 
-class _Complete:
+class _Complete(Pending):
     def wait(self) -> None:
-        return None
-
-    def watch(self) -> None:
         return None
 
 
@@ -176,12 +174,9 @@ class ThreadChannel:
         return _ThreadMessages(self, recvs, operation)
 
 
-class _ThreadMessages:
+class _ThreadMessages(Pending):
     def __init__(self, channel: ThreadChannel, recvs: Sequence[Parcel], operation: str) -> None:
         self.channel, self.recvs, self.operation = channel, recvs, operation
-
-    def watch(self) -> None:
-        return None
 
     def wait(self) -> None:
         for peer, buffer in self.recvs:

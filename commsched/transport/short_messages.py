@@ -153,7 +153,7 @@ class _Sender:
             return self._error or TimeoutError(f"nothing could be sent within {self.timeout:g} s")
 
 
-class _PendingSend:
+class _PendingSend(Pending):
     """A sent message: its buffers are free, its last bytes may still be in the sender's backlog."""
 
     def __init__(self, sender: _Sender, written: int, subject: str, peer: int) -> None:
@@ -163,9 +163,6 @@ class _PendingSend:
         error = self.sender.wait(self.written)
         if error is not None:
             raise _lost(self.subject, self.peer, error)
-
-    def watch(self) -> None:
-        return None
 
 
 class _Receiver:
@@ -222,7 +219,7 @@ class _Receiver:
             filled += more
 
 
-class _PendingReceive:
+class _PendingReceive(Pending):
     """A posted receive."""
 
     def __init__(
@@ -236,9 +233,6 @@ class _PendingReceive:
             self.receiver.receive_until(self)
         except OSError as error:
             raise _lost(self.subject, self.peer, error) from error
-
-    def watch(self) -> None:
-        return None
 
     def check(self, size: int) -> None:
         expected = sum(map(len, self.views))

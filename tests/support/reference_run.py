@@ -37,7 +37,7 @@ def some_profile(model: nn.Module) -> Profile:
 
 
 class Twin:
-    """``model`` trains on all ranks through ``optimizer``; ``plain`` trains alike in one process, by `Oracle`.
+    """``model`` trains on all ranks through ``optimizer``; ``plain`` trains alike in one process (`Oracle`).
 
     In turn, one rank waits in its backward until another has returned from ``step()``: that one has gradients
     on their way then, however loaded the machine is. Where ``step()`` itself waits for gradients, that cannot
