@@ -127,7 +127,7 @@ class Timeline:
 
 
 def merge(file: Path, parts: Iterable[Path]) -> None:
-    """Return one trace of several ranks' parts, whose times start at the first event."""
+    """Write one trace of several ranks' parts into ``file``; its times start at the first event."""
     events = [event for part in parts for event in json.loads(part.read_text())]
     start = min((event["ts"] for event in events), default=0.0)
     for event in events:

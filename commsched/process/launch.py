@@ -6,8 +6,9 @@ Does not import torch, so that the command line starts fast.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from commsched.errors import CommError
 
@@ -35,81 +36,65 @@ class Launch:
 ALONE = Launch("none", 0, 1, 0, 1, "localhost")
 
 
-class _Variables:
-    """The environment variables of one launcher; errors name it."""
+class _Variables(NamedTuple):
+    """One launcher's variables. Of several names for a value, the first one that is set counts."""
 
-    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
-        self.environ, self.launcher = environ, launcher
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    node: str
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            text = self.environ.get(name, "")
-            if text:
-                break
-        else:
-            if default is not None:
-                return default
+
+_VARIABLES = {
+    "horovodrun": _Variables(
+        ("HOROVOD_RANK",),
+        ("HOROVOD_SIZE",),
+        ("HOROVOD_LOCAL_RANK",),
+        ("HOROVOD_LOCAL_SIZE",),
+        "HOROVOD_HOSTNAME",
+    ),
+    "torchrun": _Variables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), "GROUP_RANK"),
+    "mpirun": _Variables(
+        ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        "PMIX_HOSTNAME",
+    ),
+}
+
+
+def _read(environ: Mapping[str, str], launcher: str) -> Launch:
+    """Return the launch that the variables of `launcher` describe; errors name it."""
+
+    def integer(names: tuple[str, ...], default: int | None = None) -> int:
+        name = next((name for name in names if environ.get(name)), None)
+        if name is None and default is not None:
+            return default
+        if name is None:
             raise CommError(
-                f"{' or '.join(names)} is not set, but other variables of {self.launcher} are; start this "
-                f"process again with {self.launcher}, or set COMMSCHED_LAUNCHER=none to run it alone"
+                f"{' or '.join(names)} is not set, but other variables of {launcher} are; start this "
+                f"process again with {launcher}, or set COMMSCHED_LAUNCHER=none to run it alone"
             )
         try:
-            return int(text)
+            return int(environ[name])
         except ValueError:
-            raise CommError(f"{name} (set by {self.launcher}) must be an integer, but is {text!r}") from None
+            raise CommError(
+                f"{name} (set by {launcher}) must be an integer, but is {environ[name]!r}"
+            ) from None
 
-
-def _horovodrun(environ: Mapping[str, str]) -> Launch:
-    if "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
-        return _mpi(environ, "horovodrun")
-    variables = _Variables(environ, "horovodrun")
-    return Launch(
-        "horovodrun",
-        variables.integer("HOROVOD_RANK"),
-        variables.integer("HOROVOD_SIZE"),
-        variables.integer("HOROVOD_LOCAL_RANK"),
-        variables.integer("HOROVOD_LOCAL_SIZE"),
-        environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
-    )
-
-
-def _torchrun(environ: Mapping[str, str]) -> Launch:
-    variables = _Variables(environ, "torchrun")
-    rank, size = variables.integer("RANK"), variables.integer("WORLD_SIZE")
-    # Where RANK and WORLD_SIZE are set by hand (env:// without torchrun), assume one host.
-    local_rank = variables.integer("LOCAL_RANK", default=rank)
-    local_size = variables.integer("LOCAL_WORLD_SIZE", default=size)
-    return Launch(
-        "torchrun", rank, size, local_rank, local_size, environ.get("GROUP_RANK") or socket.gethostname()
-    )
-
-
-def _mpi(environ: Mapping[str, str], launcher: str = "mpirun") -> Launch:
-    variables = _Variables(environ, launcher)
-    rank = variables.integer("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    size = variables.integer("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    return Launch(
-        launcher,
-        rank,
-        size,
-        variables.integer("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
-        variables.integer("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size),
-        environ.get("PMIX_HOSTNAME") or socket.gethostname(),
-        mpi=True,
-    )
-
-
-_READERS: dict[str, Callable[[Mapping[str, str]], Launch]] = {
-    "horovodrun": _horovodrun,
-    "torchrun": _torchrun,
-    "mpirun": _mpi,
-}
-# A launcher started this process if one of these is set.
-_EVIDENCE = {
-    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-}
+    variables = _VARIABLES[launcher]
+    mpi = launcher == "mpirun"
+    if launcher == "horovodrun" and "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
+        variables, mpi = _VARIABLES["mpirun"], True  # horovodrun called mpirun
+    rank, size = integer(variables.rank), integer(variables.size)
+    # Without local ranks, as with RANK and WORLD_SIZE set by hand for env://, assume one host.
+    one_host = (None, None) if variables is _VARIABLES["horovodrun"] else (rank, size)
+    local_rank = integer(variables.local_rank, one_host[0])
+    local_size = integer(variables.local_size, one_host[1])
+    node = environ.get(variables.node) or socket.gethostname()
+    return Launch(launcher, rank, size, local_rank, local_size, node, mpi)
 
 
 def _horovodrun_over_mpi(environ: Mapping[str, str]) -> bool:
@@ -127,9 +112,9 @@ def _horovodrun_over_mpi(environ: Mapping[str, str]) -> bool:
 def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the launchers whose variables are set, each with the first such variable."""
     found = {
-        launcher: next(name for name in names if name in environ)
-        for launcher, names in _EVIDENCE.items()
-        if any(name in environ for name in names)
+        launcher: next(name for name in variables.rank + variables.size if name in environ)
+        for launcher, variables in _VARIABLES.items()
+        if any(name in environ for name in variables.rank + variables.size)
     }
     if "mpirun" in found and "horovodrun" not in found and _horovodrun_over_mpi(environ):
         return {"horovodrun" if name == "mpirun" else name: variable for name, variable in found.items()}
@@ -147,7 +132,7 @@ def detect_launch(environ: Mapping[str, str], wanted: str = "") -> Launch:
             f"the variables of several launchers are set at once: {seen}; start the script with one of them "
             "only, or choose one with COMMSCHED_LAUNCHER=" + "|".join(found)
         )
-    launch = _READERS[wanted or next(iter(found))](environ)
+    launch = _read(environ, wanted or next(iter(found)))
     _check(launch)
     return launch
 
