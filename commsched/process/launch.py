@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from commsched.errors import CommError
 
-LAUNCHERS = ("horovodrun", "torchrun", "mpirun")
-
 
 @dataclass(frozen=True)
 class Launch:
