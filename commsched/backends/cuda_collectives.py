@@ -86,10 +86,7 @@ class NcclCollectives:
 
 
 class StagedCollectives:
-    """Runs through the host's memory and a CPU transport, and blocks.
-
-    For CPU tensors, and for ranks that share a GPU.
-    """
+    """Runs through the host's memory and a CPU transport, and blocks; for CPU tensors and shared GPUs."""
 
     name, scales = "staged", True
 
@@ -123,10 +120,7 @@ class StagedCollectives:
 
 
 def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:
-    """Return NCCL's collectives if every rank has a GPU of its own, else those through the host.
-
-    The ranks of an NCCL group meet in the job's own store, under every launcher.
-    """
+    """Return NCCL's collectives if every rank has a GPU of its own, else those through the host."""
     example = torch.empty(0, device=device.device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))
     if nccl_usable(names):

@@ -1,6 +1,6 @@
 """The command ``commsched``.
 
-Each subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``.
+Each subcommand is the module of its name, with ``add_arguments(parser)`` and ``run(arguments)``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Name -> module and one line of help. Only the called subcommand's module is imported, which keeps it fast.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("commsched.cli.plan", "make a plan for a profile and a link"),
-    "simulate": ("commsched.cli.simulate", "compare policies on a profile, also over numbers of ranks"),
-    "show": ("commsched.cli.show", "print, check or draw a plan"),
-    "profile": ("commsched.cli.profile", "measure a model layer by layer"),
-    "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
-    "convert": (
-        "commsched.cli.convert",
-        "write a plan as AshPipe's files, or a plan from them",
-    ),
-    "train": ("commsched.cli.train", "train a model in the stages of a plan"),
+# Name -> one line of help. Only the module of the called subcommand is imported, which keeps the others fast.
+COMMANDS = {
+    "plan": "make a plan for a profile and a link",
+    "simulate": "compare policies on a profile, also over numbers of ranks",
+    "show": "print, check or draw a plan",
+    "profile": "measure a model layer by layer",
+    "partition": "cut a model into the stages of a pipeline",
+    "convert": "write a plan as AshPipe's files, or a plan from them",
+    "train": "train a model in the stages of a plan",
 }
 
 
@@ -38,11 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
-    module_name, description = COMMANDS[words[0]]
     parser = argparse.ArgumentParser(
-        f"commsched {words[0]}", description=description, formatter_class=_HelpFormatter
+        f"commsched {words[0]}", description=COMMANDS[words[0]], formatter_class=_HelpFormatter
     )
-    module = import_module(module_name)
+    module = import_module(f"commsched.cli.{words[0]}")
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     try:
@@ -60,7 +56,7 @@ def _top_level(words: Sequence[str]) -> int:
         "commsched", description="Schedules communication of data-parallel training."
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (_, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         commands.add_parser(name, help=line)
     parser.parse_args(words or ["--help"])
     return 0

@@ -52,10 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     batch = next(iter(job.batches(arguments.rows)))
     name = arguments.job.rpartition(":")[2]
     link, traffic = _traffic() if arguments.link else (None, 0.0)
-    measured = profile(
-        job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name
-    )
-    measured = replace(measured, traffic_per_byte=traffic)
+    layers = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
+    measured = replace(layers, traffic_per_byte=traffic)
     # Under a launcher all ranks measure at the same time, as they will train; rank 0 writes.
     if int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))) == 0:
         _report(measured, arguments)

@@ -35,10 +35,7 @@ def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor
 
 
 def factor_for(total: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """Return the factor for gradients of this norm.
-
-    The host waits for the device only with ``error_if_nonfinite``.
-    """
+    """Return the factor for this norm; only with ``error_if_nonfinite`` the host waits for the norm."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

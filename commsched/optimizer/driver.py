@@ -234,10 +234,7 @@ class Driver:
             self.plan = replace(self.plan, profile=profile)
 
     def _bucket_times(self) -> list[tuple[int, float]]:
-        """Return bytes and median seconds of every bucket's RS and AG in the timed iterations.
-
-        No other traffic used the link in those.
-        """
+        """Return bytes and median seconds of each bucket's RS and AG, timed without other traffic."""
         events = self.backend.events()
         self._record_operations(events)
         times = []

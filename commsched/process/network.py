@@ -63,7 +63,9 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
     while True:
         for address in candidates:
             try:
-                with _connect_ipv4(address, port, min(3.0, timeout)) as connection:
+                # gethostbyname() gives IPv4, on which gloo and the coordinator listen, also for `localhost`.
+                ipv4 = socket.gethostbyname(address)
+                with socket.create_connection((ipv4, port), min(3.0, timeout)) as connection:
                     return connection.getpeername()[0], connection.getsockname()[0]
             except OSError:
                 continue
@@ -74,19 +76,6 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
                 "GLOO_SOCKET_IFNAME chooses another network interface"
             )
         time.sleep(_POLL_SECONDS)
-
-
-def _connect_ipv4(address: str, port: int, timeout: float) -> socket.socket:
-    """Connect over IPv4, on which gloo and the coordinator listen; `localhost` may also resolve to IPv6."""
-    *kind, _, target = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)[0]
-    connection = socket.socket(*kind)
-    try:
-        connection.settimeout(timeout)
-        connection.connect(target)
-    except OSError:
-        connection.close()
-        raise
-    return connection
 
 
 class KeyValueServer:
