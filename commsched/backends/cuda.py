@@ -38,10 +38,10 @@ _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
 
 
 class StreamBackend(Backend):
-    """Marks and waits apply to streams. ``host`` is the backend for the flags and for CPU tensors."""
+    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU."""
 
     shards_class = FusedShards
-    can_step_early = False  # operations of another thread would not be ordered with the streams
+    can_step_early = False  # a thread of its own has no place in a device's streams
 
     def __init__(
         self,
