@@ -14,7 +14,7 @@ from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.policies import planner_process as aside
+from scheduler.policies import planner_process as child_planner
 
 _log = logging.getLogger("commsched")
 
@@ -29,8 +29,8 @@ def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[st
         try:
             # The search uses one processor; other jobs may share the host.
             child = subprocess.run(
-                aside.command(),
-                input=aside.question(profile, link, policy, options),
+                child_planner.command(),
+                input=child_planner.question(profile, link, policy, options),
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 timeout=settings().timeout,
@@ -39,5 +39,5 @@ def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[st
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("the planning process failed, so this training process plans itself: %s", error)
         else:
-            return aside.answer(child.stdout)
+            return child_planner.answer(child.stdout)
     return policies.plan(profile, link, policy, **options)
