@@ -79,7 +79,7 @@ def test_rank_that_ends_early_and_rank_that_raises():
 
 
 def test_skipped_operation_names_what_the_others_wait_in():
-    """Either time-out may end first: that rank then "waited in vain", the other one still "waits"."""
+    """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
     program = """
     import torch, commsched as hvd
     from commsched.collectives.current_carrier import carrier
@@ -145,8 +145,8 @@ def test_death_within_a_large_collective():
 
 
 def test_a_death_is_told_although_its_broken_connections_are_told_first():
-    """A rank reported gloo's "Connection closed" where that came before rank 0's message of the death. Rank 0
-    also informed itself first, so that its process could end before the others were informed."""
+    """What a rank heard first, gloo's "Connection closed" or rank 0's word of the death, was what it said. And
+    rank 0 told itself first: its process could end before it had told the others."""
     program = """
     import os, signal, time, torch, commsched as hvd
     from commsched.collectives.torch_carrier import coordinator
@@ -177,7 +177,7 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
 
 
 def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
-    """The error said that rank 0's process had ended, where the coordinator had ended in the meantime."""
+    """It used to be told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
     program = """
     import torch, commsched as hvd
     from commsched.collectives.current_carrier import carrier

@@ -1,4 +1,4 @@
-"""Where plans are made: shipped policies in a child, the user's own here, without children all of them here."""
+"""Where plans are made: shipped policies in a child, the user's own here, all here without children."""
 
 import importlib
 import logging
