@@ -83,7 +83,8 @@ def test_a_process_left_behind_fails_the_test() -> None:
 TELL = """
     import os, sys
     forked = "torch" in sys.modules  # nobody has imported it here
-    print(forked, os.getcwd() == os.path.dirname(sys.argv[0]), os.getsid(0) == os.getpid(), os.environ["RANK"],
+    in_folder, leads_session = os.getcwd() == os.path.dirname(sys.argv[0]), os.getsid(0) == os.getpid()
+    print(forked, in_folder, leads_session, os.environ["RANK"],
           os.environ.get("COMMSCHED_X"), hash("a string"), flush=True)
 """
 

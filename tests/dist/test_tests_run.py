@@ -16,7 +16,7 @@ WANTED = "chromium chromium-driver openssh-server"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A PATH with every program that tests need but WANTED's, and an apt-get that writes down its arguments."""
+    """A PATH with all programs that tests need except WANTED's, and an apt-get that logs its arguments."""
     folder = make_path(tmp_path / "bin", "tail")
     for name in ("ip", "tc", "ssh", "mpirun"):
         make_script(folder / name, "")

@@ -19,7 +19,7 @@ from commsched.pipeline.rows import border, cut
 from scheduler.ir.program import Program
 from scheduler.ir.weight_versions import version_map
 from tests.support.rounding import rounding
-from tests.support.threads import run_threads
+from tests.support.thread_ranks import run_threads
 
 Batch = tuple[Any, Any]
 Weights = dict[str, Tensor]

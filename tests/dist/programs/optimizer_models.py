@@ -15,7 +15,7 @@ import commsched as hvd
 from tests.support.small_models import Branches, branches64, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded
-from tests.support.twin import Twin, momentum
+from tests.support.reference_run import Twin, momentum
 
 
 @case(ranks=(2, 3, 4))

@@ -15,7 +15,7 @@ import commsched as hvd
 from tests.support.small_models import loss_of, mlp, mlp64
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded
-from tests.support.twin import Twin, momentum, some_profile
+from tests.support.reference_run import Twin, momentum, some_profile
 
 
 @case(ranks=(2, 3, 4))
