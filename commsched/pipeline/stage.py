@@ -26,8 +26,8 @@ Micro = tuple[int, int]
 
 @dataclass
 class Head:
-    """Targets and weight of this replica's part of the mean loss. ``counts``: add the value to the step's;
-    one tile of a replica does that, since all tiles have the same value.
+    """Targets and weight of this replica's part of the mean loss. ``counts``: add the value to the step's
+    loss; one tile of a replica does that, since all tiles have the same value.
     """
 
     targets: Any
