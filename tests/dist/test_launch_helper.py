@@ -95,6 +95,17 @@ def test_ranks_are_forked_each_with_a_session_an_environment_and_a_seed_of_hashe
     assert len({words[5] for words in told}) == 3
 
 
+def test_ranks_that_a_rank_starts_come_from_the_tests_servers() -> None:
+    source = """
+        import psutil
+        from dnn_bench.launch import ThisMachine
+        (rank,) = ThisMachine(1).start(["-m", "dnn_bench", "--help"])
+        print(rank.wait(60), psutil.Process().children())
+    """
+    (result,) = run_ranks(source, nprocs=1, check=True)
+    assert result.stdout.startswith("usage: python -m dnn_bench") and result.stdout.endswith("\n0 []\n")
+
+
 def test_what_is_read_before_the_fork_makes_a_process_of_its_own() -> None:
     (result,) = run_ranks(TELL, nprocs=1, env={"PYTHONHASHSEED": "0"}, check=True)
     assert result.stdout.startswith("False True True 0 None")
