@@ -30,7 +30,7 @@ from typing import Any
 
 # A forked rank inherits the seed of hashes. Ranks with different seeds catch a plan that depends on a set's
 # order, so ranks with neighbouring indices come from different servers.
-SERVERS = 4
+SERVERS = 2
 # Programs read these variables when they need them. Any other variable may have been read before the fork: by
 # Python, by torch or by the loader.
 LATE = ("COMMSCHED_", "CASES_", "PYTEST_", "RANK", "LOCAL_", "GROUP_", "WORLD_SIZE", "MASTER_", "DNN_BENCH_")
