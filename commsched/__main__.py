@@ -1,7 +1,8 @@
-"""`python -m commsched`: the command `commsched`."""
+"""The command `commsched`, also where no script of that name is installed."""
 
 import sys
 
 from commsched.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
