@@ -1,5 +1,6 @@
 """tests/run: gets the programs that tests need where it may, and names what was not tested elsewhere."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert asked(tmp_path)[0] == "update"
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
-    assert result.stdout.splitlines()[-1] == "ran -m pytest tests/unit"
+    *_, tests, times = result.stdout.splitlines()
+    assert tests == "ran -m pytest tests/unit"
+    assert re.fullmatch(r"tests/run: \d+ s \(ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
 
 
 def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path, path: Path) -> None:

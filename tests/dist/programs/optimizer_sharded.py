@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def every_optimizer_on_shards(me: Me) -> None:
     for name, make in OPTIMIZERS.items():
         for early in (False, True):

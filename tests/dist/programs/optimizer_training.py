@@ -18,7 +18,7 @@ from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, 
 from tests.support.reference_run import Twin, momentum, some_profile
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def gradients_are_there_after_backward(me: Me) -> None:
     for measured in (False, True):
         twin = Twin(me, mlp, planned=not measured)

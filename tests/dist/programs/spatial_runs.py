@@ -155,7 +155,7 @@ def tiles_and_replicas_in_one_optimizer(me: Me) -> None:
     tiles_and_replicas("unet", me)
 
 
-@case(ranks=(4,), slow=True)
+@case(ranks=(), slow=(4,))
 def tiles_and_replicas_of_a_resnet_in_one_optimizer(me: Me) -> None:
     tiles_and_replicas("resnet18", me)
 
