@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dnn_bench import baselines
 from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
