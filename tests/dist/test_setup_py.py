@@ -28,7 +28,7 @@ TRY_TO_LAUNCH = """
 import torch
 from comm_core import CUDA_BUILT, _cuda
 assert CUDA_BUILT
-for kernel, count in [("pack_i8_i8", 6), ("pack_f32_f32", 5), ("pack_f32_f32", 6)]:
+for kernel, count in [("pack_i8_i8", 4), ("pack_f32_f32", 3), ("pack_f32_f32", 4)]:
     try:
         _cuda.launch(kernel, 0, 1, (0,) * count, 0)
     except RuntimeError as error:
