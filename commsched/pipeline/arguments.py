@@ -19,10 +19,15 @@ class Arguments:
     @classmethod
     def of(cls, model: nn.Module) -> Arguments:
         """The arguments in a forward's signature that have a name."""
-        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        )
         known = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in named]
         return cls(
-            tuple(p.name for p in known), {p.name: p.default for p in known if p.default is not inspect.Parameter.empty}
+            tuple(p.name for p in known),
+            {p.name: p.default for p in known if p.default is not inspect.Parameter.empty},
         )
 
     def __call__(self, inputs: Any) -> tuple[Any, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from commsched.pipeline.partial_forward import Borders, StageForward
+from commsched.pipeline.arguments import Arguments
+from commsched.pipeline.partial_forward import PartialForward, StageForward
 
 
 @dataclass(frozen=True)
@@ -61,3 +59,20 @@ def _has_blocks(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+class ModuleForward:
+    """A forward in layers that are modules; a stage runs it with the other layers' values absent."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = layers_of(model)
+        self.names = tuple(layer.name or type(model).__name__ for layer in self.layers)
+        self.arguments = Arguments.of(model)
+        self._whole = PartialForward(model, [(layer.module, layer.whole) for layer in self.layers])
+
+    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
+        return self.layers[layer].parameters()
+
+    def stage(self, first: int, end: int) -> nn.Module:
+        names = [layer.name for layer in self.layers]
+        return StageForward(self._whole, range(first, end), self.arguments.names, names)

@@ -1,20 +1,17 @@
-"""One stage of a model that cannot be traced: the model's own forward, with the values of other stages absent.
+"""A stage of a model that cannot be traced: the model's own forward, with the values of other stages absent.
 
-    dry = DryRun(...)                   # which values cross each border, found on the meta device
-    outputs = StageForward(...)(values, inputs)
-
-Every rank runs the whole forward. An operation that reads a parameter belongs to the stage that holds it, any other
-to the stage of the parameter read last. Operations of the rank's own stage compute; those of other stages only work
-out shapes, and their results are ``Absent``. Operations that read no parameter and no result of one (masks,
-positions) compute on every rank. All ranks number the operations alike, so a number names a value on all of them.
+Every stage runs the whole forward. An operation that reads a parameter belongs to the layer that holds it, any other
+to the layer whose parameter was read last. Operations of the stage's own layers compute; those of other layers only
+work out shapes, and their results are ``Absent``. Operations that read no parameter and no result of one (masks,
+positions) compute in every stage. All stages number the operations alike, so a number names a value in all of them.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -40,7 +37,15 @@ _METADATA = {
     torch.is_complex,
     torch.numel,
 }
-_VALUES = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+_VALUES = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+}
 
 
 class Absent(Tensor):
@@ -64,38 +69,42 @@ class StageEnded(BaseException):
 
 @dataclass
 class Operations:
-    """What a dry run finds: the stage that makes each numbered value and the stages that use it; the inputs whose
-    values (not only shapes) some stage after the first needs.
+    """What a dry run finds: the layer that makes each numbered value, the last layer that uses it, and the last layer
+    that reads the values (not only the shape) of each input.
     """
 
     maker: list[int] = field(default_factory=list)
-    users: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    inputs: set[int] = field(default_factory=set)
+    last_use: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, float] = field(default_factory=dict)
 
-    def crossing(self, stage: int) -> tuple[int, ...]:
-        """The values that cross the border behind a stage."""
-        return tuple(
-            number for number, maker in enumerate(self.maker) if maker <= stage < max(self.users[number], default=0)
-        )
+    def crossing(self, cut: int) -> tuple[int, ...]:
+        """The values that cross a border: made before layer ``cut`` and used in it or later."""
+        return tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
+
+    def use(self, number: int, layer: int) -> None:
+        self.last_use[number] = max(layer, self.last_use.get(number, 0))
+
+    def read_input(self, place: int, layer: float) -> None:
+        self.inputs[place] = max(layer, self.inputs.get(place, 0))
 
 
 class ForwardMode(TorchFunctionMode):
-    """Decides for each torch function whether it computes. ``stage`` None: a dry run, nothing computes.
+    """Decides for each torch function whether it computes: those of ``layers`` do (none of them in a dry run).
 
-    ``owners``: the stages of each parameter and buffer of a layer, by id.
+    ``owners``: the layers of each parameter and buffer, by id. ``received``: values of earlier layers, by number.
     """
 
     def __init__(
         self,
         owners: Mapping[int, Sequence[int]],
-        stage: int | None,
+        layers: range,
         device: torch.device,
         received: Mapping[int, Tensor] | None = None,
         inputs: Mapping[int, int] | None = None,
         wanted: Iterable[int] = (),
     ) -> None:
         super().__init__()
-        self.owners, self.stage, self.device = owners, stage, device
+        self.owners, self.layers, self.device = owners, layers, device
         self.received = dict(received or {})
         self.inputs = inputs or {}
         self.wanted = frozenset(wanted)
@@ -115,10 +124,12 @@ class ForwardMode(TorchFunctionMode):
                 return value
         counted = [t for t in tensors if id(t) in self.owners or hasattr(t, _NUMBER)]
         if not counted:
-            self.found.inputs |= {self.inputs[id(t)] for t in tensors if id(t) in self.inputs}
+            for tensor in tensors:
+                if id(tensor) in self.inputs:
+                    self.found.read_input(self.inputs[id(tensor)], inf)
             return func(*args, **kwargs)
         self._move_on(tensors)
-        if self.current == self.stage:
+        if self.current in self.layers:
             leaves = [self._present(func, leaf, place == 0) for place, leaf in enumerate(leaves)]
             args, kwargs = tree_unflatten(leaves, spec)
             return self._numbered(func(*args, **kwargs))
@@ -128,28 +139,28 @@ class ForwardMode(TorchFunctionMode):
         """Answers questions about shape, type and device; ``.T`` and the like are operations."""
         first = tensors[0] if tensors else None
         if isinstance(first, Absent):
-            if func is Tensor.device.__get__:  # type: ignore[attr-defined]
+            attribute = getattr(func, "__self__", None)
+            if attribute is Tensor.device:
                 return True, first.real_device  # type: ignore[attr-defined]
-            if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            if attribute is Tensor.requires_grad:
                 return True, first.has_grad  # type: ignore[attr-defined]
         args, kwargs = tree_unflatten([_plain(leaf) for leaf in leaves], spec)
         value = func(*args, **kwargs)
         return not isinstance(value, Tensor), value
 
     def _move_on(self, tensors: list[Tensor]) -> None:
-        """The stage of the parameters read becomes the current one."""
+        """The layer of the parameters read becomes the current one."""
         for tensor in tensors:
             owners = self.owners.get(id(tensor))
             if owners is None or self.current in owners:
                 continue
-            later = [stage for stage in owners if stage > self.current]
-            if not later:
+            self.current = min((layer for layer in owners if layer > self.current), default=self.current)
+            if self.current in self.layers and not any(layer in self.layers for layer in owners):
                 raise ValueError(
-                    f"this model cannot be cut here: stage {max(owners)} holds a parameter that {_place()} reads after"
-                    f" stage {self.current} has begun; choose other cuts, so that both are in one stage"
+                    f"the model cannot be cut here: {_place()} reads a parameter of layer {max(owners)} behind layer"
+                    f" {self.current}; choose cuts that leave both in one stage"
                 )
-            self.current = min(later)
-        if self.stage is not None and self.current > self.stage:
+        if self.layers and self.current >= self.layers.stop:
             raise StageEnded
 
     def _present(self, func: Any, leaf: Any, target: bool) -> Any:
@@ -158,10 +169,14 @@ class ForwardMode(TorchFunctionMode):
             return leaf
         number = getattr(leaf, _NUMBER)
         if number not in self.received:
-            raise ValueError(f"{_place()} reads a value of another stage that was not sent; the forward is not the same every time")
+            raise ValueError(
+                f"{_place()} reads a value of another stage that was not sent; the forward is not the same every time"
+            )
         value = self.received[number]
         if target and value.is_leaf and value.requires_grad and _writes(func):
-            value = self.received[number] = value.clone()  # a leaf that needs a gradient must not be written to
+            value = self.received[number] = (
+                value.clone()
+            )  # a leaf that needs a gradient must not be written to
         return value
 
     def _shapes(self, func: Any, tensors: list[Tensor], leaves: list[Any], spec: Any) -> Any:
@@ -169,16 +184,20 @@ class ForwardMode(TorchFunctionMode):
             raise ValueError(
                 f"this model cannot be cut: {_place()} reads the value of a tensor that another stage computes"
             )
-        if _writes(func) and not getattr(func, "__name__", "").startswith("__i") and self._computed_here(tensors[0]):
+        if (
+            _writes(func)
+            and not getattr(func, "__name__", "").startswith("__i")
+            and self._computed_here(tensors[0])
+        ):
             raise ValueError(
                 f"this model cannot be cut: {_place()} writes a value of another stage into a tensor that every stage"
                 " computes; assign the result to a new name instead"
             )
         for tensor in tensors:
             if hasattr(tensor, _NUMBER):
-                self.found.users[getattr(tensor, _NUMBER)].add(self.current)
-            elif self.current > 0 and id(tensor) in self.inputs:
-                self.found.inputs.add(self.inputs[id(tensor)])
+                self.found.use(getattr(tensor, _NUMBER), self.current)
+            elif id(tensor) in self.inputs:
+                self.found.read_input(self.inputs[id(tensor)], self.current)
         grad = torch.is_grad_enabled() and any(_has_grad(tensor) for tensor in tensors)
         device = next((t.real_device for t in tensors if isinstance(t, Absent)), self.device)  # type: ignore[attr-defined]
         args, kwargs = tree_unflatten([_on_meta(leaf) for leaf in leaves], spec)
@@ -190,11 +209,15 @@ class ForwardMode(TorchFunctionMode):
                     f"this model cannot be cut: {_place()} needs values to know shapes ({error})"
                 ) from None
         return tree_map_only(
-            Tensor, lambda t: t if isinstance(t, Absent) else absent(t, device, grad and t.is_floating_point()), result
+            Tensor,
+            lambda t: t if isinstance(t, Absent) else absent(t, device, grad and t.is_floating_point()),
+            result,
         )
 
     def _computed_here(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, Absent) and id(tensor) not in self.owners and not hasattr(tensor, _NUMBER)
+        return (
+            not isinstance(tensor, Absent) and id(tensor) not in self.owners and not hasattr(tensor, _NUMBER)
+        )
 
     def _numbered(self, result: Any) -> Any:
         if isinstance(result, Tensor):
@@ -223,7 +246,9 @@ def _on_meta(leaf: Any) -> Any:
         return leaf.as_subclass(Tensor)
     if isinstance(leaf, Tensor):
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda")):
+    if isinstance(leaf, torch.device) or (
+        isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda")
+    ):
         return torch.device("meta")
     return leaf
 
@@ -234,7 +259,11 @@ def _has_grad(tensor: Tensor) -> bool:
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__",) or (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
+    return (
+        name in ("__setitem__",)
+        or (name.endswith("_") and not name.startswith("__"))
+        or name.startswith("__i")
+    )
 
 
 def _place() -> str:
@@ -245,39 +274,46 @@ def _place() -> str:
     return "the forward"
 
 
-class Borders:
-    """What crosses the borders between the stages of a model, for inputs of each shape: by dry runs."""
+class PartialForward:
+    """A model's forward in parts. ``held``: the layers' modules; not ``whole``: without the modules inside."""
 
-    def __init__(self, model: nn.Module, owners: Sequence[tuple[nn.Module, bool, Sequence[int]]], stages: int) -> None:
-        self.model, self.held, self.stages = model, owners, stages
-        self._known: dict[Any, tuple[list[tuple[int, ...]], set[int]]] = {}
+    def __init__(self, model: nn.Module, held: Sequence[tuple[nn.Module, bool]]) -> None:
+        self.model, self.held = model, held
+        self._known: dict[Any, Operations] = {}
 
-    def owners(self) -> dict[int, Sequence[int]]:
-        """The stages of each parameter and buffer, by id: weight versions exchange the tensors of a module."""
-        found: dict[int, Sequence[int]] = {}
-        for module, whole, stages in self.held:
+    def owners(self) -> dict[int, list[int]]:
+        """The layers of each parameter and buffer, by id: weight versions exchange the tensors of a module."""
+        found: dict[int, list[int]] = {}
+        for layer, (module, whole) in enumerate(self.held):
             for part in module.modules() if whole else (module,):
                 for tensor in (*part._parameters.values(), *part._buffers.values()):
                     if tensor is not None:
-                        found[id(tensor)] = sorted({*found.get(id(tensor), ()), *stages})
+                        found.setdefault(id(tensor), []).append(layer)
         return found
 
-    def of(self, inputs: dict[str, Any], device: torch.device) -> tuple[list[tuple[int, ...]], set[int]]:
-        """The numbers of the values that cross each border, and the places of the inputs whose values later stages
-        need.
-        """
+    def operations(self, inputs: dict[str, Any], device: torch.device) -> Operations:
+        """What a dry run with inputs of these shapes finds; kept for the next call."""
         leaves, spec = tree_flatten(inputs)
         key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
         if key not in self._known:
             places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-            mode = ForwardMode(self.owners(), None, device, inputs=places)
+            mode = ForwardMode(self.owners(), range(0), device, inputs=places)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), mode:
                 output = self.model(**inputs)
             for leaf in tree_flatten(output)[0]:
                 if isinstance(leaf, Absent):
-                    mode.found.users[getattr(leaf, _NUMBER)].add(self.stages - 1)
-            self._known[key] = [mode.found.crossing(stage) for stage in range(self.stages - 1)], mode.found.inputs
+                    mode.found.use(getattr(leaf, _NUMBER), len(self.held) - 1)
+            self._known[key] = mode.found
         return self._known[key]
+
+    def run(self, mode: ForwardMode, inputs: dict[str, Any]) -> Any:
+        """The model's output as far as the mode's layers make it."""
+        try:
+            with mode:
+                output = self.model(**inputs)
+        except StageEnded:
+            return None
+        return tree_map_only(Absent, lambda t: mode.received[getattr(t, _NUMBER)], output)
 
 
 def _shape_key(leaf: Any) -> Any:
@@ -285,18 +321,20 @@ def _shape_key(leaf: Any) -> Any:
 
 
 class StageForward(nn.Module):
-    """Stage ``stage`` of a model: takes the model's inputs, or what the stage before returned, and returns the values
-    that cross its border with the inputs, or the model's output.
+    """Layers ``first`` to ``end - 1`` of a model: takes the model's inputs, or what the part before returned, and
+    returns the values that cross its border with the inputs, or the model's output.
 
     Has the modules of its own layers under their names in the model, and shares them with it.
     """
 
-    def __init__(self, borders: Borders, stage: int, names: Sequence[str], layers: Mapping[str, tuple[nn.Module, bool]]) -> None:
+    def __init__(
+        self, whole: PartialForward, layers: range, arguments: Sequence[str], names: Sequence[str]
+    ) -> None:
         super().__init__()
-        self._shared = (borders,)  # in a tuple: the model is not a part of this module
-        self.stage, self._names = stage, tuple(names)
-        for name, (module, whole) in layers.items():
-            self._hold(name, module, whole)
+        self._whole = (whole,)  # in a tuple: the rest of the model is no part of this module
+        self.layers, self._arguments = layers, tuple(arguments)
+        for layer in layers:
+            self._hold(names[layer], *whole.held[layer])
         self.device = next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def _hold(self, name: str, module: nn.Module, whole: bool) -> None:
@@ -318,36 +356,34 @@ class StageForward(nn.Module):
         own._parameters, own._buffers = module._parameters, module._buffers
 
     def forward(self, *arguments: Any) -> Any:
-        (borders,) = self._shared
-        values, inputs = ((), self._named(arguments)) if self.stage == 0 else arguments
-        if borders.model.training != self.training:
-            borders.model.train(self.training)
-        whole = {name: _whole(leaf) for name, leaf in inputs.items()}
-        crossing, needed = borders.of(whole, self.device)
-        last = self.stage + 1 == borders.stages
-        received = dict(zip(crossing[self.stage - 1], values)) if self.stage else {}
-        wanted = () if last else crossing[self.stage]
-        mode = ForwardMode(borders.owners(), self.stage, self.device, received, wanted=wanted)
-        output = None
-        try:
-            with mode:
-                output = borders.model(**whole)
-        except StageEnded:
-            pass
-        if last:
-            return tree_map_only(Absent, lambda t: mode.received[getattr(t, _NUMBER)], output)
+        (whole,) = self._whole
+        first, end = self.layers.start, self.layers.stop
+        values, inputs = ((), self._named(arguments)) if first == 0 else arguments
+        if whole.model.training != self.training:
+            whole.model.train(self.training)
+        shaped = {name: _shaped(leaf) for name, leaf in inputs.items()}
+        operations = whole.operations(shaped, self.device)
+        received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
+        wanted = operations.crossing(end)
+        mode = ForwardMode(whole.owners(), self.layers, self.device, received, wanted=wanted)
+        output = whole.run(mode, shaped)
+        if end == len(whole.held):
+            return output
         have = {**mode.received, **mode.made}
-        return tuple(have[number] for number in wanted), self._carried(inputs, needed)
+        return tuple(have[number] for number in wanted), self._carried(inputs, operations)
 
     def _named(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        return {name: value for name, value in zip(self._names, arguments) if value is not None}
+        return {name: value for name, value in zip(self._arguments, arguments) if value is not None}
 
-    def _carried(self, inputs: dict[str, Any], needed: set[int]) -> dict[str, Any]:
+    def _carried(self, inputs: dict[str, Any], operations: Operations) -> dict[str, Any]:
         """The inputs for the next stage. Of a tensor that it does not read only the shape travels: (rows, 0, ...)."""
         leaves, spec = tree_flatten(inputs)
         carried = [
             leaf.new_empty((len(leaf), 0, *leaf.shape[1:]))
-            if isinstance(leaf, Tensor) and place not in needed and leaf.dim() and leaf.numel()
+            if isinstance(leaf, Tensor)
+            and operations.inputs.get(place, -1) < self.layers.stop
+            and leaf.dim()
+            and leaf.numel()
             else leaf
             for place, leaf in enumerate(leaves)
         ]
@@ -355,7 +391,7 @@ class StageForward(nn.Module):
         return result
 
 
-def _whole(value: Any) -> Any:
+def _shaped(value: Any) -> Any:
     """An input with its full shape again; no operation reads its values."""
     return tree_map_only(Tensor, _expanded, value)
 
