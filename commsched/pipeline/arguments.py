@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,14 @@ class Arguments:
             return tuple(inputs[name] if name in inputs else self._default(name) for name in self.names)
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) and len(self.names) > 1 else (inputs,)
         return (*given, *(self._default(name) for name in self.names[len(given) :]))
+
+    def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Arguments by name, without those that are None."""
+        return {name: value for name, value in zip(self.names, values) if value is not None}
+
+    def named(self, inputs: Any) -> dict[str, Any]:
+        """A batch's inputs by name."""
+        return self.by_name(self(inputs))
 
     def _default(self, name: str) -> Any:
         if name not in self.defaults:

@@ -1,18 +1,19 @@
 """Models as chains of layers that can be cut anywhere.
 
 Where torch.fx can trace a model's forward, a stage is a part of its graph (``traced_forward``). Where it can not, a
-layer is a module, and a stage runs the model's own forward with the other stages' values absent (``partial_forward``).
+layer is a module, and a stage runs the model's own forward with the other stages' values absent (``stage_forward``).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from commsched.pipeline.arguments import Arguments
-from commsched.pipeline.module_layers import ModuleForward
+from commsched.pipeline.stage_forward import ModuleForward
 from commsched.pipeline.traced_forward import TracedForward
 
 
@@ -23,10 +24,13 @@ class Chain:
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], inside: Iterable[type[nn.Module]] = ()
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        inside: Iterable[type[nn.Module]] = (),
+        example: Any = None,
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-        self._forward = _forward_of(self.model, tuple(inside))
+        self._forward = _forward_of(self.model, tuple(inside), example)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,11 +105,13 @@ class Chain:
         return self._forward.stage(first, end)
 
 
-def _forward_of(model: nn.Module, inside: tuple[type[nn.Module], ...]) -> TracedForward | ModuleForward:
+def _forward_of(
+    model: nn.Module, inside: tuple[type[nn.Module], ...], example: Any
+) -> TracedForward | ModuleForward:
     try:
         return TracedForward(model, inside)
     except Exception as error:
-        found = ModuleForward(model)
+        found = ModuleForward(model, example)
         if not inside and len(found.names) > 1:
             return found
         raise ValueError(
@@ -121,12 +127,13 @@ def split(
     *,
     cuts: Sequence[int] | None = None,
     inside: Iterable[type[nn.Module]] = (),
+    example: Any = None,
 ) -> list[nn.Module]:
     """A model's stages as modules: in ``stages`` parts with about as many layers each, or from the layers
     ``cuts`` on. What a later stage needs of an earlier one (skip connections, masks) is carried along: a
     stage takes what is alive at its start as arguments and returns what is alive at its end as a tuple.
     """
-    chain = Chain(model, inside)
+    chain = Chain(model, inside, example)
     if (stages is None) == (cuts is None):
         raise ValueError("split needs either stages= (how many) or cuts= (the first layer of each)")
     chosen = chain.even_cuts(stages) if stages is not None else tuple(cuts or ())

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from commsched.pipeline.arguments import Arguments
-from commsched.pipeline.partial_forward import PartialForward, StageForward
-
 
 @dataclass(frozen=True)
-class ModuleLayer:
-    """A module and its name; not ``whole``: only the parameters of its own, its children are layers themselves."""
+class Held:
+    """A module by its name in the model; not ``whole``: the parameters of its own, without its children."""
 
     name: str
     module: nn.Module
     whole: bool = True
+
+    def modules(self) -> list[nn.Module]:
+        return list(self.module.modules()) if self.whole else [self.module]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the model."""
@@ -25,24 +26,42 @@ class ModuleLayer:
         return {prefix + name: parameter for name, parameter in found}
 
 
+@dataclass(frozen=True)
+class ModuleLayer:
+    """A module and, ``borrowed``, those of other layers whose parameters its forward reads too."""
+
+    own: Held
+    borrowed: tuple[Held, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Held, ...]:
+        return self.own, *self.borrowed
+
+    def modules(self) -> list[nn.Module]:
+        return [module for part in self.parts for module in part.modules()]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for part in self.parts for name, parameter in part.parameters().items()}
+
+
 def layers_of(model: nn.Module) -> list[ModuleLayer]:
-    """Modules with parameters, in the order in which the model registers them. Lists of blocks, and modules that have
-    such a list inside, are opened; every other module stays whole.
+    """Modules with parameters, in the order in which the model registers them. Lists of blocks, and modules
+    that have such a list inside, are opened; every other module stays whole.
     """
-    found: list[ModuleLayer] = []
+    found: list[Held] = []
     _open("", model, found, True)
-    return found
+    return [ModuleLayer(held) for held in found]
 
 
-def _open(name: str, module: nn.Module, found: list[ModuleLayer], root: bool = False) -> None:
+def _open(name: str, module: nn.Module, found: list[Held], root: bool = False) -> None:
     if not _has_parameters(module):
         return
     listed = isinstance(module, (nn.ModuleList, nn.Sequential))
     if not (root or listed or _has_blocks(module)):
-        found.append(ModuleLayer(name, module))
+        found.append(Held(name, module))
         return
     if any(True for _ in module.parameters(recurse=False)):
-        found.append(ModuleLayer(name, module, whole=False))
+        found.append(Held(name, module, whole=False))
     for child_name, child in module.named_children():
         _open(f"{name}.{child_name}" if name else child_name, child, found)
 
@@ -61,18 +80,44 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-class ModuleForward:
-    """A forward in layers that are modules; a stage runs it with the other layers' values absent."""
+def reordered(
+    model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[tuple[str, int, int]]
+) -> list[ModuleLayer]:
+    """The layers in the order in which a forward runs them. ``events``: see ``Operations``. A layer borrows
+    the modules of others that its forward reads; a module that runs only so is no layer of its own.
+    """
+    order: dict[int, None] = {}
+    borrowed: dict[int, dict[int, None]] = {}  # by layer the ids of parameters
+    running: list[int] = []
+    last = -1
+    for kind, layer, parameter in events:
+        if kind == "call":
+            running.append(layer)
+            order.setdefault(last := layer)
+        elif kind == "return":
+            running.pop()
+        elif running and layer not in running:
+            borrowed.setdefault(running[-1], {})[parameter] = None
+        elif not running and layer != last and layer in order:
+            borrowed.setdefault(last, {})[parameter] = None
+        elif not running:
+            order.setdefault(last := layer)
+    read = {parameter for found in borrowed.values() for parameter in found}
+    for number, layer_ in enumerate(layers):  # what no forward reads stays, at the end
+        if not any(id(p) in read for p in layer_.parameters().values()):
+            order.setdefault(number)
+    homes = _homes(model)
+    return [
+        replace(layers[number], borrowed=tuple(homes[key] for key in borrowed.get(number, ())))
+        for number in order
+    ]
 
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = layers_of(model)
-        self.names = tuple(layer.name or type(model).__name__ for layer in self.layers)
-        self.arguments = Arguments.of(model)
-        self._whole = PartialForward(model, [(layer.module, layer.whole) for layer in self.layers])
 
-    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
-        return self.layers[layer].parameters()
-
-    def stage(self, first: int, end: int) -> nn.Module:
-        names = [layer.name for layer in self.layers]
-        return StageForward(self._whole, range(first, end), self.arguments.names, names)
+def _homes(model: nn.Module) -> dict[int, Held]:
+    """By id of a parameter the module that has it."""
+    return {
+        id(parameter): Held(name, module, whole=False)
+        for name, module in model.named_modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }

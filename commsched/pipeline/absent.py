@@ -1,0 +1,57 @@
+"""Tensors that another stage computes: shape and type only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Absent(Tensor):
+    """A tensor that another stage computes: shape and type only."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # ForwardMode handles it
+    real_device: torch.device
+    has_grad: bool
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({tuple(self.as_subclass(Tensor).shape)})"
+
+
+def absent(shape_of: Tensor, device: torch.device, grad: bool) -> Absent:
+    found: Absent = torch.Tensor._make_subclass(Absent, shape_of.detach())
+    found.real_device, found.has_grad = device, grad
+    return found
+
+
+def plain(leaf: Any) -> Any:
+    return leaf.as_subclass(Tensor) if isinstance(leaf, Absent) else leaf
+
+
+def on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Absent):
+        return leaf.as_subclass(Tensor)
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.device) or (
+        isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda")
+    ):
+        return torch.device("meta")
+    return leaf
+
+
+def has_grad(tensor: Tensor) -> bool:
+    return tensor.has_grad if isinstance(tensor, Absent) else tensor.requires_grad
+
+
+def versions(leaves: list[Any]) -> list[tuple[Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def among(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,215 @@
+"""A stage of a model whose forward cannot be traced: a part of the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from commsched.pipeline.absent import Absent
+from commsched.pipeline.arguments import Arguments
+from commsched.pipeline.forward_mode import ForwardMode, Operations, OtherOperations, StageEnded
+from commsched.pipeline.layer_calls import Recording, Replay, intercepted
+from commsched.pipeline.module_layers import Held, ModuleLayer, layers_of, reordered
+
+
+class PartialForward:
+    """The forward of a model in ``layers``, any part of which can run alone."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[ModuleLayer]) -> None:
+        self.model, self.layers = model, layers
+        held = {id(part) for layer in layers for part in layer.modules()}
+        self.containers = [part for part in model.modules() if id(part) not in held]
+        self._whole_layers = [layer.own.module if layer.own.whole else None for layer in layers]
+        self._known: dict[Any, list[Operations]] = {}
+
+    def owners(self) -> dict[int, list[int]]:
+        """The layers of each parameter and buffer, by id: weight versions exchange the tensors of a module."""
+        found: dict[int, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            for part in layer.modules():
+                for tensor in (*part._parameters.values(), *part._buffers.values()):
+                    if tensor is not None:
+                        found.setdefault(id(tensor), []).append(number)
+        return found
+
+    def operations(
+        self, inputs: dict[str, Any], device: torch.device, path: Sequence[Any] = ()
+    ) -> Operations:
+        """The operations of a forward with inputs of these shapes, from a dry run; kept for the next call.
+        ``path``: the decisions of a forward that turned out otherwise.
+        """
+        leaves, spec = tree_flatten(inputs)
+        key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
+        known = self._known.setdefault(key, [])
+        fitting = [o for o in known if o.decisions[: len(path)] == list(path)]
+        if fitting:
+            known.remove(fitting[-1])
+        known.append(fitting[-1] if fitting else self._dry_run(inputs, device))
+        return known[-1]
+
+    def _dry_run(self, inputs: dict[str, Any], device: torch.device) -> Operations:
+        leaves, _ = tree_flatten(inputs)
+        mode = ForwardMode(self.owners(), range(0), device, inputs=_places(leaves))
+        recording = Recording(mode)
+        outputs = self._imagine(mode, recording, inputs)
+        found = mode.found
+        found.calls = recording.settle()
+        # A call may also leave something behind in an argument or attribute: then skipping it shows.
+        again = ForwardMode(self.owners(), range(0), device, inputs=_places(leaves))
+        try:
+            same = self._imagine(again, Replay(again, found.calls), inputs) == outputs
+        except Exception:
+            same = False
+        seen = again.found.maker, again.found.outer_uses
+        if not same or seen != (found.maker, found.outer_uses):
+            found.calls = {}
+        return found
+
+    def ordered(self, inputs: dict[str, Any]) -> list[ModuleLayer]:
+        """The layers as a forward with these inputs runs them."""
+        mode = ForwardMode(self.owners(), range(0), torch.device("cpu"))
+        self._imagine(mode, Recording(mode), inputs)
+        return reordered(self.model, self.layers, mode.found.events)
+
+    def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
+        """The numbers of the outputs of a forward in which nothing computes."""
+        device = mode.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with intercepted(self._whole_layers, handle), mode:
+                output = self.model(**inputs)
+        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Absent)]
+        for leaf in leaves:
+            mode.found.use(mode.number(leaf), len(self.layers) - 1)  # type: ignore[arg-type]
+        return [mode.number(leaf) for leaf in leaves]
+
+    def run(self, mode: ForwardMode, inputs: dict[str, Any]) -> Any:
+        """The model's output as far as the mode's layers make it."""
+        assert mode.expected is not None
+        try:
+            with intercepted(self._whole_layers, Replay(mode, mode.expected.calls)), mode:
+                output = self.model(**inputs)
+        except StageEnded:
+            return None
+        return tree_map_only(Absent, lambda leaf: mode.made[mode.number(leaf)], output)  # type: ignore[index]
+
+
+class StageForward(nn.Module):
+    """Layers ``first`` to ``end - 1``: takes the model's arguments, or what the part before returned; returns
+    the values that cross its border with the model's inputs, or the model's output.
+
+    Has the modules of its own layers under their names in the model, and shares them with it.
+    """
+
+    def __init__(self, whole: PartialForward, layers: range, arguments: Arguments) -> None:
+        super().__init__()
+        self._whole = (whole,)  # in a tuple: the rest of the model is no part of this module
+        self.layers, self._arguments = layers, arguments
+        self.training = whole.model.training
+        for number in layers:
+            for part in whole.layers[number].parts:
+                self._hold(part)
+        self.device = next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def _hold(self, held: Held) -> None:
+        if not held.name:
+            self._parameters, self._buffers = held.module._parameters, held.module._buffers
+            return
+        parent: nn.Module = self
+        *path, last = held.name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent._modules[part]  # type: ignore[assignment]
+        if held.whole:
+            parent._modules[last] = held.module
+        elif held.module not in parent._modules.values():
+            # Parameters of its own beside layers: the same dictionaries, so that weight versions reach the model.
+            own = parent._modules.setdefault(last, nn.Module())
+            assert own is not None
+            own._parameters, own._buffers = held.module._parameters, held.module._buffers
+
+    def forward(self, *arguments: Any) -> Any:
+        (whole,) = self._whole
+        first, end = self.layers.start, self.layers.stop
+        values, inputs = ((), self._arguments.by_name(arguments)) if first == 0 else arguments
+        for part in whole.containers:
+            part.training = self.training
+        shaped = tree_map_only(Tensor, _filled, inputs)
+        leaves, _ = tree_flatten(shaped)
+        path: list[Any] = []
+        while True:
+            operations = whole.operations(shaped, self.device, path)
+            received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
+            for number in operations.written & received.keys():
+                received[number] = received[number].clone()  # a leaf of autograd must not be written to
+            wanted, places = operations.crossing(end), _places(leaves)
+            mode = ForwardMode(whole.owners(), self.layers, self.device, received, places, wanted, operations)
+            try:
+                output = whole.run(mode, shaped)
+                break
+            except OtherOperations:
+                path = mode.found.decisions
+        self._check(mode, operations)
+        if end == len(whole.layers):
+            return output
+        return tuple(mode.made[number] for number in wanted), self._carried(inputs, operations)
+
+    def _check(self, mode: ForwardMode, expected: Operations) -> None:
+        """All stages must have numbered alike."""
+        count = expected.before(self.layers.stop)
+        if len(mode.found.maker) != count:
+            raise ValueError(
+                f"the forward of {type(self._whole[0].model).__name__} is not the same every time: up to layer"
+                f" {self.layers.stop - 1} a dry run made {count} values and this run {len(mode.found.maker)};"
+                " a pipeline needs a forward whose operations depend on shapes and inputs alone"
+            )
+
+    def _carried(self, inputs: dict[str, Any], operations: Operations) -> dict[str, Any]:
+        """The inputs for the next stage. Of a tensor that it does not read only the shape travels, as
+        (rows, 0, ...).
+        """
+        leaves, spec = tree_flatten(inputs)
+        for place, leaf in enumerate(leaves):
+            unread = operations.inputs.get(place, -1) < self.layers.stop
+            if unread and isinstance(leaf, Tensor) and leaf.dim() and leaf.numel():
+                leaves[place] = leaf.new_empty((len(leaf), 0, *leaf.shape[1:]))
+        result: dict[str, Any] = tree_unflatten(leaves, spec)
+        return result
+
+
+class ModuleForward:
+    """A forward in layers that are modules; a stage runs it with the other layers' values absent."""
+
+    def __init__(self, model: nn.Module, example: Any = None) -> None:
+        self.layers = layers_of(model)
+        self.arguments = Arguments.of(model)
+        example = getattr(model, "dummy_inputs", None) if example is None else example
+        if example is not None:
+            self.layers = PartialForward(model, self.layers).ordered(self.arguments.named(example))
+        self.names = tuple(layer.own.name or type(model).__name__ for layer in self.layers)
+        self._whole = PartialForward(model, self.layers)
+
+    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
+        return self.layers[layer].parameters()
+
+    def stage(self, first: int, end: int) -> nn.Module:
+        return StageForward(self._whole, range(first, end), self.arguments)
+
+
+def _filled(leaf: Tensor) -> Tensor:
+    """An input with its full shape again; no layer reads its values."""
+    if leaf.dim() > 1 and leaf.shape[1] == 0:
+        return leaf.new_zeros((len(leaf), *leaf.shape[2:]))
+    return leaf
+
+
+def _places(leaves: Sequence[Any]) -> dict[int, int]:
+    return {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+
+def _shape_key(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
