@@ -1,4 +1,4 @@
-"""Tensors that another stage computes: shape and type only."""
+"""Tensors that another stage computes: shape and type only; and which functions ask for no more than that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+ASKS_FOR_SHAPE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.stride,
+    Tensor.storage_offset,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.__len__,
+    Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+ASKS_FOR_VALUES = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    torch.equal,
+    Tensor.equal,
+    torch.allclose,
+    Tensor.allclose,
+    torch.is_nonzero,
+    Tensor.is_nonzero,
+}
 
 
 class Absent(Tensor):

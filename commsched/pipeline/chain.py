@@ -1,7 +1,8 @@
 """Models as chains of layers that can be cut anywhere.
 
-Where torch.fx can trace a model's forward, a stage is a part of its graph (``traced_forward``). Where it can not, a
-layer is a module, and a stage runs the model's own forward with the other stages' values absent (``stage_forward``).
+Where torch.fx can trace a model's forward, a stage is a part of its graph (``traced_forward``). Where it
+cannot, a layer is a module, and a stage runs the model's own forward, with the other stages' values absent
+(``stage_forward``).
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Chain:
         return tuple(stage * len(self) // stages for stage in range(stages))
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Layers ``first`` to ``end - 1`` as a module that takes and returns the values that cross its borders. It
-        shares the model's submodules and parameters.
+        """Layers ``first`` to ``end - 1`` as a module that takes and returns the values that cross its
+        borders. It shares the model's submodules and parameters.
         """
         return self._forward.stage(first, end)
 

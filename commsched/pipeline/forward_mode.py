@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -21,46 +20,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.absent import Absent, absent, among, has_grad, on_meta, plain, storage_of, versions
+from commsched.pipeline.absent import (
+    ASKS_FOR_SHAPE,
+    ASKS_FOR_VALUES,
+    Absent,
+    absent,
+    among,
+    has_grad,
+    on_meta,
+    plain,
+    storage_of,
+    versions,
+)
+from commsched.pipeline.operations import Operations
 
-_NUMBER = "_commsched_number"  # attribute of a result: the forward that made it, and its number in that
+_NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _INPUTS = "_commsched_inputs"  # attribute of a free result: the model's inputs that its values depend on
-
-_ASKS_FOR_SHAPE = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-    Tensor.storage_offset,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.__len__,
-    Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
-_ASKS_FOR_VALUES = {
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
-    torch.equal,
-    Tensor.equal,
-    torch.allclose,
-    Tensor.allclose,
-    torch.is_nonzero,
-    Tensor.is_nonzero,
-}
-
 
 _forwards = itertools.count()
 
@@ -73,41 +48,6 @@ class OtherOperations(BaseException):
     """Leaves the model's forward: the code asked for a value of an input, and it is another one than in the
     forward that was expected.
     """
-
-
-@dataclass
-class Operations:
-    """What one forward did: by number the layer that makes a result, the last layer that reads it, how many
-    results there were at that moment, and whether it is written to; by input the last layer that reads its
-    values. ``decisions``: the values of inputs that the code asked for, such as ``mask.all()``: with others it
-    may do other operations.
-    """
-
-    maker: list[int] = field(default_factory=list)
-    last_use: dict[int, int] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-    last_moment: dict[int, int] = field(default_factory=dict)
-    inputs: dict[int, float] = field(default_factory=dict)
-    decisions: list[Any] = field(default_factory=list)
-    events: list[tuple[str, int, int]] = field(default_factory=list)
-    """"call" and "return" of a layer, and "read" of a parameter (by id) that this layer alone has."""
-    inside: int = 0  # how many calls of layers are under way
-    outer_uses: list[tuple[int, int]] = field(default_factory=list)  # reads outside of them: number, layer
-    calls: dict[int, list[Any]] = field(default_factory=dict)  # of layers; see layer_calls.py
-
-    def use(self, number: int, layer: int) -> None:
-        self.last_use[number] = max(layer, self.last_use.get(number, 0))
-        self.last_moment[number] = len(self.maker)
-        if not self.inside:
-            self.outer_uses.append((number, layer))
-
-    def crossing(self, cut: int) -> tuple[int, ...]:
-        """The numbers of the results that cross a border: made before layer ``cut``, read in it or later."""
-        return tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
-
-    def before(self, layer: int) -> int:
-        """How many results the layers before ``layer`` make."""
-        return next((n for n, maker in enumerate(self.maker) if maker >= layer), len(self.maker))
 
 
 class ForwardMode(TorchFunctionMode):
@@ -147,7 +87,7 @@ class ForwardMode(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if func in _ASKS_FOR_SHAPE or getattr(func, "__name__", "") == "__get__":
+        if func in ASKS_FOR_SHAPE or getattr(func, "__name__", "") == "__get__":
             answer = self._metadata(func, tensors, leaves, spec)
             if not isinstance(answer, Tensor):
                 return answer
@@ -183,7 +123,7 @@ class ForwardMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not places:
             return result
-        if func in _ASKS_FOR_VALUES:
+        if func in ASKS_FOR_VALUES:
             self._read_inputs(places, inf)
             self._decide(result)
         for part in tree_flatten(result)[0]:
@@ -234,8 +174,8 @@ class ForwardMode(TorchFunctionMode):
             if self.current in self.layers and not any(layer in self.layers for layer in owners):
                 raise ValueError(
                     f"the model cannot be cut here: {_place()} reads a parameter of layer {max(owners)}"
-                    f" behind layer {self.current}; choose cuts that leave both in one stage, or pass example="
-                    " (inputs of a batch), by which the layers are put into the order in which they run"
+                    f" behind layer {self.current}; choose cuts that leave both in one stage, or pass"
+                    " example= (inputs of a batch), which puts the layers into the order in which they run"
                 )
 
     def _computed(self, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -253,13 +193,18 @@ class ForwardMode(TorchFunctionMode):
     def present(self, leaf: Any) -> Any:
         if not isinstance(leaf, Absent):
             return leaf
-        value = self.made.get(self.number(leaf))  # type: ignore[arg-type]
-        if value is None:
+        value = self.known(leaf)
+        if value is leaf:
             raise ValueError(
-                f"{_place()} reads a value that no earlier stage has sent: the forward did other operations than"
-                " with earlier inputs of these shapes"
+                f"{_place()} reads a value that no earlier stage has sent: the forward did other operations"
+                " than with earlier inputs of these shapes"
             )
         return value
+
+    def known(self, leaf: Absent) -> Tensor:
+        """What an earlier stage sent in the place of an absent tensor, or the absent one."""
+        number = self.number(leaf)
+        return leaf if number is None else self.made.get(number, leaf)
 
     def keep(self, result: Tensor) -> Tensor:
         number = self.give_number(result)
@@ -275,9 +220,10 @@ class ForwardMode(TorchFunctionMode):
 
     def _shapes(self, func: Any, tensors: list[Tensor], leaves: list[Any], spec: Any) -> Any:
         """The absent results of an operation of another stage."""
-        if func in _ASKS_FOR_VALUES:
+        if func in ASKS_FOR_VALUES:
             raise ValueError(
-                f"this model cannot be cut: {_place()} reads the value of a tensor that another stage computes"
+                f"this model cannot be cut: {_place()} reads the value of a tensor that another stage"
+                " computes"
             )
         for tensor in tensors:
             number = self.number(tensor)
@@ -320,8 +266,8 @@ class ForwardMode(TorchFunctionMode):
         self.found.written.update(self._storages.get(storage_of(target), ()))
         if not isinstance(target, Absent) and self.number(target) is None and target._is_view():
             raise ValueError(
-                f"this model cannot be cut: {_place()} writes a value of another stage into a part of a tensor"
-                " that every stage computes; assign to the tensor itself"
+                f"this model cannot be cut: {_place()} writes a value of another stage into a part of a"
+                " tensor that every stage computes; assign to the tensor itself"
             )
         number = self.give_number(target)
         value = self.made.get(number)

@@ -40,7 +40,7 @@ class LayerCall:
 @contextmanager
 def intercepted(layers: Sequence[nn.Module | None], handle: Callable[..., Any]) -> Iterator[None]:
     """Call ``handle(number, forward, *args, **kwargs)`` in place of each layer's forward."""
-    before = []
+    before: list[tuple[dict[str, Any], Any]] = []
     for number, layer in enumerate(layers):
         if layer is not None:
             before.append((layer.__dict__, layer.__dict__.get("forward")))
@@ -132,7 +132,7 @@ class Replay:
         mode = self.mode
         given, spec = tree_flatten((args, kwargs))
         # An argument that the layer does not read may be absent.
-        known = [mode.made.get(mode.number(x), x) if isinstance(x, Absent) else x for x in given]
+        known = [mode.known(x) if isinstance(x, Absent) else x for x in given]
         args, kwargs = tree_unflatten(known, spec)
         mode.native = True
         try:
@@ -142,8 +142,8 @@ class Replay:
         leaves, spec = tree_flatten(result)
         if spec != call.spec:
             raise ValueError(
-                f"a layer returned {spec}, and {call.spec} in a dry run; a pipeline needs a forward whose results"
-                " depend on shapes and inputs alone"
+                f"a layer returned {spec}, and {call.spec} in a dry run; a pipeline needs a forward whose"
+                " results depend on shapes and inputs alone"
             )
         for leaf, (_, number) in zip(leaves, call.leaves, strict=True):
             if number is not None:

@@ -45,8 +45,8 @@ class ModuleLayer:
 
 
 def layers_of(model: nn.Module) -> list[ModuleLayer]:
-    """Modules with parameters, in the order in which the model registers them. Lists of blocks, and modules
-    that have such a list inside, are opened; every other module stays whole.
+    """Modules with parameters or saved buffers, in the order in which the model registers them. Lists of
+    blocks, and modules that have such a list inside, are opened; every other module stays whole.
     """
     found: list[Held] = []
     _open("", model, found, True)
@@ -54,13 +54,13 @@ def layers_of(model: nn.Module) -> list[ModuleLayer]:
 
 
 def _open(name: str, module: nn.Module, found: list[Held], root: bool = False) -> None:
-    if not _has_parameters(module):
+    if not _has_state(module):
         return
     listed = isinstance(module, (nn.ModuleList, nn.Sequential))
     if not (root or listed or _has_blocks(module)):
         found.append(Held(name, module))
         return
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(value is not None for value in (*module._parameters.values(), *module._buffers.values())):
         found.append(Held(name, module, whole=False))
     for child_name, child in module.named_children():
         _open(f"{name}.{child_name}" if name else child_name, child, found)
@@ -70,14 +70,17 @@ def _has_blocks(module: nn.Module) -> bool:
     """Whether a list inside holds two modules of one class that have modules with parameters themselves."""
     for part in module.modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
-            kinds = [type(child) for child in part.children() if any(map(_has_parameters, child.children()))]
+            kinds = [type(child) for child in part.children() if any(map(_has_state, child.children()))]
             if len(kinds) > len(set(kinds)):
                 return True
     return False
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _has_state(module: nn.Module) -> bool:
+    return any(
+        part._parameters or part._buffers.keys() - part._non_persistent_buffers_set
+        for part in module.modules()
+    )
 
 
 def reordered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from commsched.pipeline.absent import Absent
 from commsched.pipeline.arguments import Arguments
-from commsched.pipeline.forward_mode import ForwardMode, Operations, OtherOperations, StageEnded
+from commsched.pipeline.forward_mode import ForwardMode, OtherOperations, StageEnded
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
 from commsched.pipeline.module_layers import Held, ModuleLayer, layers_of, reordered
+from commsched.pipeline.operations import Operations
 
 
 class PartialForward:
@@ -27,7 +28,7 @@ class PartialForward:
         self._known: dict[Any, list[Operations]] = {}
 
     def owners(self) -> dict[int, list[int]]:
-        """The layers of each parameter and buffer, by id: weight versions exchange the tensors of a module."""
+        """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
         found: dict[int, list[int]] = {}
         for number, layer in enumerate(self.layers):
             for part in layer.modules():
@@ -106,13 +107,18 @@ class StageForward(nn.Module):
 
     def __init__(self, whole: PartialForward, layers: range, arguments: Arguments) -> None:
         super().__init__()
-        self._whole = (whole,)  # in a tuple: the rest of the model is no part of this module
-        self.layers, self._arguments = layers, arguments
+        self._stage_whole = (whole,)  # in a tuple: the rest of the model is no part of this module
+        self._stage_layers, self._stage_arguments = layers, arguments
         self.training = whole.model.training
         for number in layers:
             for part in whole.layers[number].parts:
                 self._hold(part)
-        self.device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        self._stage_device = next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Also those outside of all layers, which every stage runs."""
+        yield from super().modules()
+        yield from self._stage_whole[0].containers
 
     def _hold(self, held: Held) -> None:
         if not held.name:
@@ -127,27 +133,27 @@ class StageForward(nn.Module):
         if held.whole:
             parent._modules[last] = held.module
         elif held.module not in parent._modules.values():
-            # Parameters of its own beside layers: the same dictionaries, so that weight versions reach the model.
+            # The same dictionaries, so that weight versions reach the model.
             own = parent._modules.setdefault(last, nn.Module())
             assert own is not None
             own._parameters, own._buffers = held.module._parameters, held.module._buffers
 
     def forward(self, *arguments: Any) -> Any:
-        (whole,) = self._whole
-        first, end = self.layers.start, self.layers.stop
-        values, inputs = ((), self._arguments.by_name(arguments)) if first == 0 else arguments
-        for part in whole.containers:
-            part.training = self.training
+        (whole,) = self._stage_whole
+        first, end = self._stage_layers.start, self._stage_layers.stop
+        values, inputs = ((), self._stage_arguments.by_name(arguments)) if first == 0 else arguments
         shaped = tree_map_only(Tensor, _filled, inputs)
         leaves, _ = tree_flatten(shaped)
         path: list[Any] = []
         while True:
-            operations = whole.operations(shaped, self.device, path)
+            operations = whole.operations(shaped, self._stage_device, path)
             received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
             for number in operations.written & received.keys():
                 received[number] = received[number].clone()  # a leaf of autograd must not be written to
             wanted, places = operations.crossing(end), _places(leaves)
-            mode = ForwardMode(whole.owners(), self.layers, self.device, received, places, wanted, operations)
+            mode = ForwardMode(
+                whole.owners(), self._stage_layers, self._stage_device, received, places, wanted, operations
+            )
             try:
                 output = whole.run(mode, shaped)
                 break
@@ -160,12 +166,13 @@ class StageForward(nn.Module):
 
     def _check(self, mode: ForwardMode, expected: Operations) -> None:
         """All stages must have numbered alike."""
-        count = expected.before(self.layers.stop)
+        count = expected.before(self._stage_layers.stop)
         if len(mode.found.maker) != count:
             raise ValueError(
-                f"the forward of {type(self._whole[0].model).__name__} is not the same every time: up to layer"
-                f" {self.layers.stop - 1} a dry run made {count} values and this run {len(mode.found.maker)};"
-                " a pipeline needs a forward whose operations depend on shapes and inputs alone"
+                f"the forward of {type(self._stage_whole[0].model).__name__} is not the same every time: up"
+                f" to layer {self._stage_layers.stop - 1} a dry run made {count} values and this run"
+                f" {len(mode.found.maker)}; a pipeline needs a forward whose operations depend on shapes and"
+                " inputs alone"
             )
 
     def _carried(self, inputs: dict[str, Any], operations: Operations) -> dict[str, Any]:
@@ -174,7 +181,7 @@ class StageForward(nn.Module):
         """
         leaves, spec = tree_flatten(inputs)
         for place, leaf in enumerate(leaves):
-            unread = operations.inputs.get(place, -1) < self.layers.stop
+            unread = operations.inputs.get(place, -1) < self._stage_layers.stop
             if unread and isinstance(leaf, Tensor) and leaf.dim() and leaf.numel():
                 leaves[place] = leaf.new_empty((len(leaf), 0, *leaf.shape[1:]))
         result: dict[str, Any] = tree_unflatten(leaves, spec)

@@ -1,7 +1,7 @@
 """A model's forward as a graph, traced once by torch.fx.
 
-Modules are opaque, except ``nn.Sequential`` and what the caller names; a layer is a module with parameters and all that
-follows it up to the next one. What is alive at a cut is carried to the next stage.
+Modules are opaque, except ``nn.Sequential`` and what the caller names; a layer is a module with parameters
+and all that follows it up to the next one. What is alive at a cut is carried to the next stage.
 """
 
 from __future__ import annotations
