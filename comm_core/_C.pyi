@@ -84,11 +84,6 @@ class Traffic(Enum):
     activation = 1
     gradient = 2
 
-class GatedChannel(Channel):
-    """A channel whose messages pass the link's gate one by one."""
-
-    def __init__(self, channel: Channel, traffic: Traffic = Traffic.gradient) -> None: ...
-
 class LinkGate:
     """Lets halos go before activations, and activations before gradients."""
 

@@ -10,6 +10,8 @@ COMMANDS = {
     "converge": ("dnn_bench.converge.cli", "real training with every schedule: loss curves and accuracy"),
     "pipeline": ("dnn_bench.pipeline.cli", "pipelines of any schedule, and torch's beside them"),
     "report": ("dnn_bench.report.cli", "a page with charts from saved comparisons"),
+    "picture": ("dnn_bench.report.picture", "steps of a saved comparison, one above the other, as SVG"),
+    "results": ("dnn_bench.report.results", "the plots of the measurements in docs/results"),
     "spatial": ("dnn_bench.spatial.cli", "training on tiles of large images, with layers and replicas"),
     "halo": ("dnn_bench.spatial.halo_cli", "the halo exchange of a convolution, alone and with compute"),
     "emulate": ("dnn_bench.emulate.cli", "one device's compute under the modelled network of many ranks"),

@@ -23,7 +23,7 @@ TEXT
 }
 
 SMOKE=(
-    tests/dist/test_runtime_launchers.py::test_torchrun
+    tests/dist/test_collectives_launchers.py::test_torchrun
     tests/dist/test_optimizer_bits.py
     tests/dist/test_pipeline_processes.py::test_profile_partition_train
     tests/dist/test_spatial_processes.py

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound, startup_bound
@@ -87,6 +88,18 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def write_csv(cells: Sequence[Cell], path: Path) -> None:
+    """All cells as one table. Lines that start with # above an older table (how to draw it) are kept."""
+    kept = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
+    names = list(cells[0].ratios)
+    rows = [["profile", "ratio", "startup_us", *names, "startup_bound", "buckets"]]
+    for cell in cells:
+        figures = [f"{cell.ratios[name]:.4f}" for name in names]
+        place = [cell.profile, f"{cell.ratio:g}", f"{cell.startup * 1e6:g}"]
+        rows.append([*place, *figures, f"{cell.startup_bound:.4f}", str(cell.buckets)])
+    path.write_text("\n".join([*kept, *map(",".join, rows), ""]))
+
+
 def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
     """Prints a table for each profile as soon as it is complete, and returns all cells."""
     from rich.console import Console
@@ -109,12 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("profiles", nargs="*", help="shipped names or files (default: all shipped ones)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--startups", type=float, nargs="+", default=STARTUPS, help="seconds")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all cells here, as one table")
     options = parser.parse_args(arguments)
     try:
         cells = run(options.profiles or profiles.names(), options.ratios, options.startups)
     except ValueError as error:
         print(f"scheduler.table: {error}", file=sys.stderr)
         return 2
+    if options.csv:
+        write_csv(cells, options.csv)
     missed = [text for cell in cells for text in cell.misses()]
     worst = max(cells, key=lambda cell: cell.ratios["optimal"])
     print(

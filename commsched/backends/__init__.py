@@ -1,1 +1,4 @@
-"""Carriers of buckets: ``cpu`` the C++ engine over ``transports``, ``cuda`` streams and NCCL."""
+"""What moves an optimizer's buckets between the ranks: one ``interface``, two implementations.
+
+``cpu`` is the C++ engine over one of ``transports``, ``cuda`` streams and NCCL; ``choice`` picks one of them.
+"""

@@ -1,8 +1,8 @@
-"""One optimizer's connection to the other ranks on a device with streams.
+"""Buckets in a device's memory: streams and NCCL move them, the host waits for nothing.
 
-Buckets travel in-stream (``StreamPlan``). The flags, which say what every rank's host has done, stay on the
-host: the CPU engine reduces them, so that reading them never waits for the device, and a rank that is gone is
-noticed by the others' hosts while their devices hang.
+The flags, which say what every rank's host has done, stay on the host: a CPU backend sums them, so that
+reading them never waits for the device, and a lost rank is noticed by the others' hosts while their devices
+hang.
 """
 
 from __future__ import annotations
@@ -12,97 +12,68 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from comm_core.cuda import BucketCopy, Region
-from commsched.backends.cpu import Wire, _channels, _padded, _plan, ranks_text, translated
-from commsched.backends.cuda_collectives import Collectives, NcclCollectives, StagedCollectives
+from commsched.backends.cpu import engine_backend, new_channel
+from commsched.backends.cuda_collectives import Collectives, collectives_for
 from commsched.backends.cuda_device import Device, Stream, device_of
-from commsched.backends.cuda_memory import Memory, RegisteredMemory, can_register
-from commsched.backends.cuda_peers import PeerWatch
-from commsched.backends.cuda_streams import StreamBucket, StreamPlan
-from commsched.backends.transports import make_transport
-from commsched.collectives import state
-from commsched.collectives.operation import device_name
-from commsched.collectives.private_groups import data_connections, private_group
-from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.backends.cuda_fused_update import FusedShards
+from commsched.backends.cuda_memory import Memory, memory_for
+from commsched.backends.cuda_peers import PeerConnections
+from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.interface import Backend, StepWork
+from commsched.collectives.private_groups import data_connections
+from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, Slice
-from commsched.process.groups import nccl_usable
-from scheduler.ir.program import Program
+from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
+from commsched.optimizer.layer_timing import Watch
+from commsched.process import failure_monitor
 
 _TIMED_EXCHANGES = 5
 # Seconds that a script that ends with an exception waits for its GPU: other ranks may never come.
 _PATIENCE_AFTER_AN_ERROR = 5.0
+_NO_BUFFERS = Buffers(Layout({}, [], {}), {})
 
 
-class DeviceWire(Wire):
-    """As ``Wire``, but marks and waits concern streams: the host returns at once."""
+class StreamBackend(Backend):
+    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU."""
 
-    _failure: str | None = None
-    _watch: PeerWatch | None = None
+    shards_class = FusedShards
+    can_step_early = False  # a thread of its own has no place in a device's streams
 
     def __init__(
         self,
-        process_set: ProcessSet,
-        transport: str | None,
-        device: torch.device,
-        prescale: float,
-        postscale: float,
-        wire_dtype: torch.dtype | None,
+        host: Backend,
+        device: Device,
+        collectives: Collectives,
+        memory: Memory | None = None,
+        peers: PeerConnections | None = None,
+        timeout: float = 300.0,
     ) -> None:
-        super().__init__(process_set, transport, prescale, postscale, wire_dtype)
-        self._flags_engine = self.engine
-        self.device: Device = device_of(device)
-        self.collectives = self._collectives()
-        self.memory = self._memory()
-        self.transport_name = f"{self.collectives.name}, flags over {self.transport_name}"
-        self.engine: Any = StreamPlan(self.device, self.collectives, self.rank, self.size)
-        self._offers: dict[int, torch.Tensor] = {}
-        self._streams: dict[int, Stream] = {}
-        connections = data_connections(process_set, self._channel)
-        self._watch = PeerWatch(self.rank, connections, self._flags_engine.error, self._lose_peer)
-
-    def _collectives(self) -> Collectives:
-        """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
-        whichever launcher.
-        """
-        self._channel = next(_channels[state.epoch(), registered_id(self.process_set)])
-        example = torch.empty(0, device=self.device.device)
-        names = self.all_values(device_name((example,), state.engine().launch.node))
-        if nccl_usable(names):
-            return NcclCollectives(private_group(self.process_set, self._channel, "cuda"))
-        _, transport = make_transport("auto", self.process_set, self._channel, self.timeout)
-        return StagedCollectives(transport, self.device)
-
-    def _memory(self) -> Memory:
-        asked = settings().nccl_register == "1"
-        if not isinstance(self.collectives, NcclCollectives):
-            if asked:
-                _warn_unregistered(f"buckets do not travel over NCCL, but {self.collectives.name}")
-            return Memory()
-        self.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
-        if not asked:
-            return Memory()
-        group, device = self.collectives.group, self.device.device
-        able = self.all_values(can_register(group, device))
-        unable = [rank for rank, can in enumerate(able) if not can]
-        if unable:
-            _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
-            return Memory()
-        return RegisteredMemory(group, self.collectives, self.device, self.timeout)
+        self.host, self.streams, self.collectives = host, device, collectives
+        self.ranks, self.device = host.ranks, device.device
+        self.name = f"{collectives.name}, flags over {host.name}"
+        self.memory = memory or Memory()
+        self.schedule = StreamSchedule(device, collectives, self.ranks.rank, self.ranks.size)
+        self._peers, self._timeout = peers, timeout
+        self._failure: str | None = None
+        self._offers: dict[int, torch.Tensor] = {}  # gradients to be packed, by parameter
+        self._stream_of: dict[int, Stream] = {}  # where each gradient was computed
+        self._home = device.current()
 
     # -- failures --------------------------------------------------------------------------------------------
 
-    def _lose_peer(self, reason: str) -> None:
-        """In the watch's thread. Where the host waits for the GPU, this ends the wait."""
+    def abort(self, reason: str) -> None:
+        """Where the host waits for the GPU, this ends the wait."""
         self._fail(reason)
         warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
-        self._flags_engine.abort(reason)
+        self.host.abort(reason)
         self.memory.forget()
         self.collectives.abort(reason)
 
@@ -115,139 +86,142 @@ class DeviceWire(Wire):
     def room(self) -> AbstractContextManager[Any]:
         return self.memory.room()
 
-    def install(
-        self, program: Program, buffers: Buffers, params: int, gathered: Buffers | None = None
-    ) -> torch.Tensor:
-        flags = torch.zeros(_padded(params, self.size), dtype=torch.int32)
-        with translated():
-            self._flags_engine.wait_all()
-            self._flags_engine.clear_buckets()
-            self._flags_engine.install([("AR", self._flags_engine.add_bucket(flags, name="flags"))])
-        self._buffers = buffers
-        # What may be sent last is rounded to the wire's type by packing; then sums must come scaled before.
+    def install(self, work: StepWork) -> None:
+        self.host.install(StepWork([("AR", 0)], _NO_BUFFERS, work.flags))
+        self._layout, self._flat, self._scaling = work.buffers.layout, work.buffers.flat, work.scaling
         buckets = []
         self._copies = []
-        for piece in buffers.layout.slices:
-            data = buffers.bucket(piece.number)
-            kind = self._wire_dtype(data.dtype)
+        for piece in self._layout.slices:
+            data = work.buffers.bucket(piece.number)
+            kind = work.scaling.wire_type(data.dtype)
             with self.room():
                 wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
-            gather = None if gathered is None else gathered.bucket(piece.number)
-            buckets.append(StreamBucket(data, wire, gather, self.postscale))
+            gather = None if work.gathered is None else work.gathered.bucket(piece.number)
+            buckets.append(StreamBucket(data, wire, gather, work.scaling.after))
             self._copies.append(self._copy_of(piece, buckets[-1]))
-        plan = [(op, bucket) for op, bucket in _plan(program, -1, {}) if bucket >= 0]
+        self._first_flags = len(buckets)
+        order = [(op, bucket) for op, bucket in work.order if bucket < self._first_flags]
         self.memory.take_over()
-        self.engine.install(plan, buckets)
-        return flags
+        self.schedule.install(order, buckets)
 
     def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
         regions = []
         for place, i in enumerate(piece.params):
-            slot = self._buffers.layout.slots[i]
+            slot = self._layout.slots[i]
             start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
             regions.append(Region(place, start - slot.offset, start - piece.start, stop - start))
         return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
 
-    # -- rounds ----------------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._check()
-        self.engine.begin_step()
-        with translated():
-            self._flags_engine.begin_step()
+        self.schedule.begin_step()
+        self.host.begin_step()
         self._offers.clear()
-        self._streams.clear()
+        self._stream_of.clear()
 
-    def offer(self, param: int, grad: torch.Tensor | None) -> None:
-        """The gradient that the parameter's buckets will be filled with; None where it stands in its slot."""
-        self._streams[param] = self.device.current()
-        if grad is not None:
+    def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
+        """The gradient stays where autograd has put it until its bucket is complete: then one launch packs
+        the bucket.
+        """
+        self._stream_of[param] = self.streams.current()
+        if grad.data_ptr() == slot.data_ptr():
+            return
+        if grad.dtype == slot.dtype and grad.stride() == slot.stride():
             self._offers[param] = grad
+        else:
+            slot.copy_(grad)
 
-    def take_back(self, param: int) -> torch.Tensor | None:
-        return self._offers.pop(param, None)
+    def take_back(self, param: int, slot: torch.Tensor) -> None:
+        offered = self._offers.pop(param, None)
+        if offered is not None:
+            slot.copy_(offered)
 
     def mark_ready(self, bucket: int) -> None:
-        """Packs what was offered, on the current stream, and lets the bucket travel behind that."""
+        """Packs the gradients that were put, on the current stream; the bucket travels behind that."""
+        if bucket >= self._first_flags:
+            self.host.mark_ready(bucket - self._first_flags)
+            return
         self._check()
-        piece = self._buffers.layout.slices[bucket]
+        piece = self._layout.slices[bucket]
         self._join_streams(piece.params)
-        scale = self.prescale * (1.0 if self.collectives.scales else self.postscale)
-        if (
-            scale != 1.0
-            or self.engine.buckets[bucket].wire is not None
-            or self._offers.keys() & set(piece.params)
-        ):
+        # Packing rounds to the wire's type; sums in it must come scaled before.
+        scale = self._scaling.before * (1.0 if self.collectives.scales else self._scaling.after)
+        cast = self.schedule.buckets[bucket].wire is not None
+        if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
             with torch.no_grad():
                 self._copies[bucket].pack([self._source(i) for i in piece.params], scale)
-        self.engine.mark_ready(bucket)
+        self.schedule.mark_ready(bucket)
         for i in piece.params:
-            if bucket == self._buffers.layout.slots[i].buckets[-1]:
+            if bucket == self._layout.slots[i].buckets[-1]:
                 self._offers.pop(i, None)
 
     def _source(self, param: int) -> torch.Tensor:
         offered = self._offers.get(param)
         if offered is not None:
             return offered
-        slot = self._buffers.layout.slots[param]
-        return self._buffers.flat[slot.group].narrow(0, slot.offset, slot.numel)
+        slot = self._layout.slots[param]
+        return self._flat[slot.group].narrow(0, slot.offset, slot.numel)
 
     def _join_streams(self, params: Sequence[int]) -> None:
         """Gradients may come from several streams: the current one waits for the others."""
-        current = self.device.current()
-        for stream in dict.fromkeys(self._streams[i] for i in params if i in self._streams):
+        current = self.streams.current()
+        for stream in dict.fromkeys(self._stream_of[i] for i in params if i in self._stream_of):
             if stream != current:
-                self.device.wait(current, self.device.record(stream))
+                self.streams.wait(current, self.streams.record(stream))
                 for i in params:
-                    if i in self._offers and self._streams[i] == stream:
-                        self.device.uses(self._offers[i], current)
+                    if i in self._offers and self._stream_of[i] == stream:
+                        self.streams.uses(self._offers[i], current)
 
     def mark_updated(self, bucket: int) -> None:
-        self.engine.mark_updated(bucket)
+        self.schedule.mark_updated(bucket)
 
     def wait_reduced(self, bucket: int) -> None:
         self._check()
-        self.engine.wait_reduced(bucket)
+        self.schedule.wait_reduced(bucket)
 
     def wait_gathered(self, bucket: int) -> None:
-        self._check()
-        self.engine.wait_gathered(bucket)
-
-    def is_gathered(self, bucket: int) -> bool:
-        return bool(self.engine.is_gathered(bucket))
-
-    # -- flags, on the host ----------------------------------------------------------------------------------
-
-    def mark_flags_ready(self) -> None:
-        with translated():
-            self._flags_engine.mark_ready(0)
-
-    def wait_flags(self) -> None:
+        if bucket < self._first_flags:
+            self._check()
+            self.schedule.wait_gathered(bucket)
+            return
         try:
-            with translated():
-                self._flags_engine.wait_ag(0)
+            self.host.wait_gathered(bucket - self._first_flags)
         except CommError as error:
             self._fail(str(error))
             raise
 
-    def flags_arrived(self) -> bool:
-        with translated():
-            return bool(self._flags_engine.ag_done(0))
+    def is_gathered(self, bucket: int) -> bool:
+        if bucket >= self._first_flags:
+            return self.host.is_gathered(bucket - self._first_flags)
+        return self.schedule.is_gathered(bucket)
 
-    # -- outside of the plan ---------------------------------------------------------------------------------
+    def step_ended(self) -> None:
+        self._home = self.streams.current()
+
+    def updates_issued(self) -> None:
+        """The stream of the user's steps waits for updates on another one: whoever finds a parameter complete
+        later, on the usual stream, does not.
+        """
+        current = self.streams.current()
+        if current != self._home:
+            self.streams.wait(self._home, self.streams.record(current))
+
+    # -- outside of the steps --------------------------------------------------------------------------------
 
     def gather_now(self, buffer: torch.Tensor) -> None:
         self._check()
-        if buffer.device.type == self.device.device.type:
-            self.engine.gather_now(buffer)
+        if buffer.device.type == self.device.type:
+            self.schedule.gather_now(buffer)
         else:
-            super().gather_now(buffer)
+            self.host.gather_now(buffer)
 
     def exchange_seconds(self, size: int) -> float:
-        """Seconds of one RS or AG of a message of so many bytes, several of them behind each other."""
-        unit = self.size * 64
-        data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device.device)
-        device, collectives = self.device, self.collectives
+        """The mean of several exchanges behind each other."""
+        unit = self.ranks.size * 64
+        data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
+        device, collectives = self.streams, self.collectives
         device.wait(device.comm, device.record(device.current()))
         with device.on(device.comm):
             collectives.reduce_scatter(data, 1.0)
@@ -259,21 +233,39 @@ class DeviceWire(Wire):
         began, ended = device.moment(start), device.moment(end)
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
 
-    def close(self, orderly: bool = True) -> None:
-        """Waits for what travels; the group's connections and memory are given back. ``orderly``: without an
-        exception, so that the other ranks do their part.
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        return self.schedule.events(clear)
+
+    def watch(self) -> Watch:
+        """Every moment is a mark on the stream: the host is ahead of the device and knows no times. Waits
+        cannot be told from work.
         """
-        patience = self.timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self.timeout)
-        if self._failure is None and not self.device.finished(patience):
-            self._fail(f"rank {self.rank}: the GPU did not end its communication within {patience:g} s")
+        device = self.streams
+        return Watch(lambda: device.record(device.current()), device.moment, sees_waits=False)
+
+    def close(self, orderly: bool = True) -> None:
+        """Waits for what travels; the group's connections and memory are given back."""
+        patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
+        if self._failure is None and not self.streams.finished(patience):
+            self._fail(f"rank {self.ranks.rank}: the GPU did not end its communication within {patience:g} s")
         try:
             self.memory.close()
         finally:
-            if self._watch is not None:
-                self._watch.close(farewell=orderly and self._failure is None)
-            self._flags_engine.close()
+            failure_monitor.unregister(self)
+            if self._peers is not None:
+                self._peers.close(farewell=orderly and self._failure is None)
+            self.host.close()
             self.collectives.close()
 
 
-def _warn_unregistered(reason: str) -> None:
-    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)
+def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
+    """A backend over new connections; ``transport`` carries the flags. Collective."""
+    host, timeout = engine_backend(process_set, transport), settings().timeout
+    streams, channel = device_of(device), new_channel(process_set)
+    collectives = collectives_for(host.ranks, streams, channel)
+    memory = memory_for(host.ranks, collectives, streams, timeout)
+    connections = data_connections(process_set, channel)
+    peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
+    backend = StreamBackend(host, streams, collectives, memory, peers, timeout)
+    failure_monitor.register(backend, process_set.ranks or (), peers.problem)
+    return backend

@@ -1,6 +1,6 @@
-"""What moves a bucket once it is its turn: NCCL in the stream, or a CPU transport through the host.
+"""The collectives behind a device's buckets: NCCL in the stream, or a CPU transport through the host.
 
-All work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
+They work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
 fills in the others' shards.
 """
 
@@ -13,10 +13,17 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from commsched.backends.cuda_device import Device
+from commsched.backends.ranks import Ranks
+from commsched.backends.transports import make_transport
+from commsched.collectives.current_carrier import carrier
+from commsched.collectives.private_groups import private_group
+from commsched.collectives.torch_carrier.operation import device_name
+from commsched.env import settings
+from commsched.process.groups import nccl_usable
 
 
 class Collectives(Protocol):
-    """``scales`` tells whether ``postscale`` is heeded; otherwise the bucket must come scaled."""
+    """``scales``: whether ``reduce_scatter`` applies ``postscale``; otherwise the bucket must come scaled."""
 
     name: str
     scales: bool
@@ -26,10 +33,10 @@ class Collectives(Protocol):
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Ends what is under way, because another rank is gone. From any thread."""
+        """Ends operations in flight, because another rank is gone. From any thread."""
 
     def close(self) -> None:
-        """Gives back what the group holds; nothing is under way, and nothing will be."""
+        """Ends the group's connections; nothing is in flight any more."""
 
 
 class NcclCollectives:
@@ -80,7 +87,7 @@ class NcclCollectives:
 
 
 class StagedCollectives:
-    """Through the host's memory and a CPU transport, at once: for CPU tensors and ranks that share a GPU."""
+    """Through the host's memory and a CPU transport; blocks. For CPU tensors, and ranks that share a GPU."""
 
     name, scales = "staged", True
 
@@ -111,3 +118,15 @@ class StagedCollectives:
 
     def close(self) -> None:
         pass  # its connections end with the transport
+
+
+def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:
+    """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
+    whichever launcher.
+    """
+    example = torch.empty(0, device=device.device)
+    names = ranks.all_values(device_name((example,), carrier().launch.node))
+    if nccl_usable(names):
+        return NcclCollectives(private_group(ranks.process_set, channel, "cuda"))
+    _, transport = make_transport("auto", ranks.process_set, channel, settings().timeout)
+    return StagedCollectives(transport, device)

@@ -1,7 +1,7 @@
-"""Streams and events, as few of them as the order of communication needs.
+"""The operations on streams and events that the order of communication needs.
 
-``CudaDevice`` is torch's. ``ImmediateDevice`` stands for CPU tensors: everything is done when it is called,
-so there is nothing to wait for. Tests put a device of their own here that runs streams in any legal order.
+``CudaDevice`` uses torch's. ``ImmediateDevice`` stands for CPU tensors: every operation is done when its call
+returns, so nothing waits. Tests have a device of their own that runs streams in any legal order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 Stream = Any
 Event = Any
 
-# Seconds. CUDA tells the time between two events in single precision: over an hour it is right to 0.2
-# ms only.
+# Seconds. CUDA returns the time between two events in single precision, which is 0.2 ms after an hour.
 _LONGEST_SPAN = 5.0
 _LOOK_AGAIN = 1e-3
 
@@ -34,11 +33,11 @@ class Device(ABC):
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """A mark behind everything that is on the stream now."""
+        """Puts a mark behind everything that is on the stream now, and returns it."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is put on the stream from now on runs after the mark. Never blocks the host."""
+        """Makes later operations on the stream run after the mark. Never blocks the host."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -49,7 +48,7 @@ class Device(ABC):
         """Whether everything before the mark is done."""
 
     def finished(self, patience: float) -> bool:
-        """Waits for all that is on the communication stream now; False after ``patience`` seconds."""
+        """Waits until the communication stream has done all it has now; False after ``patience`` seconds."""
         end, latest = self.record(self.comm), time.monotonic() + patience
         while not self.has_passed(end):
             if time.monotonic() > latest:
@@ -63,7 +62,7 @@ class Device(ABC):
 
     @abstractmethod
     def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The tensor's memory must not be given to others before what is on the stream now is done."""
+        """Keeps the tensor's memory from being reused before the stream has done all it has now."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -116,7 +115,7 @@ class CudaDevice(Device):
 
 
 class ImmediateDevice(Device):
-    """The CPU, where nothing is put off. Marks are moments."""
+    """The CPU, where operations are done at once. Marks are moments."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.comm = device, "host"

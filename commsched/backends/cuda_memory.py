@@ -1,4 +1,4 @@
-"""Where buckets stand: in torch's memory, or in memory that NCCL has registered (COMMSCHED_NCCL_REGISTER=1).
+"""The memory of a device's buckets: torch's, or registered with NCCL (COMMSCHED_NCCL_REGISTER=1).
 
 NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
 sums. Every rank must use the same places of its registered memory in a collective. So each plan has a pool of
@@ -7,13 +7,16 @@ its own, which is filled in the order of the plan's layout and therefore alike o
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from commsched.backends.cuda_collectives import Collectives
+from commsched.backends.cuda_collectives import Collectives, NcclCollectives
 from commsched.backends.cuda_device import Device
+from commsched.backends.ranks import Ranks, ranks_text
+from commsched.env import settings
 from commsched.errors import CommError
 
 # Seconds.
@@ -21,24 +24,24 @@ _PATIENCE_AT_THE_END = 5.0
 
 
 class Memory:
-    """torch's: nothing is to be registered."""
+    """torch's memory, which needs no registration."""
 
     def room(self) -> AbstractContextManager[Any]:
-        """Within it, the next plan's buckets are made."""
+        """The context in which the next plan's buckets are allocated."""
         return nullcontext()
 
     def take_over(self) -> None:
-        """The next plan's buckets are all there and take the place of the former's."""
+        """Replaces the former plan's buckets by the next one's, which are all allocated."""
 
     def forget(self) -> None:
-        """The group has been aborted, which ends its registrations too."""
+        """Called when the group has been aborted, which ends its registrations too."""
 
     def close(self) -> None:
-        """There will be no further plan."""
+        """Gives registered memory back."""
 
 
 def can_register(group: Any, device: torch.device) -> bool:
-    """Whether this torch, NCCL and GPU can; of a ``ProcessGroupNCCL``."""
+    """Whether this torch, NCCL and GPU can register memory with the ``ProcessGroupNCCL``."""
     known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
     return known and bool(group.supports_tensor_alloc(device))
 
@@ -73,12 +76,11 @@ class RegisteredMemory(Memory):
         self._registered = None
 
     def close(self) -> None:
-        # A script that ends with an exception must not wait for ranks that never come; then the registration
-        # ends with the group.
+        # Not long: after an exception other ranks may never come; the registration then ends with the group.
         self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
 
     def _give_back(self, patience: float) -> bool:
-        """Not before the communication stream has ended: until then NCCL reads and writes this memory."""
+        """Waits for the communication stream first: until it has ended NCCL reads and writes this memory."""
         if self._registered is None:
             return True
         if not self._device.finished(patience):
@@ -92,3 +94,24 @@ class RegisteredMemory(Memory):
 
     def _within(self, pool: Any) -> AbstractContextManager[Any]:
         return torch.cuda.use_mem_pool(pool, self._device.device)
+
+
+def memory_for(ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> Memory:
+    asked = settings().nccl_register == "1"
+    if not isinstance(collectives, NcclCollectives):
+        if asked:
+            _warn_unregistered(f"buckets do not travel over NCCL, but {collectives.name}")
+        return Memory()
+    ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
+    if not asked:
+        return Memory()
+    able = ranks.all_values(can_register(collectives.group, device.device))
+    unable = [rank for rank, can in enumerate(able) if not can]
+    if unable:
+        _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
+        return Memory()
+    return RegisteredMemory(collectives.group, collectives, device, timeout)
+
+
+def _warn_unregistered(reason: str) -> None:
+    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)

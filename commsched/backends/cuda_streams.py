@@ -1,7 +1,7 @@
-"""The plan, in-stream: each operation is put onto the communication stream in the order of the plan.
+"""Operations in-stream: each is put onto the communication stream in the plan's order.
 
-An operation is put there as soon as all before it are and its own input has an event. The stream runs them
-one after the other, each behind its input's event; whoever needs a result makes his stream wait for the
+This happens as soon as all operations before it are there and its own input has an event. The stream runs
+them one after the other, each behind its input's event; whoever needs a result makes its stream wait for the
 result's event. The host waits for nothing::
 
     backward stream   B3 pack(0)* B2 pack(1)* B1
@@ -44,9 +44,7 @@ _RECORD = np.dtype(
 
 @dataclass
 class StreamBucket:
-    """``data`` is reduced (``wire`` instead, where that is another type), ``gather`` or ``data`` is
-    gathered.
-    """
+    """``data`` is reduced (as ``wire``, where that is another type), ``gather`` or ``data`` is gathered."""
 
     data: torch.Tensor
     wire: torch.Tensor | None = None
@@ -59,23 +57,23 @@ class StreamBucket:
         return self.data if self.wire is None else self.wire
 
 
-class StreamPlan:
-    """Runs a plan once per step on a device's communication stream."""
+class StreamSchedule:
+    """Puts the operations of every step onto a device's communication stream, in one order."""
 
     def __init__(self, device: Device, collectives: Collectives, rank: int, size: int) -> None:
         self.device, self.collectives = device, collectives
         self.rank, self.size = rank, size
-        self.plan: list[tuple[str, int]] = []
+        self.order: list[tuple[str, int]] = []
         self.buckets: list[StreamBucket] = []
         self.step = 0
         self._next = 0
         self._last: Event | None = None  # the end of the operation before
         self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
 
-    def install(self, plan: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
-        """Between two steps: this plan from now on."""
-        self.plan, self.buckets = list(plan), list(buckets)
-        self._next = len(self.plan)
+    def install(self, order: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
+        """Replaces the order of every step, between two steps."""
+        self.order, self.buckets = list(order), list(buckets)
+        self._next = len(self.order)
 
     def begin_step(self) -> None:
         if self.device.is_capturing():
@@ -84,8 +82,8 @@ class StreamPlan:
                 " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
                 " capture the model's forward and backward without the optimizer's hooks, or use one rank"
             )
-        if self._next < len(self.plan):
-            op, bucket = self.plan[self._next]
+        if self._next < len(self.order):
+            op, bucket = self.order[self._next]
             raise CommError(
                 f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
             )
@@ -97,9 +95,7 @@ class StreamPlan:
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
     def mark_ready(self, bucket: int) -> None:
-        """All that is on the current stream now belongs to the bucket's gradients: they may travel
-        behind it.
-        """
+        """The bucket's gradients may travel behind all that is on the current stream now."""
         self._mark(bucket, "ready")
 
     def mark_updated(self, bucket: int) -> None:
@@ -108,8 +104,8 @@ class StreamPlan:
 
     def _mark(self, bucket: int, what: str) -> None:
         self.buckets[bucket].events[what] = self.device.record(self.device.current())
-        while self._next < len(self.plan):
-            op, number = self.plan[self._next]
+        while self._next < len(self.order):
+            op, number = self.order[self._next]
             event = self.buckets[number].events.get(self._input_of(op, number))
             if event is None:
                 return
@@ -122,7 +118,7 @@ class StreamPlan:
         return "reduced" if self.buckets[bucket].gather is None else "updated"
 
     def wait_reduced(self, bucket: int) -> None:
-        """What is put onto the current stream from now on finds this rank's shard reduced."""
+        """Later operations on the current stream find this rank's shard reduced."""
         self._wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
@@ -135,11 +131,11 @@ class StreamPlan:
         elif self.step:  # before the first step everything is where it belongs
             raise CommError(
                 f"rank {self.rank}: bucket {bucket} is waited for and is not {what} in step {self.step}:"
-                f" {self._next} of {len(self.plan)} operations were started"
+                f" {self._next} of {len(self.order)} operations were started"
             )
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """An all-gather outside of the plan, behind what was started so far: every rank calls at the same
+        """An all-gather outside of the order, behind what was started so far: every rank calls at the same
         place.
         """
         device, current = self.device, self.device.current()
@@ -150,7 +146,7 @@ class StreamPlan:
         device.uses(buffer, device.comm)
 
     def is_gathered(self, bucket: int) -> bool:
-        """Whether nobody needs to wait for the bucket any more."""
+        """Whether the device has gathered the bucket."""
         event = self.buckets[bucket].events.get("gathered")
         return event is not None and self.device.has_passed(event)
 
@@ -192,17 +188,17 @@ class StreamPlan:
         part = tensor.numel() // self.size
         return tensor.narrow(0, self.rank * part, part)
 
-    # -- what the engine on the CPU tells too ----------------------------------------------------------------
+    # -- the log ---------------------------------------------------------------------------------------------
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        """The operations of the steps before this one, as ``comm_core.Engine.events`` tells them; in the
-        device's time.
+        """The operations of the steps before this one, as ``comm_core.Engine.events`` returns them; moments
+        are the device's.
         """
         done = [entry for entry in self._log if entry[0] < self.step]
         rows = []
         for step, op, bucket, *marks, size in done:
             ready, before, end = map(self.device.moment, marks)
-            # The stream starts it when it comes to it: no mark of its own, which would cost the host time.
+            # An operation starts when the one before it ends: a mark of its own would cost the host time.
             rows.append((step, OPS.index(op), bucket, ready, max(ready, before), end, size))
         if clear:
             for _ in done:

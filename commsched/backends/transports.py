@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 import comm_core
+from commsched.collectives.current_carrier import carrier
+from commsched.collectives.data_movement import allgather
 from commsched.collectives.private_groups import data_channel, private_group
 from commsched.collectives.process_sets import ProcessSet
+from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 
 NAMES = ("direct", "ring", "gloo", "gloo-ring", "c10d", "horovod")
@@ -53,8 +56,7 @@ def make_transport(
             link = comm_core.C10dChannel(private_group(process_set, channel))
         else:
             link = data_channel(process_set, channel=channel)
-        # Segment by segment, so that halos and activations of this process can go first.
-        transport = kind(comm_core.GatedChannel(link), rank, size)
+        transport = kind(link, rank, size)
     transport.set_timeout(timeout)
     return chosen, transport
 
@@ -63,22 +65,19 @@ class HorovodCollectives:
     """Horovod's operations as the engine's Python transport wants them: blocking, into given tensors."""
 
     def __init__(self, process_set: ProcessSet) -> None:
-        from commsched.collectives import ops, state
-
-        if state.engine().name != "horovod":
+        if carrier().name != "horovod":
             raise ValueError(
                 "transport='horovod' needs Horovod to carry this job; start it with horovodrun or set"
                 " COMMSCHED_RUNTIME=horovod"
             )
-        self._ops = ops
         self._process_set = process_set
         self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
 
     def scatter_sum(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
-        shard.copy_(self._ops.reducescatter(full, op=self._ops.Sum, name=name, process_set=self._process_set))
+        shard.copy_(reducescatter(full, op=Sum, name=name, process_set=self._process_set))
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
-        full.copy_(self._ops.allgather(shard, name=name, process_set=self._process_set))
+        full.copy_(allgather(shard, name=name, process_set=self._process_set))
 
     def sum(self, full: torch.Tensor, name: str) -> None:
-        self._ops.allreduce_(full, op=self._ops.Sum, name=name, process_set=self._process_set)
+        allreduce_(full, op=Sum, name=name, process_set=self._process_set)

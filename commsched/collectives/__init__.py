@@ -1,5 +1,10 @@
-"""Horovod's collectives over torch.distributed or over Horovod: negotiation, execution, process sets.
+"""Horovod's collectives in PyTorch, carried by Horovod itself or by torch.distributed.
 
-For the other parts of commsched: ``private_groups.data_group`` (groups of their own), ``control`` (objects
-between ranks), ``state.engine()`` (the running engine).
+The API: ``initialization`` (init, rank, size), ``reductions``, ``data_movement``, ``handles`` (poll,
+synchronize, join, barrier), ``process_sets``, ``objects``, ``model_state``, ``sync_batch_norm``,
+``compression``; ``autograd`` computes the gradients. Below it, ``carrier.Carrier`` is the interface of
+``horovod_carrier`` and ``torch_carrier``.
+
+Other parts of commsched also use ``current_carrier`` (the running carrier) and ``private_groups``
+(connections between ranks for their own traffic).
 """

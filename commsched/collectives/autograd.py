@@ -1,49 +1,44 @@
-"""Gradients through the collectives, the same over every engine.
+"""Gradients of the collectives, the same with every carrier.
 
-Horovod's convention: a script's loss is the average over the ranks, so the gradients of what one rank gave to
-all (allgather, broadcast) are averaged on their way back.
+Horovod's convention: a script's loss is the average over the ranks. So if all ranks got one rank's values
+(allgather, broadcast), the backward averages their gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from commsched.collectives import state
-from commsched.collectives.base import ReduceOp, Reduction
-from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.current_carrier import carrier
+from commsched.collectives.handles import start, synchronize
+from commsched.collectives.process_sets import ProcessSet
 
 _AVERAGE = Reduction(ReduceOp.AVERAGE)
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
 
-def _reduce(
-    tensors: list[torch.Tensor], reduction: Reduction, process_set: ProcessSet, grouped: bool
-) -> tuple[Any, ...]:
-    engine = state.engine()
-    result = engine.synchronize(
-        engine.allreduce(
-            [t.contiguous() for t in tensors],
-            reduction,
-            name=None,
-            set_id=registered_id(process_set),
-            inplace=False,
-            grouped=grouped,
-        )
-    )
-    return tuple(result) if grouped else (result,)
+def _run(
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+    reduction: Reduction | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Run a collective and return one result per tensor."""
+    handle = start(kind, tensors, name, process_set, grouped=grouped, reduction=reduction)
+    return tuple(synchronize(handle)) if grouped else (synchronize(handle),)
 
 
-def _gather(
-    tensors: list[torch.Tensor], name: str | None, process_set: ProcessSet, grouped: bool
-) -> tuple[Any, ...]:
-    engine = state.engine()
-    result = engine.synchronize(
-        engine.allgather(tensors, name=name, set_id=registered_id(process_set), grouped=grouped)
-    )
-    return tuple(result) if grouped else (result,)
+def _averaged(
+    gradients: Sequence[torch.Tensor], process_set: ProcessSet, grouped: bool
+) -> tuple[torch.Tensor, ...]:
+    contiguous = [gradient.contiguous() for gradient in gradients]
+    return _run("allreduce", contiguous, None, process_set, grouped, _AVERAGE)
 
 
 def _check_differentiable(kind: str, reduction: Reduction) -> None:
@@ -55,7 +50,7 @@ def _check_differentiable(kind: str, reduction: Reduction) -> None:
 
 
 class Allreduce(Function):
-    """One tensor, or several as one operation."""
+    """One tensor, or several as one operation; the backward reduces the gradients in the same way."""
 
     @staticmethod
     def forward(
@@ -65,44 +60,33 @@ class Allreduce(Function):
         process_set: ProcessSet,
         grouped: bool,
         *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.arguments = (reduction, process_set, grouped)
-        engine = state.engine()
-        return engine.synchronize(
-            engine.allreduce(
-                tensors,
-                reduction,
-                name=name,
-                set_id=registered_id(process_set),
-                inplace=False,
-                grouped=grouped,
-            )
-        )
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arguments = (process_set, grouped, reduction)
+        return _run("allreduce", tensors, name, process_set, grouped, reduction)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        reduction, process_set, grouped = ctx.arguments
-        _check_differentiable("allreduce", reduction)
-        return (None, None, None, None, *_reduce(list(gradients), reduction, process_set, grouped))
+        _check_differentiable("allreduce", ctx.arguments[-1])
+        contiguous = [gradient.contiguous() for gradient in gradients]
+        return (None, None, None, None, *_run("allreduce", contiguous, None, *ctx.arguments))
 
 
 class Allgather(Function):
-    """One tensor, or several as one operation."""
+    """One tensor, or several as one operation; the backward averages each rank's rows."""
 
     @staticmethod
     def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = (process_set, grouped)
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        results = _gather(list(tensors), name, process_set, grouped)
-        return results if grouped else results[0]
+        return _run("allgather", tensors, name, process_set, grouped)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         process_set, grouped = ctx.arguments
-        averaged = _reduce(list(gradients), _AVERAGE, process_set, grouped)
-        (all_rows,) = _gather([torch.tensor([ctx.rows])], None, process_set, False)
+        averaged = _averaged(gradients, process_set, grouped)
+        (all_rows,) = _run("allgather", [torch.tensor([ctx.rows])], None, process_set, grouped=False)
         before = all_rows[: process_set.rank()].sum(dim=0).tolist()
         mine = (
             gradient.narrow(0, start, rows)
@@ -112,55 +96,41 @@ class Allgather(Function):
 
 
 class Broadcast(Function):
-    """All of the gradient goes back to the root."""
+    """The backward gives the averaged gradient to the root, zeros to the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.arguments = (root, process_set)
-        engine = state.engine()
-        return engine.synchronize(
-            engine.broadcast(tensor, root, name=name, set_id=registered_id(process_set), inplace=False)
-        )
+        return synchronize(start("broadcast", [tensor], name, process_set, root=root))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         root, process_set = ctx.arguments
-        (averaged,) = _reduce(list(gradients), _AVERAGE, process_set, False)
-        return (
-            (averaged if state.engine().launch.rank == root else torch.zeros_like(averaged)),
-            None,
-            None,
-            None,
-        )
+        (averaged,) = _averaged(gradients, process_set, grouped=False)
+        mine = averaged if carrier().launch.rank == root else torch.zeros_like(averaged)
+        return mine, None, None, None
 
 
 class Alltoall(Function):
-    """The gradient takes the way back: what was received from a rank is sent to it."""
+    """The backward sends each row's gradient back to the rank that the row came from."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
-        engine = state.engine()
-        handle = engine.alltoall(tensor, splits, name=name, set_id=registered_id(process_set))
-        result, received = engine.synchronize(handle)
+        result, received = synchronize(start("alltoall", [tensor], name, process_set, splits=splits))
         ctx.received, ctx.process_set = received, process_set
-        if splits is None:
-            return result
         ctx.mark_non_differentiable(received)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        engine = state.engine()
-        handle = engine.alltoall(
-            gradients[0].contiguous(), ctx.received, name=None, set_id=registered_id(ctx.process_set)
-        )
-        return engine.synchronize(handle)[0], None, None, None
+        handle = start("alltoall", [gradients[0].contiguous()], None, ctx.process_set, splits=ctx.received)
+        return synchronize(handle)[0], None, None, None
 
 
 class Reducescatter(Function):
-    """One tensor, or several as one operation; backwards every rank's part is gathered again."""
+    """One tensor, or several as one operation; the backward gathers every rank's part."""
 
     @staticmethod
     def forward(
@@ -170,14 +140,9 @@ class Reducescatter(Function):
         process_set: ProcessSet,
         grouped: bool,
         *tensors: torch.Tensor,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = (reduction, process_set, grouped)
-        engine = state.engine()
-        return engine.synchronize(
-            engine.reducescatter(
-                tensors, reduction, name=name, set_id=registered_id(process_set), grouped=grouped
-            )
-        )
+        return _run("reducescatter", tensors, name, process_set, grouped, reduction)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -186,12 +151,5 @@ class Reducescatter(Function):
         factor = reduction.prescale * reduction.postscale
         if reduction.op is ReduceOp.SUM:
             factor *= process_set.size() or 1
-        return (
-            None,
-            None,
-            None,
-            None,
-            *_gather(
-                [(gradient * factor).contiguous() for gradient in gradients], None, process_set, grouped
-            ),
-        )
+        scaled = [(gradient * factor).contiguous() for gradient in gradients]
+        return (None, None, None, None, *_run("allgather", scaled, None, process_set, grouped))

@@ -1,4 +1,4 @@
-"""Compression of what travels: the types of Horovod's ``Compression`` namespace."""
+"""Compress tensors for communication: the types of Horovod's ``Compression`` namespace."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into what travels and back; subclass it for a scheme of your own."""
+    """Compresses tensors before a collective and restores its result; subclass it for another scheme."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(what travels, whatever ``decompress`` needs)."""
+        """Return the tensor to send and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The result in its original form."""
+        """Return the received tensor in its original type."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Everything travels as it is."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -34,7 +34,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel in 16 bits."""
+    """Sends floating-point tensors as float16."""
 
     wire_dtype = torch.float16
 
@@ -49,7 +49,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """Floating-point tensors travel in 16 bits with the range of 32: nothing overflows."""
+    """Sends floating-point tensors as bfloat16, which has the range of float32: nothing overflows."""
 
     wire_dtype = torch.bfloat16
 

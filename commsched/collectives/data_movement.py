@@ -1,42 +1,41 @@
-"""The public collectives that move tensors as they are, and waiting; with Horovod's signatures."""
+"""Horovod's collectives that move tensors unchanged: allgather, broadcast, alltoall."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from commsched.collectives import autograd, state
-from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
-
-Tensors = Sequence[torch.Tensor]
+from commsched.collectives import autograd
+from commsched.collectives.handles import start, synchronize
+from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start ``allgather``."""
-    return state.engine().allgather([tensor], name=name, set_id=registered_id(process_set), grouped=False)
+    return start("allgather", [tensor], name, process_set)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensors of all ranks, concatenated on the first dimension (whose size may differ);
-    differentiable."""
-    return autograd.Allgather.apply(name, process_set, False, tensor)
+    """Concatenate the tensors of all ranks on the first dimension, whose size may differ; differentiable."""
+    (gathered,) = autograd.Allgather.apply(name, process_set, False, tensor)
+    return gathered
 
 
 def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start ``grouped_allgather``."""
-    return state.engine().allgather(list(tensors), name=name, set_id=registered_id(process_set), grouped=True)
+    return start("allgather", tensors, name, process_set, grouped=True)
 
 
 def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """``allgather`` of several tensors as one operation."""
     return autograd.Allgather.apply(name, process_set, True, *tensors)
@@ -49,9 +48,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast``."""
-    return state.engine().broadcast(
-        tensor, root_rank, name=name, set_id=registered_id(process_set), inplace=False
-    )
+    return start("broadcast", [tensor], name, process_set, root=root_rank)
 
 
 def broadcast(
@@ -60,7 +57,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Rank `root_rank`'s tensor, on every rank, in a new tensor; differentiable."""
+    """Return rank `root_rank`'s tensor, in a new tensor, on every rank; differentiable."""
     return autograd.Broadcast.apply(tensor, root_rank, name, process_set)
 
 
@@ -71,9 +68,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast_``."""
-    return state.engine().broadcast(
-        tensor, root_rank, name=name, set_id=registered_id(process_set), inplace=True
-    )
+    return start("broadcast", [tensor], name, process_set, root=root_rank, inplace=True)
 
 
 def broadcast_(
@@ -93,13 +88,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``alltoall``; its result is always the pair (tensor, received splits)."""
-    return state.engine().alltoall(tensor, _as_tensor(splits), name=name, set_id=registered_id(process_set))
-
-
-def _as_tensor(splits: Any) -> torch.Tensor | None:
-    if splits is None or isinstance(splits, torch.Tensor):
-        return splits
-    return torch.tensor(splits, dtype=torch.int32)
+    return start("alltoall", [tensor], name, process_set, splits=_as_tensor(splits))
 
 
 def alltoall(
@@ -108,36 +97,16 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[i]`` rows of the tensor to rank i and return what the others sent; differentiable.
+    """Send ``splits[i]`` rows of the tensor to rank i and return the rows that arrive; differentiable.
 
-    Without `splits` all ranks get the same share and the result is one tensor; with it, the pair (tensor, how
-    many rows came from each rank).
+    Without `splits` every rank gets the same share and the result is one tensor. With it, the result is the
+    pair (tensor, number of rows that came from each rank).
     """
-    return autograd.Alltoall.apply(tensor, _as_tensor(splits), name, process_set)
+    received = autograd.Alltoall.apply(tensor, _as_tensor(splits), name, process_set)
+    return received[0] if splits is None else received
 
 
-def poll(handle: int) -> bool:
-    """Whether an asynchronous operation has ended, so that ``synchronize`` will not wait."""
-    return state.engine().poll(handle)
-
-
-def synchronize(handle: int | Callable[[], Any]) -> Any:
-    """Wait for an asynchronous operation and return its result; ``CommError`` where it failed.
-
-    What ``sparse_allreduce_async`` returned may be passed too.
-    """
-    return handle() if callable(handle) else state.engine().synchronize(handle)
-
-
-def join(device: int = -1) -> int:
-    """This rank has no more data: take part with zeros in the others' all-reduces until every rank has
-    joined.
-
-    Returns the rank that joined last. `device` is the GPU for the zeros (-1: CPU).
-    """
-    return state.engine().join(device)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the process set is here."""
-    state.engine().barrier(registered_id(process_set))
+def _as_tensor(splits: Any) -> torch.Tensor | None:
+    if splits is None or isinstance(splits, torch.Tensor):
+        return splits
+    return torch.tensor(splits, dtype=torch.int32)

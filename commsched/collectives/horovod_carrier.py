@@ -1,29 +1,27 @@
-"""The engine that hands everything to an installed Horovod; thin on purpose."""
+"""Carries the collectives by calling an installed Horovod."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from commsched.collectives.base import Built, Engine, Reduction
+from commsched.collectives.carrier import Built, Carrier, OperationNames
+from commsched.collectives.collective import Collective
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process.launch import Launch
 from commsched.process.rendezvous import Meeting, launcher_server, meet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import ModuleType
 
 _STALL_WARNING_SECONDS = 60
 
 
 def load_horovod() -> ModuleType:
-    """``horovod.torch.mpi_ops``; ``CommError`` says whether Horovod is missing or broken and what to do."""
+    """Return ``horovod.torch.mpi_ops``; ``CommError`` says whether Horovod is missing or broken."""
     try:
         import horovod.torch.mpi_ops as mpi_ops
     except ModuleNotFoundError as error:
@@ -33,9 +31,7 @@ def load_horovod() -> ModuleType:
             "Horovod is not installed; install it with docker/install.sh, or set COMMSCHED_RUNTIME=torch to "
             "run without it"
         ) from error
-    except (
-        Exception
-    ) as error:  # a Horovod built for another torch fails in many ways: ImportError, OSError, its own
+    except Exception as error:  # a Horovod built for another torch fails with ImportError, OSError and others
         raise CommError(_broken(error)) from error
     return mpi_ops
 
@@ -50,20 +46,19 @@ def _broken(error: Exception) -> str:
 
 @contextmanager
 def _own_errors(horovod: ModuleType) -> Iterator[None]:
-    """Horovod's failures under commsched's name; its ``ValueError`` are the same kind here and pass."""
+    """Turn Horovod's failures into ``CommError``; its ``ValueError`` pass."""
     try:
         yield
     except horovod.HorovodInternalError as error:
         raise CommError(f"Horovod: {error}") from error
 
 
-class HorovodEngine(Engine):
-    """Every collective is Horovod's own, in Horovod's own background thread."""
+class HorovodCarrier(Carrier):
+    """Calls Horovod, whose background thread runs the collectives."""
 
     name = "horovod"
 
     def __init__(self, launch: Launch) -> None:
-        super().__init__()
         self._horovod = load_horovod()
         if launch.launcher == "torchrun" and launch.size > 1:
             raise CommError(
@@ -72,19 +67,17 @@ class HorovodEngine(Engine):
             )
         _limit_waiting(settings().timeout)
         if launch.mpi and launch.size > 1:
-            # MPI can be initialised only once per process and Horovod must be the one; it then spreads the
-            # address.
+            # Only one library may initialise MPI in a process, and Horovod must be it: Horovod starts first
+            # and then broadcasts rank 0's address.
             self._horovod.init()
-            self.meeting = meet(launch, self._spread)
+            self.meeting = meet(launch, self._broadcast)
         else:
             self.meeting = meet(launch)
             _forget_former_init(self.meeting)
             self._horovod.init()
         self.launch = launch
+        self._names = OperationNames()
         self._sets: dict[int, Any] = {0: self._horovod.global_process_set}
-        self._check_agreement()
-
-    def _check_agreement(self) -> None:
         found = (self._horovod.rank(), self._horovod.size())
         if found != (self.launch.rank, self.launch.size):
             raise CommError(
@@ -92,7 +85,7 @@ class HorovodEngine(Engine):
                 f"{found[0]} of {found[1]}; was Horovod built without the launcher's MPI?"
             )
 
-    def _spread(self, value: dict[str, object] | None) -> dict[str, object]:
+    def _broadcast(self, value: dict[str, object] | None) -> dict[str, object]:
         from horovod.torch.functions import broadcast_object
 
         with _own_errors(self._horovod):
@@ -128,8 +121,11 @@ class HorovodEngine(Engine):
         return removed
 
     def _all_returned(self) -> None:
-        """Horovod's calls on process sets look once in a millisecond whether the set is there. A rank that is
-        late to look, while a faster one already shuts down, would be told "Horovod is shutting down"."""
+        """Wait until Horovod's call has returned on every rank.
+
+        Horovod polls once in a millisecond whether the process set exists. A rank that polls after a faster
+        one has shut down would get the error "Horovod is shutting down".
+        """
         self.barrier(0)
 
     def process_set_ranks(self, set_id: int) -> list[int]:
@@ -141,66 +137,24 @@ class HorovodEngine(Engine):
         except KeyError:
             raise ValueError(f"process set {set_id} is not registered; known: {sorted(self._sets)}") from None
 
-    def _start(
-        self, function: Callable[..., int], *arguments: Any, name: str | None, set_id: int, **more: Any
-    ) -> int:
-        chosen = self.operation_name(function.__name__.rstrip("_"), set_id, name)
+    def start(self, collective: Collective) -> int:
+        kind = f"{'grouped_' * collective.grouped}{collective.kind}"
+        function = getattr(self._horovod, f"{kind}_async{'_' * collective.inplace}")
+        arguments: list[Any] = [collective.tensors if collective.grouped else collective.tensors[0]]
+        options: dict[str, Any] = {}
+        if collective.kind == "broadcast":
+            arguments.append(collective.root)
+        elif collective.kind == "alltoall":
+            arguments.append(collective.splits)
+        elif collective.reduction is not None:
+            options = {
+                "op": int(collective.reduction.op),
+                "prescale_factor": collective.reduction.prescale,
+                "postscale_factor": collective.reduction.postscale,
+            }
+        options["name"] = self._names.choose(kind, collective.set_id, collective.name)
         with _own_errors(self._horovod):
-            return function(*arguments, name=chosen, process_set=self._set(set_id), **more)
-
-    def allreduce(
-        self,
-        tensors: Sequence[torch.Tensor],
-        reduction: Reduction,
-        *,
-        name: str | None,
-        set_id: int,
-        inplace: bool,
-        grouped: bool,
-    ) -> int:
-        function = getattr(self._horovod, f"{'grouped_' * grouped}allreduce_async{'_' * inplace}")
-        return self._start(
-            function,
-            list(tensors) if grouped else tensors[0],
-            name=name,
-            set_id=set_id,
-            **_arguments(reduction),
-        )
-
-    def allgather(
-        self, tensors: Sequence[torch.Tensor], *, name: str | None, set_id: int, grouped: bool
-    ) -> int:
-        function = self._horovod.grouped_allgather_async if grouped else self._horovod.allgather_async
-        return self._start(function, list(tensors) if grouped else tensors[0], name=name, set_id=set_id)
-
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, *, name: str | None, set_id: int, inplace: bool
-    ) -> int:
-        function = self._horovod.broadcast_async_ if inplace else self._horovod.broadcast_async
-        return self._start(function, tensor, root, name=name, set_id=set_id)
-
-    def alltoall(
-        self, tensor: torch.Tensor, splits: torch.Tensor | None, *, name: str | None, set_id: int
-    ) -> int:
-        return self._start(self._horovod.alltoall_async, tensor, splits, name=name, set_id=set_id)
-
-    def reducescatter(
-        self,
-        tensors: Sequence[torch.Tensor],
-        reduction: Reduction,
-        *,
-        name: str | None,
-        set_id: int,
-        grouped: bool,
-    ) -> int:
-        function = self._horovod.grouped_reducescatter_async if grouped else self._horovod.reducescatter_async
-        return self._start(
-            function,
-            list(tensors) if grouped else tensors[0],
-            name=name,
-            set_id=set_id,
-            **_arguments(reduction),
-        )
+            return function(*arguments, process_set=self._set(collective.set_id), **options)
 
     def barrier(self, set_id: int) -> None:
         with _own_errors(self._horovod):
@@ -209,7 +163,7 @@ class HorovodEngine(Engine):
     def join(self, device: int) -> int:
         with _own_errors(self._horovod):
             last = int(self._horovod.join(device))
-        self.restart_numbering()
+        self._names.restart()
         return last
 
     def poll(self, handle: int) -> bool:
@@ -226,19 +180,11 @@ class HorovodEngine(Engine):
         self._horovod.stop_timeline()
 
 
-def _arguments(reduction: Reduction) -> dict[str, Any]:
-    return {
-        "op": int(reduction.op),
-        "prescale_factor": reduction.prescale,
-        "postscale_factor": reduction.postscale,
-    }
-
-
 def _forget_former_init(meeting: Meeting) -> None:
-    """Make a second init() safe: horovodrun may still hold the addresses of the first one.
+    """Delete the addresses of a former init() from horovodrun's server, so that a second one works.
 
-    It empties a scope once as many keys as ranks were deleted, but loses count when two scopes end together;
-    Horovod would then dial a port that is closed and abort the process. All ranks are past shutdown() here.
+    The server empties a scope once as many keys as ranks were deleted, but loses count when two scopes end
+    together. Horovod would then dial a closed port and abort the process. All ranks are past shutdown() here.
     """
     server, launch = launcher_server(), meeting.launch
     if server is None or launch.size == 1:
@@ -254,7 +200,7 @@ def _forget_former_init(meeting: Meeting) -> None:
 
 
 def _limit_waiting(timeout: float) -> None:
-    """Make Horovod give up on a rank that does not come: by default it only warns and waits for ever."""
+    """Make Horovod give up on an absent rank: by default it only warns and waits for ever."""
     seconds = max(2, int(timeout))
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(_STALL_WARNING_SECONDS, seconds // 2)))
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))

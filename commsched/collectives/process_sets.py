@@ -6,15 +6,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from commsched.collectives import state
+from commsched.collectives.current_carrier import carrier
 
 
 class ProcessSet:
-    """A subset of the ranks. Pass it to ``init(process_sets=[...])`` or ``add_process_set``, then to any
-    collective.
+    """A subset of the ranks: register it by ``init(process_sets=[...])`` or ``add_process_set`` before use.
 
-    ``process_set_id`` is None until then. Roots and ranks in arguments stay global, also inside a process
-    set.
+    ``process_set_id`` is None until then. Ranks in arguments, such as a broadcast's root, are always global.
     """
 
     process_set_id: int | None = None
@@ -33,28 +31,28 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def _members(self) -> list[int] | None:
-        return None if self.process_set_id is None else state.engine().process_set_ranks(self.process_set_id)
+        return None if self.process_set_id is None else carrier().process_set_ranks(self.process_set_id)
 
     def size(self) -> int | None:
-        """How many ranks the set has; None before it is registered."""
+        """Return the number of ranks in the set; None before it is registered."""
         members = self._members()
         return None if members is None else len(members)
 
     def rank(self) -> int | None:
-        """This process's place within the set; None before it is registered."""
+        """Return this process's place within the set; None before it is registered."""
         members = self._members()
         if members is None:
             return None
-        mine = state.engine().launch.rank
+        mine = carrier().launch.rank
         if mine not in members:
             raise ValueError(f"rank {mine} is not in process set {self.process_set_id} of ranks {members}")
         return members.index(mine)
 
     def included(self) -> bool | None:
-        """Whether this process is in the set."""
+        """Return whether this process is in the set."""
         if self.ranks is None:
             return None
-        return state.engine().launch.rank in self.ranks
+        return carrier().launch.rank in self.ranks
 
     def __str__(self) -> str:
         return (
@@ -68,7 +66,7 @@ _added: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
 def registered_id(process_set: ProcessSet) -> int:
-    """The id of `process_set`; ``ValueError`` where it is not registered."""
+    """Return the id of `process_set`; ``ValueError`` if it is not registered."""
     if process_set.process_set_id is None:
         raise ValueError(
             f"process set {process_set} is not registered; pass it to init(process_sets=[...]) or "
@@ -81,13 +79,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a new process set; every rank must call this, with the same ranks and in the same order."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    engine, ranks = state.engine(), process_set.ranks or []
-    wrong = [rank for rank in ranks if not 0 <= rank < engine.launch.size]
+    ranks, size = process_set.ranks or [], carrier().launch.size
+    wrong = [rank for rank in ranks if not 0 <= rank < size]
     if wrong or not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(
-            f"a process set needs distinct ranks from 0 to {engine.launch.size - 1}, but got {ranks}"
-        )
-    set_id = engine.add_process_set(ranks)
+        raise ValueError(f"a process set needs distinct ranks from 0 to {size - 1}, but got {ranks}")
+    set_id = carrier().add_process_set(ranks)
     if set_id is None:
         raise ValueError(f"a process set of ranks {ranks} exists already; use that one")
     process_set.process_set_id = set_id
@@ -96,17 +92,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def forget_process_sets() -> None:
-    """After ``shutdown()`` no id means anything: the next engine gives the same numbers to other sets."""
+    """Unregister all sets after ``shutdown()``: the next carrier gives the same ids to other sets."""
     for process_set in _added:
         process_set.process_set_id = None
     _added.clear()
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set (every rank must call this); False for the global one and for one not
-    registered."""
+    """Unregister a process set (all ranks must call); False for the global set and unregistered ones."""
     set_id = process_set.process_set_id
     if not set_id:
         return False
     process_set.process_set_id = None
-    return state.engine().remove_process_set(set_id)
+    return carrier().remove_process_set(set_id)

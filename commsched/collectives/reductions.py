@@ -1,4 +1,4 @@
-"""The public reductions: allreduce and reducescatter in all their forms, with Horovod's signatures."""
+"""Horovod's reductions: allreduce, sparse_allreduce and reducescatter in all their forms."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
-from commsched.collectives import autograd, state
-from commsched.collectives.base import ReduceOp, Reduction
+from commsched.collectives import autograd
+from commsched.collectives.collective import ReduceOp, Reduction
 from commsched.collectives.compression import Compression
-from commsched.collectives.data_movement import allgather_async, synchronize
-from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
+from commsched.collectives.data_movement import allgather_async
+from commsched.collectives.handles import start, synchronize
+from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 # Plain integers, as in Horovod: scripts compare and store them.
-Average, Sum, Adasum, Min, Max, Product = (
-    int(op)
-    for op in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-)
+Average, Sum, Adasum, Min, Max, Product = map(int, ReduceOp)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,7 +26,7 @@ def _reduction(op: int | None, average: bool | None, prescale: float, postscale:
     if average is not None:
         if op is not None:
             raise ValueError("pass either op or average, not both; average is the older one")
-        warnings.warn("average= is deprecated, pass op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn("average= is deprecated, pass op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
     try:
         return Reduction(ReduceOp(Average if op is None else op), float(prescale), float(postscale))
@@ -35,18 +34,21 @@ def _reduction(op: int | None, average: bool | None, prescale: float, postscale:
         raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, but is {op!r}") from None
 
 
-def _allreduce(
+def _compressed(
+    function: type[Function],
     tensors: Tensors,
+    compression: Any,
     reduction: Reduction,
     name: str | None,
     process_set: ProcessSet,
-    *,
-    inplace: bool,
-    grouped: bool,
-) -> int:
-    return state.engine().allreduce(
-        tensors, reduction, name=name, set_id=registered_id(process_set), inplace=inplace, grouped=grouped
-    )
+    grouped: bool = False,
+) -> list[torch.Tensor]:
+    """Run a differentiable reduction of compressed tensors."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = function.apply(reduction, name, process_set, grouped, *(small for small, _ in pairs))
+    return [
+        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
+    ]
 
 
 def allreduce_async(
@@ -59,14 +61,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce``; the result goes to a new tensor."""
-    return _allreduce(
-        [tensor],
-        _reduction(op, average, prescale_factor, postscale_factor),
-        name,
-        process_set,
-        inplace=False,
-        grouped=False,
-    )
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
+    return start("allreduce", [tensor], name, process_set, reduction=reduction)
 
 
 def allreduce(
@@ -79,16 +75,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Average (or, as `op` says, otherwise combine) a tensor over the ranks; differentiable.
+    """Average a tensor over the ranks, or combine it by another `op`; differentiable.
 
-    The input is multiplied by `prescale_factor` before and by `postscale_factor` after. Shapes and types must
-    be equal.
+    Inputs are multiplied by `prescale_factor`, results by `postscale_factor`. Shapes and types must be
+    equal on all ranks.
     """
-    compressed, context = compression.compress(tensor)
-    result = autograd.Allreduce.apply(
-        _reduction(op, average, prescale_factor, postscale_factor), name, process_set, False, compressed
-    )
-    return compression.decompress(result, context)
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
+    return _compressed(autograd.Allreduce, [tensor], compression, reduction, name, process_set)[0]
 
 
 def allreduce_async_(
@@ -101,14 +94,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce_``."""
-    return _allreduce(
-        [tensor],
-        _reduction(op, average, prescale_factor, postscale_factor),
-        name,
-        process_set,
-        inplace=True,
-        grouped=False,
-    )
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
+    return start("allreduce", [tensor], name, process_set, reduction=reduction, inplace=True)
 
 
 def allreduce_(
@@ -136,14 +123,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce``."""
-    return _allreduce(
-        list(tensors),
-        _reduction(op, average, prescale_factor, postscale_factor),
-        name,
-        process_set,
-        inplace=False,
-        grouped=True,
-    )
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
+    return start("allreduce", tensors, name, process_set, reduction=reduction, grouped=True)
 
 
 def grouped_allreduce(
@@ -158,11 +139,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """``allreduce`` of several tensors as one operation."""
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return _compressed(
-        tensors,
-        compression,
-        lambda small: autograd.Allreduce.apply(reduction, name, process_set, True, *small),
-    )
+    return _compressed(autograd.Allreduce, tensors, compression, reduction, name, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -175,14 +152,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce_``."""
-    return _allreduce(
-        list(tensors),
-        _reduction(op, average, prescale_factor, postscale_factor),
-        name,
-        process_set,
-        inplace=True,
-        grouped=True,
-    )
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
+    return start("allreduce", tensors, name, process_set, reduction=reduction, grouped=True, inplace=True)
 
 
 def grouped_allreduce_(
@@ -200,20 +171,10 @@ def grouped_allreduce_(
     )
 
 
-def _compressed(
-    tensors: Tensors, compression: Any, run: Callable[[list[torch.Tensor]], Any]
-) -> list[torch.Tensor]:
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = run([small for small, _ in pairs])
-    return [
-        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
-    ]
-
-
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum (or average) of sparse tensors; call what is returned to get the result."""
+    """Start the sum (or average) of sparse tensors; call the returned function to get the result."""
     indices = allgather_async(tensor._indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
@@ -237,13 +198,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``reducescatter``."""
-    return state.engine().reducescatter(
-        [tensor],
-        _reduction(op, None, prescale_factor, postscale_factor),
-        name=name,
-        set_id=registered_id(process_set),
-        grouped=False,
-    )
+    reduction = _reduction(op, None, prescale_factor, postscale_factor)
+    return start("reducescatter", [tensor], name, process_set, reduction=reduction)
 
 
 def reducescatter(
@@ -255,15 +211,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """``allreduce`` of which every rank keeps its part of the first dimension; differentiable.
+    """``allreduce``, but every rank gets only its part of the first dimension; differentiable.
 
-    Where the ranks do not divide the first dimension, the first ranks keep one row more.
+    The first ranks get one row more if the number of ranks does not divide the rows.
     """
-    compressed, context = compression.compress(tensor)
-    result = autograd.Reducescatter.apply(
-        _reduction(op, None, prescale_factor, postscale_factor), name, process_set, False, compressed
-    )
-    return compression.decompress(result, context)
+    reduction = _reduction(op, None, prescale_factor, postscale_factor)
+    return _compressed(autograd.Reducescatter, [tensor], compression, reduction, name, process_set)[0]
 
 
 def grouped_reducescatter_async(
@@ -275,13 +228,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``grouped_reducescatter``."""
-    return state.engine().reducescatter(
-        list(tensors),
-        _reduction(op, None, prescale_factor, postscale_factor),
-        name=name,
-        set_id=registered_id(process_set),
-        grouped=True,
-    )
+    reduction = _reduction(op, None, prescale_factor, postscale_factor)
+    return start("reducescatter", tensors, name, process_set, reduction=reduction, grouped=True)
 
 
 def grouped_reducescatter(
@@ -296,7 +244,5 @@ def grouped_reducescatter(
     """``reducescatter`` of several tensors as one operation."""
     reduction = _reduction(op, None, prescale_factor, postscale_factor)
     return _compressed(
-        tensors,
-        compression,
-        lambda small: autograd.Reducescatter.apply(reduction, name, process_set, True, *small),
+        autograd.Reducescatter, tensors, compression, reduction, name, process_set, grouped=True
     )

@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from commsched.collectives.ops import Sum, allgather_async, allreduce_async, synchronize
+from commsched.collectives.data_movement import allgather_async
+from commsched.collectives.handles import synchronize
 from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.reductions import Sum, allreduce_async
 
 
 class SyncBatchNorm(_BatchNorm):
     """``torch.nn.BatchNorm*d`` over the batches of all ranks of `process_set` as if they were one batch.
 
-    Takes inputs of shape (N, C, ...), on the CPU too; N may differ from rank to rank. In evaluation mode, and
-    with one rank, it is plain batch normalisation.
+    Takes inputs of shape (N, C, ...) on CPUs and GPUs; N may differ from rank to rank. In evaluation mode,
+    and with one rank, it is plain batch normalisation.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _local_statistics(x: torch.Tensor) -> torch.Tensor:
-    """One row: the count, then per channel the mean, then the sum of squared deviations from it."""
+    """Return one row: the count, then per channel the mean, then the sum of squared deviations from it."""
     count = x.shape[0] * x.shape[2]
     if count == 0:
         return x.new_zeros(1, 1 + 2 * x.shape[1])
@@ -72,7 +74,7 @@ def _local_statistics(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(Function):
-    """Forward exchanges every rank's statistics, backward the two sums that the input's gradient needs."""
+    """The forward exchanges every rank's statistics, the backward two sums for the input's gradient."""
 
     @staticmethod
     def forward(
@@ -88,7 +90,7 @@ class _Normalise(Function):
         counts, means, squares = rows.split([1, x.shape[1], x.shape[1]], dim=1)
         total = counts.sum().clamp(min=1)
         mean = (counts * means).sum(dim=0) / total
-        # Squared deviations from the common mean, from those around each rank's own: no cancellation.
+        # Squared deviations are added around each rank's own mean and then shifted: no cancellation.
         var = (squares + counts * (means - mean).square()).sum(dim=0) / total
         scale = torch.rsqrt(var + eps)
         centred = (x - mean.view(1, -1, 1)) * scale.view(1, -1, 1)
@@ -106,7 +108,7 @@ class _Normalise(Function):
         gradient = _channels(gradients[0])
         sums = torch.stack([gradient.sum(dim=(0, 2)), (gradient * centred).sum(dim=(0, 2))])
         # weight and bias get this rank's part, as in any layer: the optimizer combines them.
-        to_bias, to_weight = sums.to(ctx.dtype).unbind() if weight is None else sums.to(weight.dtype).unbind()
+        to_bias, to_weight = sums.to(ctx.dtype if weight is None else weight.dtype).unbind()
         everywhere = synchronize(allreduce_async(sums, op=Sum, process_set=ctx.process_set)) / total
         factor = scale if weight is None else scale * weight
         back = (
@@ -123,10 +125,7 @@ class _Normalise(Function):
 
 
 def _channels(tensor: torch.Tensor) -> torch.Tensor:
-    """(N, C, everything else), in single precision at least."""
-    flat = (
-        tensor.reshape(tensor.shape[0], tensor.shape[1], -1)
-        if tensor.numel()
-        else tensor.reshape(0, tensor.shape[1], 1)
-    )
+    """Return the tensor as (N, C, everything else), in single precision at least."""
+    batch, channels = tensor.shape[:2]
+    flat = tensor.reshape(batch, channels, -1) if tensor.numel() else tensor.reshape(0, channels, 1)
     return flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat

@@ -1,8 +1,8 @@
-"""Where every gradient lives: slots in flat buffers, and buckets as slices of them.
+"""The memory of gradients: slots in flat buffers, and buckets as slices of them.
 
-One flat buffer per group (dtype and device). Parameters stand in it in the order in which the buckets name
-them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A bucket
-is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r.
+Each group (dtype and device) has one flat buffer. It holds the parameters in the order in which the buckets
+name them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A
+bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGN = 16
 
 @dataclass(slots=True)
 class Slot:
-    """Where parameter ``param`` stands in its group's flat buffer."""
+    """The place of parameter ``param`` in its group's flat buffer."""
 
     param: int
     group: int
@@ -34,9 +34,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Slice:
-    """One bucket: elements ``[start, stop)`` of its group's flat buffer, and the parameters with elements
-    there.
-    """
+    """One bucket: elements ``[start, stop)`` of its group's flat buffer, and the parameters in it."""
 
     number: int
     group: int
@@ -68,8 +66,8 @@ def build_layout(
 ) -> Layout:
     """Slots and slices for buckets whose pieces name parameters by index and bytes.
 
-    Cuts inside a tensor are moved to where the bucket's length is a multiple of the ranks, because padding
-    there would tear the tensor apart. Parameters without elements have no slot.
+    A cut inside a tensor moves to where the bucket's length is a multiple of the ranks, because padding would
+    tear the tensor apart. Parameters without elements have no slot.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
@@ -98,8 +96,7 @@ def _lay_out_group(
         if open_ended:
             _check_continues(buckets, position, cut)
             end = slot.offset + slot.numel
-            # The start itself may have been moved beyond this cut: then the bucket keeps the smallest length
-            # there is.
+            # The start itself may have moved beyond this cut; then the bucket gets the smallest length.
             stop = min(start + max(1, (cursor - start) // unit) * unit, start + _round_up(end - start, unit))
         else:
             stop = start + _round_up(cursor - start, unit)
@@ -116,8 +113,7 @@ def _place(layout: Layout, group: int, piece: Piece, cursor: int, numel: int, it
         if piece.start != 0:
             raise ValueError(
                 f"the first bucket that names tensor {piece.layer} holds its bytes from {piece.start} on; a"
-                " split tensor"
-                " must stand in consecutive buckets of its group, in order of its bytes"
+                " split tensor must be in consecutive buckets of its group, in order of its bytes"
             )
         slot = layout.slots[piece.layer] = Slot(piece.layer, group, _round_up(cursor, ALIGN), numel)
     stop = slot.offset + -(-piece.stop // itemsize)
@@ -129,8 +125,7 @@ def _check_continues(buckets: list[tuple[int, Bucket]], position: int, cut: Piec
     if following is None or (following.layer, following.start) != (cut.layer, cut.stop):
         raise ValueError(
             f"bucket {buckets[position][0]} ends inside tensor {cut.layer} at byte {cut.stop}, but the next"
-            " bucket of its group"
-            f" starts with {following}; a split tensor must stand in consecutive buckets"
+            f" bucket of its group starts with {following}; a split tensor must be in consecutive buckets"
         )
 
 
@@ -150,7 +145,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Buffers:
-    """The flat tensors of a layout, made in a room of whoever sends them, and views of them."""
+    """The flat tensors of a layout, allocated in the backend's ``room``, and views of them."""
 
     def __init__(
         self,
@@ -172,8 +167,7 @@ class Buffers:
     def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
         """The slot in the shape of ``like``; with its strides where they fill the memory without holes."""
         part = self.flat[slot.group].narrow(0, slot.offset, slot.numel)
-        # torch keeps the strides of a tensor that fills its memory, in whatever order, and makes up new ones
-        # otherwise.
+        # empty_like() keeps the strides of a tensor that fills its memory, and makes up new ones otherwise.
         if torch.empty_like(like, device="meta").stride() == like.stride():
             return part.as_strided(like.size(), like.stride(), part.storage_offset())
         return part.view(like.size())

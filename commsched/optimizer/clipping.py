@@ -1,5 +1,6 @@
-"""The norm of gradients that are spread over the ranks. It stays on the gradients' device: the host does not
-learn it, and so waits for nothing.
+"""The norm of gradients that are spread over the ranks.
+
+It stays on the gradients' device, so that the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor
 
 
 def factor_for(total: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """What gradients of this norm are multiplied by. Only an error that was asked for is waited for."""
+    """The factor for gradients of this norm. The host waits only where ``error_if_nonfinite`` asks for it."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -15,22 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# By exact type: a subclass may do anything.
-_SEPARABLE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Adafactor,
-    torch.optim.SparseAdam,
+# By exact type: a subclass may do anything. The elementwise ones treat every element by itself.
+ELEMENTWISE: set[type[Optimizer]] = {
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD".split()
 }
+_SEPARABLE = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.SparseAdam}
 if hasattr(torch.optim, "Muon"):
     _SEPARABLE.add(torch.optim.Muon)
 
@@ -51,35 +41,32 @@ def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-class Face:
-    """The wrapped optimizer as its own ``step`` sees it: the same state and settings, parameter groups of our
-    choice.
+class OptimizerView:
+    """A second object with the wrapped optimizer's state and settings, to step on other parameter groups.
 
-    A second object, so that nobody who looks at the optimizer meanwhile sees those groups.
+    Nobody who looks at the optimizer meanwhile sees those groups.
     """
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer], state: Any = None) -> None:
         self._step = plain_step(base)
-        self._face = base.__new__(base)
-        self._face.__dict__.update(optimizer.__dict__)
-        # An update that waits must not keep the machinery alive whose end applies it.
-        self._face.__dict__.pop("_driver", None)
+        self._view = base.__new__(base)
+        self._view.__dict__.update(optimizer.__dict__)
+        # A deferred update must not keep the driver alive: the driver's end applies it.
+        self._view.__dict__.pop("_driver", None)
         if state is not None:
-            self._face.__dict__["state"] = state
+            self._view.__dict__["state"] = state
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        self._face.param_groups = groups
+        self._view.param_groups = groups
         with plain_math():
-            self._step(self._face)
+            self._step(self._view)
 
 
 class DeferredUpdate:
-    """What ``optimizer.step()`` would do at this moment, to be applied to parameters as their gradients
-    arrive.
-    """
+    """The update of ``optimizer.step()`` now, to be applied to parameters as their gradients arrive."""
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
-        self._face = Face(optimizer, base)
+        self._view = OptimizerView(optimizer, base)
         self._params = params
         self._groups = [_snapshot(group) for group in optimizer.param_groups]
         self._group_of = {
@@ -96,7 +83,7 @@ class DeferredUpdate:
             {**group, "params": params} for group, params in zip(self._groups, chosen, strict=True) if params
         ]
         if groups:
-            self._face.step(groups)
+            self._view.step(groups)
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,6 @@
-"""``DistributedOptimizer``: wraps a torch optimizer so that its gradients are reduced over all ranks, and
-hidden.
+"""``DistributedOptimizer``: wraps a torch optimizer so that its gradients are reduced over all ranks.
 
-Follow a gradient: ``hooks.py`` (autograd), ``reducer.py`` (into its bucket), ``comm_core`` (on the network),
-``arrivals.py`` (out of the bucket), ``deferred_updates.py`` (into the parameter). This file wraps;
-``wrapper.py`` has the methods of the wrapped optimizer.
+The package's docstring says which files a gradient passes; ``wrapper.py`` has the resulting methods.
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.collectives.compression import Compression
-from commsched.collectives.ops import Average
 from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.reductions import Average
 from commsched.optimizer import unplanned
 from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
 from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.wrapped import keep_together
-from commsched.optimizer.wrapper import DistributedMethods, make_driver
+from commsched.optimizer.wrapper import DistributedMethods, keep_together, make_driver
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -49,11 +45,10 @@ def DistributedOptimizer(
     bucket_mb: float | None = None,
     profile: Profile | str | None = None,
 ) -> Optimizer:
-    """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, hidden under
-    compute.
+    """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, under compute.
 
-    The first line of arguments is Horovod's and means the same. ``model`` tells whose modules own the
-    parameters (found by themselves otherwise). ``schedule`` is ``"auto"`` (measure, then plan), a policy's
+    The positional arguments are Horovod's and mean the same. ``model`` is the module that owns the parameters
+    (found among the live objects otherwise). ``schedule`` is ``"auto"`` (measure, then plan), a policy's
     name, or a ``Program``. ``gather="parameters"`` shards the optimizer's state and work over the ranks;
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
     precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``c10d`` or
@@ -98,7 +93,7 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = optimizer.__dict__
     wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
-    # One rank alone needs nothing of this, but for weights beside the parameters.
+    # One rank alone needs a driver for master weights only.
     if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
         wrapped._driver = make_driver(wrapped)
     wrapped._patch_step_function()

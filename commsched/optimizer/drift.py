@@ -1,20 +1,18 @@
-"""How the steps go once a plan is installed: their period, what they wait for, and whether that still
-holds.
-"""
+"""The times of the steps since the last plan: their period, their waits, and whether they have drifted."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
+from commsched.backends.interface import Backend
 from commsched.optimizer.arrivals import Arrivals
 
 DRIFT = 0.2
-SETTLE = 2  # steps after a new plan that say nothing yet
+SETTLE = 2  # warm-up steps after a new plan, ignored
 WINDOW = 15  # steps whose median is compared
-PATIENCE = 200  # steps between two new plans, at the least; doubled with every one
+PATIENCE = 200  # at least so many steps between two new plans; doubled with every one
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,11 @@ class Measured:
     steps: int
 
 
-class Steady:
-    """Takes the time of every step since the last plan."""
+class StepTimes:
+    """Times every step since the last plan."""
 
-    def __init__(self, flow: Arrivals, engine: Any) -> None:
-        self._flow, self._engine = flow, engine
+    def __init__(self, arrivals: Arrivals, backend: Backend) -> None:
+        self._arrivals, self._backend = arrivals, backend
         self.patience = PATIENCE
         self.restart()
 
@@ -42,10 +40,10 @@ class Steady:
         self._waits: list[float] = []
         self._baseline: float | None = None
         self._last = time.monotonic()
-        self._waited = self._flow.waited
+        self._waited = self._arrivals.waited
 
     def step(self) -> None:
-        now, waited = time.monotonic(), self._flow.waited
+        now, waited = time.monotonic(), self._arrivals.waited
         self._count += 1
         if self._count > SETTLE:
             self._periods.append(now - self._last)
@@ -57,16 +55,14 @@ class Steady:
             self._baseline = median(self._periods)
 
     def has_drifted(self) -> bool:
-        """Whether the last steps took so much longer or shorter that the plan's times cannot be right any
-        more.
-        """
+        """Whether the last steps took so much longer or shorter that the plan's times must be wrong."""
         if self._baseline is None or self._count < self.patience:
             return False
         return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
 
     def may_hurry(self) -> bool:
-        """Whether a new plan need not wait for times: the first one, then ever more seldom (a model may take
-        another order in every step).
+        """Whether another forward order may start a new plan now: at once the first time, then after more and
+        more steps, since a model may take another order in every step.
         """
         return self._count >= self.patience - PATIENCE
 
@@ -77,7 +73,7 @@ class Steady:
         return Measured(period, median(self._waits), self._utilisation(period), len(self._periods))
 
     def _utilisation(self, period: float) -> float | None:
-        events = self._engine.events(clear=False)
+        events = self._backend.events(clear=False)
         if len(events) == 0:
             return None
         steps = sorted(set(events["step"].tolist()))[-WINDOW - 1 : -1]

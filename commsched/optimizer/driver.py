@@ -1,10 +1,10 @@
-"""One wrapped optimizer's machinery: flow, hooks, plans, and when to measure and plan anew.
+"""One wrapped optimizer's machinery: reducer, hooks, plans, and when to measure and plan anew.
 
-The first iterations communicate after the backward and are timed; then rank 0 plans, everybody checks and
-installs the plan between two iterations. Compute is slower beside traffic (it shares processors and memory
-with it), so the first iterations of that plan are timed too, without what they waited, and the plan is made
-again from what they say. Ranks vote in the flags of every round whether the step has become
-so much slower or faster that a new plan is due, so that no rank decides alone.
+The first iterations communicate after the backward and are timed; then rank 0 plans, and every rank checks
+and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
+memory with it), so the first iterations of that plan are timed too, without their waits, and the plan is made
+again from those times. In the flags of every round the ranks vote whether the step has become so much slower
+or faster that a new plan is due, so that no rank decides alone.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.backends.cpu import Wire
+from commsched.backends.choice import backend_for
+from commsched.backends.interface import Backend, Scaling
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.backend_choice import Path, path_for
+from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.bucket_layout import Buffers, build_layout
-from commsched.optimizer.drift import Measured, Steady
+from commsched.optimizer.drift import Measured, StepTimes
+from commsched.optimizer.gather_gradients import GradientGathering
+from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
-from commsched.optimizer.planning import Plan
+from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
-from commsched.optimizer.reducer import Flow
+from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
 SAMPLES = 3
-SAME = 0.02  # compute beside traffic is as fast as alone up to this part
+SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
 
 @dataclass
 class Measuring:
-    """Iterations that are timed: ``alone``, with the communication behind them, or as the plan has them."""
+    """Timed iterations: ``alone``, with the communication behind the compute, or as the plan orders it."""
 
     alone: bool
     seen: int = 0
@@ -66,32 +70,36 @@ class Driver:
         options: Options,
     ) -> None:
         self.options = options
-        self.path = path_for(params, options.transport)
-        self.wire = _wire(self.path, options)
+        self.backend = backend_for(params, options.transport, options.process_set)
+        ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         self.model = Model(tuple(names), numels, dtypes)
         asked: dict[str, Any] = {"gather": options.gather, "early_step": options.early_step}
         if options.bucket_bytes:
             asked["bucket_bytes"] = options.bucket_bytes
-        self.planner = self.path.planner(
-            self.model, self.wire, options.schedule, asked, options.profile, options.groups
+        self.planner = Planner(
+            self.model, self.backend, options.schedule, asked, options.profile, options.groups
         )
-        self.flow = (
-            self.path.sharded(params, names, self.wire, options.sums, optimizer, base, options.master_weights)
+        after = options.predivide / (1 if options.sums else ranks.size)
+        scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
+        state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
+        self.gathering: Gathering = (
+            ParameterGathering(state, self.backend, optimizer, base, options.master_weights)
             if options.gather == "parameters"
-            else self.path.flow(params, names, self.wire, options.sums)
+            else GradientGathering(state, self.backend)
         )
-        self.flow.sparse_as_dense = options.sparse_as_dense
+        self.reducer = Reducer(state, self.backend, self.gathering)
+        self.arrivals = self.reducer.arrivals
         self.order = list(range(len(params)))
-        self.steady = Steady(self.flow, self.wire.engine)
+        self.times = StepTimes(self.arrivals, self.backend)
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.flow, model)
+        self.hooks = Hooks(self.reducer, model)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         file = settings().timeline
-        self._timeline = Timeline(file, self.wire.rank, self.wire.size) if file else None
+        self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
         self._finalizer = weakref.finalize(
-            self, _close, os.getpid(), self.wire, self.hooks, self.flow, self._timeline
+            self, _close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline
         )
         _drivers.add(self)
         _close_all_at_exit()
@@ -105,10 +113,10 @@ class Driver:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         buckets = plan.buckets(self.model.itemsizes)
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.wire.size)
-        kinds = {group: (self.model.kind(group), self.path.device) for group in layout.lengths}
-        self.flow.install(plan.program, Buffers(layout, kinds, self.wire.room))
-        self.steady.restart()
+        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.backend.ranks.size)
+        kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
+        self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
+        self.times.restart()
 
     @property
     def synchronous(self) -> bool:
@@ -116,77 +124,73 @@ class Driver:
         return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
 
     def measured(self) -> Measured:
-        return self.steady.measured()
+        return self.times.measured()
 
     # -- one iteration ---------------------------------------------------------------------------------------
 
-    def mark(self, name: str) -> None:
-        if self.flow.watch is not None:
-            self.flow.watch.mark(name)
-
     def after_step(self) -> None:
-        """The user's ``step()`` is about to return: take the time, and plan anew where it is due."""
-        self.mark("end")
-        self.steady.step()
+        """Times the step that is about to return, and plans anew where that is due."""
+        self.arrivals.mark("end")
+        self.times.step()
         self._record()
         if self._measuring is not None:
             self._take_sample(self._measuring)
         elif self.planner.adapts:
-            self.flow.vote = self._votes()
-            if 2 * self.flow.votes > self.wire.size:
-                self.steady.patience *= 2
+            self.reducer.vote = self._votes()
+            if 2 * self.reducer.votes > self.backend.ranks.size:
+                self.times.patience *= 2
                 self._start_measuring()
 
     def _votes(self) -> int:
-        """One vote of many for other times; for another order of the forward the decision: ranks that never
-        wait do not see it.
+        """One vote where times have drifted; enough to decide alone where the forward order has changed,
+        because ranks that never wait do not notice that.
         """
-        if self.hooks.order_changed and self.steady.may_hurry():
-            return self.wire.size
-        return int(self.steady.has_drifted())
+        if self.hooks.order_changed and self.times.may_hurry():
+            return self.backend.ranks.size
+        return int(self.times.has_drifted())
 
     def _watch_next(self) -> None:
-        self.flow.watch = self.path.watch(self.wire)
-        self.flow.watch.mark("begin")
+        self.arrivals.watch = self.backend.watch()
+        self.arrivals.watch.mark("begin")
 
     def _record(self) -> None:
-        if self._timeline is None or self.flow.watch is None:
+        if self._timeline is None or self.arrivals.watch is None:
             return
-        self._timeline.add_phases(self.flow.watch, self.flow.rounds)
+        self._timeline.add_phases(self.arrivals.watch, self.reducer.state.rounds)
         if self._measuring is None or not self._measuring.alone:  # else the planner must see them first
-            self._record_operations(self.wire.engine.events())
+            self._record_operations(self.backend.events())
         if self._measuring is None:
             self._watch_next()
 
     def _record_operations(self, events: Any) -> None:
         if self._timeline is not None:
-            names = [f"bucket {piece.number}" for piece in self.flow.buffers.layout.slices]
+            names = [f"bucket {piece.number}" for piece in self.reducer.state.buffers.layout.slices]
             self._timeline.add_operations(events, names)
 
     # -- measuring -------------------------------------------------------------------------------------------
 
     def _start_measuring(self) -> None:
         self._measuring = Measuring(alone=True)
-        self.flow.vote = 0
-        self.flow.settle()
+        self.reducer.vote = 0
+        self.arrivals.settle()
         self.hooks.forget_order()
-        self.flow.hold = True
+        self.reducer.hold = True
         self._watch_next()
 
     def _take_sample(self, now: Measuring) -> None:
         now.seen += 1
-        watch = self.flow.watch
+        watch = self.arrivals.watch
         if now.seen > WARM_UP and watch is not None:
             sample = iteration_times(watch, self.hooks, self.order)
             if sample is not None:
                 now.samples.append(sample)
         elif now.alone:
-            self.order = self.wire.share(self.hooks.forward_order())
+            self.order = self.backend.ranks.share(self.hooks.forward_order())
         if now.seen < WARM_UP + SAMPLES:
-            self.flow.hold = now.alone
+            self.reducer.hold = now.alone
             self._watch_next()
             return
-        self._measuring = self.flow.watch = None
+        self._measuring = self.arrivals.watch = None
         if now.alone:
             self._plan_from_samples(now.samples)
         else:
@@ -195,7 +199,7 @@ class Driver:
             self._watch_next()
 
     def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
-        rows = self.wire.all_values(combine(samples) if samples else None)
+        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
         measured = all(row is not None for row in rows)
         if not measured:
             warnings.warn(
@@ -209,13 +213,13 @@ class Driver:
         self.profile = profile
         self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
-        if measured and self.path.watch(self.wire).sees_waits:
+        if measured and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
-        """The times beside the traffic are the ones that count."""
-        self.flow.settle()
-        rows = self.wire.all_values(combine(samples) if samples else None)
+        """Plans from the times beside the traffic, where they differ from those without."""
+        self.arrivals.settle()
+        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
         if any(row is None for row in rows) or self.profile is None:
             return
         source = "measured in this run, beside the traffic"
@@ -228,10 +232,10 @@ class Driver:
             self.plan = replace(self.plan, profile=profile)
 
     def _bucket_times(self) -> list[tuple[int, float]]:
-        """Bytes and median seconds of every bucket's RS and AG in the timed iterations, which had the link
-        alone.
+        """Bytes and median seconds of every bucket's RS and AG in the timed iterations, which had the link to
+        themselves.
         """
-        events = self.wire.engine.events()
+        events = self.backend.events()
         self._record_operations(events)
         times = []
         for number, bucket in enumerate(self.plan.program.buckets):
@@ -243,14 +247,6 @@ class Driver:
 
     def close(self) -> None:
         self._finalizer()
-
-
-def _wire(path: Path, options: Options) -> Wire:
-    size = int(options.process_set.size())
-    prescale = 1.0 / options.predivide
-    postscale = options.predivide / (1 if options.sums else size)
-    wire: Wire = path.wire(options.process_set, options.transport, prescale, postscale, options.wire_dtype)
-    return wire
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -270,17 +266,17 @@ def _close_all_at_exit() -> None:
     atexit.register(close_all)
 
 
-def _close(owner: int, wire: Wire, hooks: Hooks, flow: Flow, timeline: Timeline | None) -> None:
+def _close(owner: int, backend: Backend, hooks: Hooks, reducer: Reducer, timeline: Timeline | None) -> None:
     if os.getpid() != owner:
-        return  # a forked child: the engine, and the timeline's file, are its parent's
+        return  # a forked child: the backend, and the timeline's file, are its parent's
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
-    # script that ends with an exception must not wait: the others hear of it by the connection's end.
+    # script that ends with an exception must not wait: the others find out when the connections close.
     orderly = not (_exiting and hasattr(sys, "last_type"))
     if orderly:
         with suppress(CommError):
-            flow.drain()
-    wire.close(orderly)
-    flow.close()
+            reducer.drain()
+    backend.close(orderly)
+    reducer.close()
     if timeline is not None:
         timeline.close()

@@ -1,8 +1,7 @@
 """``early_step``: each shard is updated as soon as its bucket is reduced, inside the backward.
 
-The thread that runs the backward cannot stop for it, so a thread of its own waits for the buckets in the
-order of the plan, updates this rank's shard and lets the parameters travel. It holds the GIL only while it
-updates.
+The backward's thread cannot wait for that, so another thread waits for the buckets in the order of the plan,
+updates this rank's shards and lets the parameters travel. It holds the GIL only while it updates.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 _CLOSING_SECONDS = 5.0
 
 
-class EarlyStepper:
+class EarlyUpdates:
     """Runs ``update(bucket)`` for every bucket of a round, on a thread of its own."""
 
     def __init__(self, update: Callable[[int], None], buckets: Sequence[int]) -> None:
@@ -28,20 +27,18 @@ class EarlyStepper:
         self._thread.start()
 
     def begin(self) -> None:
-        """A round has been opened."""
+        """Starts the updates of a round."""
         self._idle.clear()
         self._begun.release()
 
     def finish(self) -> None:
-        """Waits for the updates of the round; raises what went wrong in them. Every wait inside has a
-        time-out.
-        """
+        """Waits for the round's updates, each of which has a time-out; raises what failed in them."""
         self._idle.wait()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Ends the thread, whose waits must be over or about to fail."""
+        """Ends the thread. Its waits must be over or about to fail."""
         self._ended = True
         self._begun.release()
         # A thread that comes back from C++ while the interpreter ends aborts the process.

@@ -1,7 +1,4 @@
-"""What a ``DistributedOptimizer`` does.
-
-``explain`` tells the plan, predicted and measured; ``operations`` tells what was sent when.
-"""
+"""Reports of a ``DistributedOptimizer``: its plan, predicted and measured, and the operations it sent."""
 
 from __future__ import annotations
 
@@ -60,9 +57,7 @@ class Explanation:
 
 def explain(optimizer: Any, show: bool = True) -> Explanation | None:
     """Prints (unless ``show`` is false) and returns the plan of a ``DistributedOptimizer``, predicted and
-    measured.
-
-    None on one rank, and for what is reduced at step time without a plan.
+    measured. None on one rank, and where gradients are reduced at step time without a plan.
     """
     driver = getattr(optimizer, "_driver", None)
     if driver is None:
@@ -81,7 +76,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         policy=program.policy,
         plan=program.plan,
         hash=program.hash,
-        transport=driver.wire.transport_name,
+        transport=driver.backend.name,
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
@@ -107,7 +102,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective on a bucket; times are ``time.monotonic()``'s, at ``ready`` its input was there."""
+    """One collective on a bucket. Times are ``time.monotonic()``'s; its input was complete at ``ready``."""
 
     step: int
     kind: str  # "RS", "AG" or "AR"
@@ -123,12 +118,12 @@ class Operation:
 
 
 def operations(optimizer: Any) -> list[Operation]:
-    """The last operations that carried a ``DistributedOptimizer``'s gradients or parameters, oldest first.
+    """The last operations on a ``DistributedOptimizer``'s buckets, oldest first.
 
-    A bucket behind those of ``explain(optimizer)`` holds the flags. Empty where ``explain`` gives None.
+    Bucket numbers behind those of ``explain(optimizer)`` are flags. Empty where ``explain`` gives None.
     """
     driver = getattr(optimizer, "_driver", None)
-    events = driver.wire.engine.events(clear=False) if driver is not None else ()
+    events = driver.backend.events(clear=False) if driver is not None else ()
     return [
         Operation(step, OPS[kind], bucket, ready, start, end, size)
         for step, kind, bucket, ready, start, end, size in (event.tolist() for event in events)

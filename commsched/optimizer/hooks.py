@@ -1,9 +1,8 @@
-"""Hooks: autograd tells when a gradient is there, modules tell when their parameters are needed.
+"""Hooks: autograd's for gradients that have arrived, modules' for parameters that are about to be used.
 
 The modules that own the parameters are given (``model=``) or found among the live objects, so that Horovod's
-call with only ``named_parameters=`` overlaps with the forward too. A parameter that is used without its
-module's forward (attention's output projection, ``F.linear(x, other.weight)``) is caught by ``pending``
-instead, and counts as needed where its module's would be.
+call with only ``named_parameters=`` overlaps with the forward too. ``pending`` completes a parameter that is
+used without its module's forward (attention's output projection, ``F.linear(x, other.weight)``).
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from commsched.optimizer.reducer import Flow
+from commsched.optimizer.reducer import Reducer
 
 
 def owners(
     params: Sequence[nn.Parameter], model: nn.Module | None = None
 ) -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """The modules that directly own any of the parameters, each with the indices of those."""
+    """The modules that directly own parameters of ours, each with the indices of these."""
     index = {id(param): i for i, param in enumerate(params)}
     modules = model.modules() if model is not None else _live_modules()
     found = []
@@ -32,7 +31,7 @@ def owners(
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)
         if mine:
             found.append((module, mine))
-    # A parameter's own order, so that ranks agree whatever the garbage collector's.
+    # In the order of the parameters, which is the same on all ranks; the garbage collector's is not.
     return sorted(found, key=lambda item: item[1])
 
 
@@ -59,75 +58,70 @@ class _BeforeForward:
 
 
 class _NoHook:
-    """What stands in a copied module where the original has a hook."""
+    """Replaces the hook in a copied module."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         pass
 
 
 class Hooks:
-    """All hooks of one optimizer."""
+    """All hooks of one optimizer, and the order of the forward that they have seen."""
 
-    def __init__(self, flow: Flow, model: nn.Module | None) -> None:
-        self.flow = flow
-        self.compiled = False  # a compiled forward has been seen: it must find every parameter complete
+    def __init__(self, reducer: Reducer, model: nn.Module | None) -> None:
+        self.reducer = reducer
+        self.compiled = False  # whether a forward was compiled: it must find every parameter complete
         self.order: list[int] = []  # parameters by first use in a forward
         self.order_changed = False
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self.owners = owners(flow.params, model)
+        self.owners = owners(reducer.params, model)
         for number, (module, params) in enumerate(self.owners):
             before = _BeforeForward(self, number, params)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        for i, param in enumerate(flow.params):
+        for i, param in enumerate(reducer.params):
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(partial(self._after_grad, i)))
+                self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
 
     def before_forward(self, number: int, params: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
             return
-        flow = self.flow
-        if flow.watch is not None:
-            flow.watch.forward(number)
+        arrivals = self.reducer.arrivals
+        if arrivals.watch is not None:
+            arrivals.watch.forward(number)
         if number not in self._place:
             self._place[number] = len(self._place)
             self.order.extend(params)
-        if flow.pending:
+        if self.reducer.state.pending:
             self._check_order(number)
-            flow.needed(params)
+            arrivals.needed(params)
 
     def _check_order(self, number: int) -> None:
-        """Notices a forward that takes its modules in another order than the one that was planned for."""
-        if self.flow.rounds != self._round:
-            self._round, self._last = self.flow.rounds, -1
+        """Warns once when a forward takes its modules in another order than the plan expects."""
+        if self.reducer.state.rounds != self._round:
+            self._round, self._last = self.reducer.state.rounds, -1
             self._used.clear()
         place = self._place[number]
         if place < self._last and number not in self._used and not self.order_changed:
             self.order_changed = True
             warnings.warn(
                 "the forward takes its modules in another order than in the first iterations: results stay"
-                " right, the"
-                " plan hides less; commsched plans anew when it can",
+                " right, the plan hides less; commsched plans anew when it can",
                 stacklevel=3,
             )
         self._used.add(number)
         self._last = max(self._last, place)
 
-    def _after_grad(self, i: int, param: nn.Parameter) -> None:
-        self.flow.on_grad(i)
-
     def forward_order(self) -> list[int]:
-        """All parameters, by first use; those no hook has seen stand behind their predecessor."""
+        """All parameters by first use; one that no hook has seen comes after its predecessor in the model."""
         place = {i: position for position, i in reversed(list(enumerate(self.order)))}
         keys = []
         last = -1
-        for i in range(len(self.flow.params)):
+        for i in range(len(self.reducer.params)):
             last = place.get(i, last)
             keys.append((last, i in place, i))
-        # Seen ones first at each place, then what follows them in the model.
         return [i for _, _, i in sorted((last, not seen, i) for last, seen, i in keys)]
 
     def forget_order(self) -> None:

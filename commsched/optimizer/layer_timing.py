@@ -1,54 +1,77 @@
-"""When things happened in one iteration: the raw material of a measured profile."""
+"""The moments of one iteration: the raw material of a measured profile."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """A range in torch.profiler's trace, when that is recording; making one otherwise would cost
-    microseconds.
-    """
+    """A range in torch.profiler's trace while that records; making one otherwise would cost microseconds."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-class Watch:
-    """Times of one iteration, on the clock that the engine's event log uses."""
+@dataclass
+class Moments:
+    """Seconds on the clock of the backend's event log; forwards by module, gradients by parameter."""
 
-    sees_waits = True  # whether the waits for messages are known
+    forwards: list[tuple[int, float]]
+    grads: list[tuple[int, float]]
+    marks: dict[str, float]
+    waits: list[tuple[float, float]]
 
-    def __init__(self) -> None:
-        self.forwards: list[tuple[int, float]] = []
-        self.grads: list[tuple[int, float]] = []
-        self.marks: dict[str, float] = {}
-        self.waits: list[tuple[float, float]] = []
-
-    def forward(self, module: int) -> None:
-        self.forwards.append((module, time.monotonic()))
-
-    def grad(self, param: int) -> None:
-        self.grads.append((param, time.monotonic()))
-
-    def backward_end(self) -> None:
-        self.marks["backward_end"] = time.monotonic()
-
-    def mark(self, name: str) -> None:
-        self.marks[name] = time.monotonic()
-
-    def wait(self, start: float, end: float) -> None:
-        self.waits.append((start, end))
-
-    def worked(self) -> Watch:
+    def without_waits(self) -> Moments:
         """The same iteration on a clock that stands still while something is waited for."""
 
         def moved(moment: float) -> float:
             return moment - sum(min(end, moment) - start for start, end in self.waits if start < moment)
 
-        found = Watch()
-        found.forwards = [(module, moved(moment)) for module, moment in self.forwards]
-        found.grads = [(param, moved(moment)) for param, moment in self.grads]
-        found.marks = {name: moved(moment) for name, moment in self.marks.items()}
-        return found
+        return Moments(
+            [(module, moved(moment)) for module, moment in self.forwards],
+            [(param, moved(moment)) for param, moment in self.grads],
+            {name: moved(moment) for name, moment in self.marks.items()},
+            [],
+        )
+
+
+class Watch:
+    """Records one iteration. ``now`` marks a moment, ``seconds`` reads a mark once the iteration is over."""
+
+    def __init__(
+        self,
+        now: Callable[[], Any] = time.monotonic,
+        seconds: Callable[[Any], float] = float,
+        sees_waits: bool = True,
+    ) -> None:
+        self.sees_waits = sees_waits  # whether the waits for messages are on the clock of ``now``
+        self._now, self._seconds = now, seconds
+        self._forwards: list[tuple[int, Any]] = []
+        self._grads: list[tuple[int, Any]] = []
+        self._marks: dict[str, Any] = {}
+        self._waits: list[tuple[float, float]] = []
+
+    def forward(self, module: int) -> None:
+        self._forwards.append((module, self._now()))
+
+    def grad(self, param: int) -> None:
+        self._grads.append((param, self._now()))
+
+    def mark(self, name: str) -> None:
+        self._marks[name] = self._now()
+
+    def wait(self, start: float, end: float) -> None:
+        self._waits.append((start, end))
+
+    def moments(self) -> Moments:
+        seconds = self._seconds
+        return Moments(
+            [(module, seconds(mark)) for module, mark in self._forwards],
+            [(param, seconds(mark)) for param, mark in self._grads],
+            {name: seconds(mark) for name, mark in self._marks.items()},
+            list(self._waits),
+        )

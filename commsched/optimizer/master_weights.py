@@ -1,9 +1,8 @@
-"""Float32 weights behind half-precision parameters (``master_weights=True``): each rank keeps those of its
-shards.
+"""``master_weights=True``: float32 weights behind half-precision parameters, each rank's for its own shards.
 
 They are part of the optimizer's state, under ``KEY``, once the first update has made them differ from the
-parameters. A master counts as long as it rounds to the parameter: where somebody has written another value
-(a broadcast, a loaded model, ``p.mul_()``), that one counts from then on.
+parameters. A master is valid as long as it rounds to the parameter: where somebody has written another value
+(a broadcast, a loaded model, ``p.mul_()``), that value replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: bool, included: bool) -> None:
-    """Refuses ``master_weights=True`` where it would mean nothing."""
+    """Raises where ``master_weights=True`` has no meaning."""
     if gather != "parameters":
         raise ValueError(
             "master_weights=True keeps float32 weights for each rank's shards, and with"
@@ -42,12 +41,12 @@ def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: b
 
 
 def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Where the weight is not the rounded master any more, it is the master."""
+    """Replaces the master's elements that do not round to the weight's."""
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
 
 def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
-    """Loads a state dict; torch rounds all state to the parameters' type, here it keeps its own."""
+    """Loads a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
     given: dict[str, Any] = {}
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
     try:
@@ -65,5 +64,5 @@ def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
 
 
 def leaf_on(weight: torch.Tensor, masters: bool) -> nn.Parameter:
-    """What the optimizer updates: the weight itself, or its master."""
+    """The tensor that the optimizer updates: the weight itself, or a master of it."""
     return nn.Parameter(weight.float() if masters and weight.dtype in HALVES else weight)

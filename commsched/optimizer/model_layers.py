@@ -1,7 +1,6 @@
-"""The parameters as the scheduler sees them.
+"""The parameters as the scheduler's layers: in the order of the forward, behind one layer without bytes.
 
-Its layers are the parameters in the order of the forward, behind one layer without bytes that stands for the
-time between two iterations (data loading, the optimizer's own work).
+That one stands for the time between two iterations (data loading, the optimizer's own work).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ OUTSIDE = "(between iterations)"
 
 @dataclass(frozen=True)
 class Model:
-    """What the scheduler must know of the parameters: fixed, and the same on every rank."""
+    """The facts about the parameters that the scheduler needs: fixed, and the same on every rank."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -57,9 +56,7 @@ class Model:
         outside: float,
         source: str,
     ) -> Profile:
-        """A profile whose layers are the parameters in this order. ``forward`` and ``backward`` go by
-        parameter.
-        """
+        """A profile with the parameters in this order as layers; ``forward``, ``backward`` by parameter."""
         groups = self.groups
         layers = [Layer(OUTSIDE, outside, 0.0, 0)]
         layers += [
@@ -68,7 +65,7 @@ class Model:
         return Profile("this model", tuple(layers), source=source)
 
     def guess(self, order: Sequence[int], link: Link) -> Profile:
-        """Before anything is measured: compute in proportion to bytes, as long in all as the
+        """A profile before anything is measured: compute in proportion to bytes, in all as long as the
         communication.
         """
         each = [2 * link.beta * self.bytes(i) for i in range(len(self.names))]
@@ -89,10 +86,9 @@ class Model:
         ]
         if missing or strange or wrong or len(found) != len(set(found)):
             raise ValueError(
-                f"profile {profile.name!r} is of another model: {wrong[:3] or ''} parameters without a"
-                f" layer: {missing[:3]}, layers without"
-                f" a parameter: {strange[:3]}; write one with optimizer.profile().save(FILE) in a run of"
-                " this model"
+                f"profile {profile.name!r} is of another model: {wrong[:3] or ''} parameters without a layer:"
+                f" {missing[:3]}, layers without a parameter: {strange[:3]}; write one with"
+                " optimizer.profile().save(FILE) in a run of this model"
             )
         if profile.layers[0].bytes:
             profile = replace(profile, layers=(Layer(OUTSIDE, 0.0, 0.0, 0), *profile.layers))

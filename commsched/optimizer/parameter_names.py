@@ -32,14 +32,14 @@ def checked_names(param_groups: list[dict[str, Any]], named: Sequence[Any] | Non
         shapes = ", ".join(str(tuple(param.shape)) for param in unnamed[:5])
         raise ValueError(
             f"named_parameters must name every parameter of the optimizer, but {len(unnamed)} of"
-            f" {len(params)} have no name"
-            f" (shapes {shapes}); pass named_parameters=model.named_parameters() of the whole model"
+            f" {len(params)} have no name (shapes {shapes}); pass named_parameters=model.named_parameters()"
+            " of the whole model"
         )
     return names
 
 
 def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
-    """The names, and numbers for parameters that were added since."""
+    """The names, with numbers for parameters that were added later."""
     params = [param for group in param_groups for param in group["params"]]
     return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
 
@@ -47,9 +47,7 @@ def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> di
 def group_indices(
     param_groups: list[dict[str, Any]], groups: int | Sequence[Sequence[torch.Tensor]] | None, num_groups: int
 ) -> list[list[int]] | None:
-    """Horovod's ``groups`` (lists of tensors, or how many) as lists of parameter indices; None where there
-    are none.
-    """
+    """Horovod's ``groups`` (lists of tensors, or their number) as lists of parameter indices, or None."""
     params = [param for group in param_groups for param in group["params"] if param.requires_grad]
     if groups is None and num_groups:
         groups = num_groups
@@ -66,7 +64,6 @@ def group_indices(
     twice = [i for i, count in seen.items() if count > 1]
     if twice:
         raise ValueError(
-            f"groups must not share a tensor, but {len(twice)} tensors stand in several (first: number"
-            f" {twice[0]})"
+            f"groups must not share a tensor, but {len(twice)} tensors are in several (first: {twice[0]})"
         )
     return [group for group in found if group]

@@ -1,4 +1,4 @@
-"""Nobody reads a value that is still on its way.
+"""Nobody reads a value that is still on its way: pending parameters.
 
 While the gradient or the value of a parameter is being communicated, the parameter's class is a subclass of
 ``Parameter`` whose ``__torch_function__`` sees every access through torch - printing, ``state_dict``,
@@ -19,40 +19,20 @@ from torch import nn
 
 Complete = Callable[[], None]
 
-# Which function completes a pending parameter, by id. Not an attribute of the parameter: that would be
-# pickled with it.
+# The function that completes a pending parameter, by id. An attribute would be pickled with the parameter.
 _completions: dict[int, Complete] = {}
 
-# What may be asked of a pending parameter without waiting: nothing here depends on its value or gradient.
-# Not size(): it is all that torch.vmap asks before it takes the value in a way that nothing can see.
+# These depend on neither value nor gradient, so they do not wait. Not size(): torch.vmap calls nothing else
+# before it takes the value in a way that cannot be intercepted.
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "is_leaf",
-        "layout",
-        "is_sparse",
-        "ndim",
-        "is_cuda",
-    )
+    for name in "shape dtype device requires_grad is_leaf layout is_sparse ndim is_cuda".split()
 ) | frozenset(
     getattr(torch.Tensor, name)
     for name in (
-        "dim",
-        "numel",
-        "nelement",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "stride",
-        "element_size",
-        "__hash__",
+        "dim numel nelement is_floating_point is_complex is_contiguous stride element_size __hash__".split()
     )
 )
-
 
 _grad: Any = torch.Tensor.grad
 _GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
@@ -102,9 +82,7 @@ def can_pend(parameter: torch.Tensor) -> bool:
 
 
 def mark_pending(parameter: nn.Parameter, completion: Complete, only_grad: bool = False) -> None:
-    """From now on any access (to the gradient) completes the parameter first. ``completion`` must call
-    ``clear_pending``.
-    """
+    """Any later access (to the gradient) calls ``completion`` first, which must call ``clear_pending``."""
     _completions[id(parameter)] = completion
     parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
@@ -128,6 +106,38 @@ def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:
     storage = parameter.untyped_storage()
     # The storage object just made counts as one more.
     return int(torch._C._storage_Use_Count(storage._cdata)) > owners + 1
+
+
+def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad`` as torch itself has it, without waiting for what is on its way."""
+    if type(parameter) is nn.Parameter:
+        return parameter.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_raw_grad(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if type(parameter) is nn.Parameter:
+        parameter.grad = grad
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = grad
+
+
+def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
+    """Clears one gradient as ``Optimizer.zero_grad`` does; returns whether there was one."""
+    grad = raw_grad(parameter)
+    if grad is None:
+        return False
+    if set_to_none:
+        set_raw_grad(parameter, None)
+        return True
+    if grad.grad_fn is not None:
+        grad.detach_()
+    else:
+        grad.requires_grad_(False)
+    grad.zero_()
+    return True
 
 
 def _pending_in(tree: Any) -> Iterator[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Planning in a child process, where it would load a compiler, so that the training process stays small."""
+"""Planning in a child process where it needs a compiler, which would stay in this process's memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _log = logging.getLogger("commsched")
 
 
 def plan_aside(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
-    """What ``policies.plan`` returns or raises. Policies that need no compiler are called here, the user's
-    own too; and so is every policy where the compiler is loaded already, or no child can be started."""
+    """Returns or raises what ``policies.plan`` does. Policies without a compiler are called here, the user's
+    own too; and every policy, where the compiler is loaded already or no child can be started.
+    """
     if policies.needs_compiler(policy) and "numba" not in sys.modules:
         try:
-            # The search is for one processor: the others' ranks are waiting, but they may have company.
+            # The search uses one processor; other jobs may share the host.
             child = subprocess.run(
                 aside.command(),
                 input=aside.question(profile, link, policy, options),

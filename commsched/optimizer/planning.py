@@ -1,17 +1,13 @@
-"""Which program to run: measured, planned on rank 0, the same on every rank."""
+"""The choice of a program: from measured times, on rank 0, the same on every rank."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-
-from commsched.backends.cpu import Wire
+from commsched.backends.interface import Backend
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.planner_process import plan_aside
 from scheduler import policies
@@ -24,16 +20,13 @@ from scheduler.ir.program import Program
 # Bytes of the messages that measure the link: six sizes, up to the model's own size.
 _SMALLEST, _LARGEST = 1 << 12, 1 << 21
 
-# Elements per rank of the message that precedes each of them.
-_FILLER = 1 << 16
-
-# Bytes of a bucket of what stands in none of the user's groups.
+# Bytes of a bucket of parameters that are in none of the user's groups.
 _UNGROUPED = 8 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, what it was planned for, and the parameters its layers stand for (-1: none)."""
+    """A program, its profile and link, and the parameter that each of its layers stands for (-1: none)."""
 
     program: Program
     profile: Profile
@@ -62,27 +55,28 @@ class Planner:
     def __init__(
         self,
         model: Model,
-        wire: Wire,
+        backend: Backend,
         schedule: str | Program,
         options: dict[str, Any],
         profile: Any,
         groups: list[list[int]] | None = None,
     ) -> None:
         self.model = model
-        self.wire = wire
+        self.backend, self.ranks = backend, backend.ranks
         self.schedule = schedule
-        self.options = {**options, "ranks": wire.size}
+        self.options = {**options, "ranks": self.ranks.size}
         self.policy = "optimal" if schedule == "auto" else schedule
         if isinstance(self.policy, str):
             policies.get(self.policy)  # an unknown name is an error now
         self.groups = groups
         self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
-        wire.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
+        self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
             f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())}"
         )
-        wire.agree("the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank")
-        self._filler = torch.zeros(wire.size * _FILLER)
+        self.ranks.agree(
+            "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
+        )
         self.link = self.measure_link()
 
     @property
@@ -91,16 +85,17 @@ class Planner:
         return isinstance(self.schedule, str) and self.given is None
 
     def measure_link(self) -> Link:
-        """Times RS and AG of six sizes over the optimizer's own transport; fits start-up and rate."""
+        """Times RS and AG of six sizes over the optimizer's own backend; fits start-up and rate."""
         total = sum(map(self.model.bytes, range(len(self.model.names))))
         largest = min(max(total, 16 * _SMALLEST), _LARGEST)
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
-        self._messages = self._mean([(size, self._time(size)) for size in sizes])
+        self._messages = self._mean([(size, self.backend.exchange_seconds(size)) for size in sizes])
         return self._fit(self._messages)
 
     def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
-        """Fits again with what the buckets themselves took. Their rate is the link's: small messages, some of
-        which a shaped link lets through at full speed, say only what a start costs."""
+        """Fits again with the times of the buckets themselves. Their rate is the link's: a shaped link lets
+        small messages through at full speed, so these tell only what a start costs.
+        """
         buckets = self._mean(operations)
         fitted = self._fit(self._messages + buckets)
         rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
@@ -108,31 +103,15 @@ class Planner:
         self.link = replace(fitted, beta=rest / total) if rest > 0 and total else fitted
 
     def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        rows = self.wire.all_values(list(mine))
+        rows = self.ranks.all_values(list(mine))
         return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
 
     def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
         sizes, seconds = zip(*messages, strict=True)
-        return fit(sizes, seconds, name=f"{self.wire.transport_name}, measured")
-
-    def _time(self, size: int) -> float:
-        unit = self.wire.size * 64
-        data = torch.zeros(-(-size // (4 * unit)) * unit)
-        seconds = []
-        for _ in range(3):
-            # Shaped links let a burst through after a pause; what follows directly on other traffic is the
-            # rate.
-            self.wire.transport.all_gather(self._filler)
-            start = time.monotonic()
-            self.wire.transport.reduce_scatter(data)
-            self.wire.transport.all_gather(data)
-            seconds.append((time.monotonic() - start) / 2)
-        return median(seconds)
+        return fit(sizes, seconds, name=f"{self.backend.name}, measured")
 
     def first(self, order: Sequence[int]) -> Plan:
-        """The plan to start with. It communicates after the backward where a better one will come from
-        measurement.
-        """
+        """The plan to start with; it communicates after the backward if a measured plan will follow."""
         if isinstance(self.schedule, Program):
             return self._given_program(order)
         if self.given is not None:
@@ -145,17 +124,17 @@ class Planner:
 
     def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
         plan: Any = None
-        if self.wire.rank == 0:
+        if self.ranks.rank == 0:
             try:
                 program = plan_aside(profile, self.link, policy, self._options_for(profile, order))
                 plan = Plan(program, profile, self.link, (-1, *order))
             except ValueError as error:
                 plan = error
-        plan = self.wire.share(plan)
+        plan = self.ranks.share(plan)
         if isinstance(plan, ValueError):
             raise plan
         assert isinstance(plan, Plan)
-        self.wire.agree("the plan", plan.program.hash, "this is a fault of commsched; please report it")
+        self.ranks.agree("the plan", plan.program.hash, "this is a fault of commsched; please report it")
         return plan
 
     def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
@@ -188,14 +167,13 @@ class Planner:
         if program.layers != len(profile.layers):
             raise ValueError(
                 f"the program is for {program.layers} layers, this model has {len(profile.layers)}"
-                f" ({len(order)} parameters and the"
-                " time between iterations); plan it from optimizer.profile(), or pass the profile it was"
-                " made from as profile="
+                f" ({len(order)} parameters and the time between iterations); plan it from"
+                " optimizer.profile(), or pass the profile it was made from as profile="
             )
-        if program.ranks != self.wire.size and len(program.kernel) > 1:
+        if program.ranks != self.ranks.size and len(program.kernel) > 1:
             raise ValueError(
-                f"the program is for {program.ranks} ranks, this job has {self.wire.size}; plan it for"
-                f" {self.wire.size}"
+                f"the program is for {program.ranks} ranks, this job has {self.ranks.size}; plan it for"
+                f" {self.ranks.size}"
             )
         from scheduler.validate import validate
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 
 from commsched.optimizer.hooks import Hooks
-from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.layer_timing import Moments, Watch
 
 Sample = tuple[list[float], list[float], float]
 """Forward and backward seconds by parameter, and the seconds outside of both."""
 
 
 def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample | None:
-    """The times of one iteration; None where the watch saw no whole one.
+    """The times of one iteration; None where ``watch`` holds no complete one.
 
     A module's forward lasts until the next module's; its time is its last parameter's, since all must be
     there. A gradient's backward lasts from the gradient before it in backward order. Between the last forward
@@ -22,19 +22,21 @@ def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample 
     and the last backward count as the last module's forward: nothing waits for them, everything may hide
     under them. Waits for messages are taken out.
     """
-    watch = watch.worked()
-    if not watch.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(watch.marks):
+    seen = watch.moments()
+    if watch.sees_waits:
+        seen = seen.without_waits()
+    if not seen.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(seen.marks):
         return None
-    first_grad = watch.grads[0][1]
+    first_grad = seen.grads[0][1]
     starts: dict[int, float] = {}
-    for module, moment in watch.forwards:
+    for module, moment in seen.forwards:
         if moment < first_grad:
             starts.setdefault(module, moment)
     if not starts:
         return None
-    forward, backward = [0.0] * len(hooks.flow.params), [0.0] * len(hooks.flow.params)
+    forward, backward = [0.0] * len(hooks.reducer.params), [0.0] * len(hooks.reducer.params)
     sequence = sorted(starts.items(), key=lambda item: item[1])
-    ready, last_pass = _last_pass(watch)
+    ready, last_pass = _last_pass(seen)
     middle = last_pass - first_grad
     turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
     place = {i: position for position, i in enumerate(order)}
@@ -45,25 +47,25 @@ def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample 
         reached = max(moment, ready.get(i, moment))
         backward[i] = reached - moment
         moment = reached
-    marks = watch.marks
+    marks = seen.marks
     before = sequence[0][1] - marks["begin"]
     after = max(0.0, marks["enter"] - moment) + marks["end"] - marks["step"]
     return forward, backward, max(0.0, before + after)
 
 
-def _last_pass(watch: Watch) -> tuple[dict[int, float], float]:
+def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
     """When each gradient of the last backward pass arrived, and when the first of them did."""
     ready: dict[int, float] = {}
-    first = watch.grads[0][1]
-    for i, moment in watch.grads:
-        if i in ready and i == watch.grads[0][0]:  # the first parameter again: another pass begins
+    first = seen.grads[0][1]
+    for i, moment in seen.grads:
+        if i in ready and i == seen.grads[0][0]:  # the first parameter again: another pass begins
             ready, first = {}, moment
         ready[i] = moment
     return ready, first
 
 
 def combine(samples: Sequence[Sample]) -> Sample:
-    """The median of several iterations, entry by entry."""
+    """The median of several iterations, for each entry."""
     forward = [median(values) for values in zip(*(s[0] for s in samples), strict=True)]
     backward = [median(values) for values in zip(*(s[1] for s in samples), strict=True)]
     return forward, backward, median(s[2] for s in samples)

@@ -18,51 +18,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.deferred_updates import Face, plain_math
+from commsched.optimizer.deferred_updates import ELEMENTWISE, OptimizerView, plain_math
 from commsched.optimizer.master_weights import KEY, leaf_on, take_written
-
-_ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-}
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Declares that an optimizer class of your own updates every element by itself; usable as a decorator."""
-    _ELEMENTWISE.add(cls)
+    ELEMENTWISE.add(cls)
     return cls
 
 
 def check_elementwise(cls: type[Optimizer]) -> None:
-    if cls not in _ELEMENTWISE:
+    if cls not in ELEMENTWISE:
         raise ValueError(
             f"gather='parameters' updates shards of flat buffers, and {cls.__name__} is not known to update"
-            " every element by itself"
-            f" (known: {', '.join(sorted(c.__name__ for c in _ELEMENTWISE))}); use gather='gradients', or"
-            " declare it with"
-            " commsched.register_elementwise"
+            f" every element by itself (known: {', '.join(sorted(c.__name__ for c in ELEMENTWISE))}); use"
+            " gather='gradients', or declare it with commsched.register_elementwise"
         )
 
 
 @dataclass(slots=True)
 class Part:
-    """Elements ``[start, stop)`` of parameter ``param`` (in memory order) that this rank owns within one
-    bucket.
-    """
+    """This rank's elements ``[start, stop)`` (in memory order) of parameter ``param`` in one bucket."""
 
     param: int
     start: int
     stop: int
-    leaf: nn.Parameter  # what the optimizer updates: ``weight``, or a float32 master of it
+    leaf: nn.Parameter  # updated by the optimizer: ``weight``, or a float32 master of it
     weight: torch.Tensor  # this part of the flat parameter buffer
     grad: torch.Tensor  # the same part of the flat gradient buffer
 
@@ -71,7 +53,7 @@ class Part:
         return None if self.leaf.dtype == self.weight.dtype else self.leaf.detach()
 
     def begin_update(self) -> None:
-        """Gives the optimizer what it needs."""
+        """Gives the leaf its gradient, and the master a value that somebody has written to the weight."""
         self.leaf.grad = self.grad if self.master is None else self.grad.float()
         if self.master is not None:
             take_written(self.master, self.weight)
@@ -115,7 +97,7 @@ class Shards:
         self.parts = [list(self._parts_of(piece.number, grads, masters)) for piece in self.layout.slices]
         self.state: dict[Any, Any] = defaultdict(dict)
         self._base = base
-        # What clipping has left for the update to multiply gradients by, on the device.
+        # The update multiplies gradients by this factor, which clipping sets; on the device.
         self.factor: torch.Tensor | None = None
 
     def _parts_of(self, bucket: int, grads: Buffers, masters: bool) -> Iterator[Part]:
@@ -149,8 +131,8 @@ class Shards:
         ]
         if groups:
             self._scale([leaf.grad for members in leaves.values() for leaf in members])
-            # Anew each time: for one step, GradScaler leaves its scale on an optimizer that unscales itself.
-            Face(optimizer, self._base, self.state).step(groups)
+            # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
+            OptimizerView(optimizer, self._base, self.state).step(groups)
             self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
         for part in self.parts[bucket]:
             part.end_update()
@@ -162,7 +144,7 @@ class Shards:
                 self.state[part.leaf][KEY] = part.master
 
     def scale_gradients(self) -> None:
-        """Multiplies all gradients by the factor now, because somebody is about to read them."""
+        """Multiplies all gradients by the factor now; called before somebody reads them."""
         self._scale([part.grad for parts in self.parts for part in parts])
         self.factor = None
 
@@ -208,9 +190,7 @@ class Shards:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     def described_state(self) -> dict[int, dict[str, Any]]:
-        """By parameter: what each of this rank's parts keeps; a tensor of the part's shape only as its
-        dtype.
-        """
+        """By parameter, the state of this rank's parts; of a tensor with the part's shape, only the dtype."""
         described: dict[int, dict[str, Any]] = {}
         for parts in self.parts:
             for part in parts:
@@ -266,8 +246,7 @@ class Shards:
             )
 
 
-# State of torch's optimizers that is one number for the whole parameter, even where the parameter is one
-# number.
+# State of torch's optimizers that is one number for the whole parameter, even if that is one number itself.
 _COUNTERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 

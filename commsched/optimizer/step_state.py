@@ -1,20 +1,37 @@
-"""What is known of one round: which slots are filled, which buckets are sent and done, what the ranks'
-flags said.
+"""The gradients of one optimizer: where they are stored, and the state of the round under way.
+
+A **round** is one reduction of every bucket. The first gradient of a backward opens it; the end of the
+backward seals it: slots that no gradient filled count as zero, and a flag says so. Whoever needs a gradient
+or a parameter completes its buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+from torch import nn
 
-from commsched.optimizer.bucket_layout import Layout
+from commsched.backends.interface import Scaling
+from commsched.optimizer.bucket_layout import Buffers, Layout
+from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
 
 # A parameter's entry in the flags that every round sums over the ranks.
 DENSE = 1
 SPARSE = 1 << 10
 LATE = 1 << 20
+
+Update = Callable[[list[int]], None]
+"""Applies the optimizer to the parameters with these indices."""
+
+
+class Phase(Enum):
+    IDLE = "no gradient has arrived since the last step"
+    FILLING = "a backward is running"
+    SENT = "the backward is over, its gradients are being reduced"
 
 
 @dataclass(slots=True)
@@ -40,7 +57,7 @@ class Round:
         self.missing = [len(piece.params) for piece in layout.slices]
         self.sent = [False] * buckets
         self.done = [False] * buckets
-        self.used: list[int] | None = None
+        self.used: list[int] = []  # the summed flags, once they have arrived
         self.sparse: dict[int, torch.Tensor] = {}
         self.late: dict[int, torch.Tensor] = {}
 
@@ -53,14 +70,66 @@ class Round:
         over.used = [0] * (params + 1)
         return over
 
-    def count_down(self, buckets: Sequence[int]) -> list[int]:
-        """One slot of each of these buckets is filled; returns those that are now complete."""
-        complete = []
-        for bucket in buckets:
-            self.missing[bucket] -= 1
-            if self.missing[bucket] == 0:
-                complete.append(bucket)
-        return complete
 
-    def add_late(self, i: int, grad: torch.Tensor) -> None:
-        self.late[i] = self.late[i] + grad if i in self.late else grad
+class StepState:
+    """What the reducer, the arrivals and the gathering share. ``lock`` guards all of it."""
+
+    buffers: Buffers
+    flags: (
+        torch.Tensor
+    )  # one for each parameter, the votes for a new plan, one for each rank that has stepped
+    early_flags: Sequence[torch.Tensor]  # with early_step: for each bucket, those of its parameters
+    round: Round
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        scaling: Scaling,
+        sums: bool,
+        sparse_as_dense: bool = False,
+    ) -> None:
+        self.params, self.names = list(params), list(names)
+        self.scaling = scaling
+        self.sums = sums  # op=Sum, not Average
+        self.sparse_as_dense = sparse_as_dense  # sparse gradients travel in the dense buckets
+        self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
+        self.lock = threading.RLock()
+        self.phase = Phase.IDLE
+        self.pending = 0  # parameters that are not exposed yet
+        self.rounds = 0
+        self.passes = [0] * len(self.params)
+        self.kept: dict[int, Kept] = {}
+        self.views: dict[int, torch.Tensor] = {}
+        self.deferred: Update | None = None
+        self.clear: str | None = None  # what zero_grad() leaves, "none" or "zero", since the round began
+        self.stepped = False  # since the last round
+
+    def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
+        """Takes new buckets into use. Gradients that are there keep their values."""
+        before = self.views
+        self.buffers, self.slots = buffers, buffers.layout.slots
+        self.flags, self.early_flags = flags[0], flags[1:]
+        self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds
+        self.flags_bucket = len(buffers.layout.slices)
+        self.views = {i: buffers.view(self.params[i], slot) for i, slot in self.slots.items()}
+        for i, view in self.views.items():
+            grad = raw_grad(self.params[i])
+            if i in self.kept:
+                view.copy_(before[i])
+            elif grad is not None and not grad.is_sparse:
+                view.copy_(grad)
+                set_raw_grad(self.params[i], view)
+        self.round = Round.finished(buffers.layout, len(self.params))
+
+    def finish_step(self, stepped: bool) -> None:
+        """The step is over, or left out: later gradients belong to the next one."""
+        self.stepped, self.phase = stepped, Phase.IDLE
+        self.passes = [0] * len(self.params)
+
+    def apply_clear(self, params: Iterable[int]) -> None:
+        """Clears gradients for which ``zero_grad()`` was called while they were pending."""
+        if self.clear is not None:
+            for i in params:
+                if clear_raw_grad(self.params[i], self.clear == "none"):
+                    self.kept.pop(i, None)

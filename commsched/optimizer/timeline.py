@@ -32,8 +32,7 @@ class Timeline:
 
     def __init__(self, file: str, rank: int, size: int) -> None:
         self._file, self._rank, self._size = Path(file), rank, size
-        # Engine and watch use this host's monotonic clock; other hosts can only be compared by the time of
-        # day.
+        # Engine and watch use this host's monotonic clock; hosts can only be compared by the time of day.
         self._offset = time.time() - time.monotonic()
         self._events: list[dict[str, Any]] = []
         self._part().unlink(missing_ok=True)
@@ -57,16 +56,17 @@ class Timeline:
 
     def add_phases(self, watch: Watch, step: int) -> None:
         """One iteration: forward, backward and the step itself."""
-        marks = watch.marks
-        first = watch.forwards[0][1] if watch.forwards else None
-        turn = watch.grads[0][1] if watch.grads else marks.get("enter")
+        seen = watch.moments()
+        marks = seen.marks
+        first = seen.forwards[0][1] if seen.forwards else None
+        turn = seen.grads[0][1] if seen.grads else marks.get("enter")
         if first is not None and turn is not None:
             self.add("compute", "forward", first, turn, step=step)
-        if watch.grads and "backward_end" in marks:
-            self.add("compute", "backward", watch.grads[0][1], marks["backward_end"], step=step)
+        if seen.grads and "backward_end" in marks:
+            self.add("compute", "backward", seen.grads[0][1], marks["backward_end"], step=step)
         if {"enter", "end"} <= set(marks):
             self.add("compute", "step()", marks["enter"], marks["end"], step=step)
-        for start, end in watch.waits:
+        for start, end in seen.waits:
             if end - start > _WORTH_SHOWING:
                 self.add("wait", "wait", start, end, step=step)
 
@@ -87,7 +87,7 @@ class Timeline:
 
     def add_messages(self, passages: Iterable[Any]) -> None:
         """The messages that passed the link's gate: halos and activations from start to arrival, chunks of
-        gradients at their start; ``ahead`` more urgent ones were on their way then.
+        gradients at their start. ``ahead``: how many more urgent ones were on their way then.
         """
         for passage in passages:
             lane, name = _TRAFFIC[int(passage["traffic"])]
@@ -118,8 +118,7 @@ class Timeline:
             if len(there) < len(wanted):
                 print(
                     f"commsched: {self._file} holds {len(there)} of {self._size} ranks; merge the others'"
-                    " parts with"
-                    f" python -m commsched.optimizer.timeline {self._file} {self._file}.rank*",
+                    f" parts with python -m commsched.optimizer.timeline {self._file} {self._file}.rank*",
                     file=sys.stderr,
                 )
             for path in there:

@@ -1,5 +1,6 @@
-"""Gradients reduced one by one when ``step()`` is called, for what the engine's buckets cannot carry: Adasum,
-compressors of single tensors, devices without an engine.
+"""Gradients reduced one by one within ``step()``, where buckets cannot carry them.
+
+These are Adasum, compressors of single tensors, and parameters on several devices.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import Any
 
 import torch
 
-from commsched.collectives import ops
-from commsched.collectives.basics import size
-from commsched.collectives.ops import Adasum, Average, Sum
+from commsched.collectives import reductions
+from commsched.collectives.handles import synchronize
+from commsched.collectives.initialization import size
 from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.reductions import Adasum, Average, Sum
 from commsched.optimizer.parameter_names import checked_names, group_indices, later_names
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class _Distributed:
-    """Mixed in before the wrapped optimizer's own class, whose ``step`` it calls once the gradients are
-    combined.
-    """
+    """Mixed in before the wrapped optimizer's class, whose ``step`` it calls with combined gradients."""
 
     _options: dict[str, Any]
     _parameter_names: dict[Any, str]  # Horovod's attribute
@@ -37,15 +37,11 @@ class _Distributed:
         return int(self._options["backward_passes_per_step"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes accumulate before ``step()`` (nothing is sent before, so nothing
-        changes here).
-        """
+        """How many backward passes accumulate before ``step()``; nothing is sent before it anyway."""
         self._options["backward_passes_per_step"] = passes
 
     def synchronize(self) -> None:
-        """Combine the gradients now, for instance to clip them; then ``step()`` within
-        ``skip_synchronize()``.
-        """
+        """Combines the gradients now, to clip them for example; ``skip_synchronize()`` is for ``step()``."""
         self._synchronized = True
         process_set: ProcessSet = self._options["process_set"]
         if size() == 1 or not process_set.included() or self._options["op"] == Adasum:
@@ -64,12 +60,12 @@ class _Distributed:
             end()
 
     def _trained(self) -> Named:
-        """What is trained now: parameters may have been added, frozen or unfrozen since the wrapping."""
+        """The trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
         self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
         return [(names[p], p) for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _in_groups(self, named: Named) -> list[Named]:
-        """What is combined in one operation: the user's groups and the rest one by one, or all at once."""
+        """The parameters of each operation: the user's groups and the rest one by one, or all at once."""
         if self._groups is None:
             return [named]
         place = {p: number for number, group in enumerate(self._groups) for p in group}
@@ -83,15 +79,13 @@ class _Distributed:
         return [*groups, *alone]
 
     def _agree_on_gradients(self, named: Named, process_set: ProcessSet) -> dict[str, str | None]:
-        """Which gradients exist on any rank: one that exists nowhere must stay None, or momentum would
-        move it.
-        """
+        """Which gradients exist on any rank. One that exists nowhere must stay None, or momentum moves it."""
         dense = self._options["sparse_as_dense"]
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
             if p.grad is not None:
                 counts[int(p.grad.is_sparse and not dense), i] = 1
-        counts = ops.allreduce(counts, op=Sum, name="optimizer.gradients", process_set=process_set)
+        counts = reductions.allreduce(counts, op=Sum, name="optimizer.gradients", process_set=process_set)
         return {
             name: "sparse" if sparse else "dense" if there else None
             for (name, _), there, sparse in zip(named, *counts.tolist(), strict=True)
@@ -104,7 +98,7 @@ class _Distributed:
             for _, p in group
         ]
         pairs = [compression.compress(gradient.contiguous()) for gradient in gradients]
-        handle = ops.grouped_allreduce_async_(
+        handle = reductions.grouped_allreduce_async_(
             [small for small, _ in pairs],
             name=f"optimizer.{group[0][0]}",
             op=self._options["op"],
@@ -114,7 +108,7 @@ class _Distributed:
         )
 
         def finish() -> None:
-            for (_, p), result, (_, context) in zip(group, ops.synchronize(handle), pairs, strict=True):
+            for (_, p), result, (_, context) in zip(group, synchronize(handle), pairs, strict=True):
                 combined = compression.decompress(result, context)
                 p.grad = combined.to_sparse(1) if p.grad is not None and p.grad.is_sparse else combined
 
@@ -129,7 +123,7 @@ class _Distributed:
                 p.shape,
                 check_invariants=False,
             )
-        result = ops.sparse_allreduce_async(
+        result = reductions.sparse_allreduce_async(
             gradient, name=f"optimizer.{name}", op=self._options["op"], process_set=process_set
         )
 
@@ -140,7 +134,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not combine the gradients again."""
+        """Within this context ``step()`` does not combine the gradients again."""
         if self._options["op"] == Adasum:
             raise AssertionError("Adasum combines the update itself within step(), which can not be skipped")
         self._should_synchronize = False
@@ -150,7 +144,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients (unless done), then the wrapped optimizer's step."""
+        """Combines the gradients unless that is done, then takes the wrapped optimizer's step."""
         if self._options["op"] == Adasum and size() > 1:
             return self._adasum_step(closure)
         if closure is not None:
@@ -190,8 +184,8 @@ class _Distributed:
         with torch.no_grad():
             for p, old in zip(trained, before, strict=True):
                 small, context = self._options["compression"].compress((p - old).contiguous())
-                handle = ops.allreduce_async_(small, op=Adasum)
-                p.copy_(old + self._options["compression"].decompress(ops.synchronize(handle), context))
+                handle = reductions.allreduce_async_(small, op=Adasum)
+                p.copy_(old + self._options["compression"].decompress(synchronize(handle), context))
         return loss
 
 

@@ -1,8 +1,9 @@
-"""What a wrapped optimizer can do: the methods that stand over those of its own class."""
+"""The methods of a wrapped optimizer that replace or extend those of its own class."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,18 +13,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable, plain_step
+from commsched.optimizer.deferred_updates import plain_step
 from commsched.optimizer.driver import Driver
+from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
-from commsched.optimizer.sharded_reducer import ShardedFlow
 from commsched.optimizer.shards import swapped
 from scheduler.ir.profile import Profile
 
 
 class DistributedMethods(Optimizer):
-    """Methods put over the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
+    """Mixed in before the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
 
     _driver: Driver | None = None
     _base: type[Optimizer] = Optimizer
@@ -37,11 +38,10 @@ class DistributedMethods(Optimizer):
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters with the reduced gradients; returns what ``closure`` returned, if there is
-        one.
+        """Updates the parameters with the reduced gradients; returns the result of ``closure``, if given.
 
-        Parameters whose gradients are still under way are updated when they are first needed, with the
-        hyperparameters of now. Nobody can tell: whatever looks at one of them waits for it.
+        A parameter whose gradient has not arrived is updated when it is first needed, with the
+        hyperparameters of this call. Every access to such a parameter waits for the update.
         """
         if self._synchronized and not self._skip:
             warnings.warn(
@@ -55,22 +55,10 @@ class DistributedMethods(Optimizer):
         if closure is not None:
             return self._step_with_closure(closure)
         driver = self._refresh(in_step=True)
-        flow = driver.flow
-        driver.mark("enter")
+        driver.arrivals.mark("enter")
         if not self._skip:
-            flow.require_sent()
-        if isinstance(flow, ShardedFlow):
-            self._step_on_shards(flow)
-        elif (
-            driver.synchronous or not is_separable(self._base) or flow.all_arrived() or self._updates_frozen()
-        ):
-            flow.complete_all()
-            driver.mark("step")
-            self._update()
-            flow.finish_step()
-        else:
-            driver.mark("step")
-            flow.defer(DeferredUpdate(self, self._base, flow.params))
+            driver.reducer.require_sent()
+        driver.gathering.step(self, driver.synchronous)
         driver.after_step()
         return None
 
@@ -80,20 +68,13 @@ class DistributedMethods(Optimizer):
             frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
             return any(p.grad is not None for p in frozen)
 
-    def _step_on_shards(self, flow: ShardedFlow) -> None:
-        assert self._driver is not None
-        self._driver.mark("step")
-        flow.update_shards()
-        if self._driver.synchronous:
-            flow.settle()
-
     def _update(self, *args: Any) -> Any:
         return plain_step(self._base)(self, *args)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """The closure runs a backward, perhaps several times: each time its gradients are reduced at once."""
         assert self._driver is not None
-        if isinstance(self._driver.flow, ShardedFlow):
+        if self._shards is not None:
             raise ValueError(
                 "step(closure) needs whole gradients each time the closure has run; use gather='gradients'"
             )
@@ -106,28 +87,26 @@ class DistributedMethods(Optimizer):
 
         result = self._update(reduced)
         driver = self._driver  # another one, where parameters were frozen or added since the last step
-        driver.flow.finish_step()
+        driver.gathering.finish_step()
         driver.after_step()
         return result
 
     # -- Horovod's methods -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits until every ``p.grad`` holds the reduced gradient (to clip it, say, before ``step()``)."""
+        """Waits until every ``p.grad`` holds the reduced gradient, to clip it before ``step()``, say."""
         self._synchronize()
         self._synchronized = self._options.gather == "gradients"
 
     def _synchronize(self) -> None:
         if self._driver is not None:
-            flow = self._refresh(in_step=True).flow
-            flow.require_sent()
-            flow.gather_gradients()
+            driver = self._refresh(in_step=True)
+            driver.reducer.require_sent()
+            driver.gathering.gather_gradients()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` within uses the gradients as they are: after ``synchronize()``, those that it has
-        reduced.
-        """
+        """Within this context ``step()`` uses the gradients as they are, reduced by ``synchronize()``."""
         self._skip = True
         try:
             yield
@@ -140,29 +119,27 @@ class DistributedMethods(Optimizer):
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
         if self._driver is not None:
-            self._driver.flow.backward_passes = passes
+            self._driver.reducer.backward_passes = passes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate gradients locally, as in DDP; the first one outside reduces
-        the sum.
-        """
+        """Within this context gradients accumulate locally, as in DDP; the next backward reduces the sum."""
         if self._driver is None:
             yield
             return
-        before, self._driver.flow.paused = self._driver.flow.paused, True
+        before, self._driver.reducer.paused = self._driver.reducer.paused, True
         try:
             yield
         finally:
-            self._driver.flow.paused = before  # another flow, where parameters were frozen or added within
+            self._driver.reducer.paused = before  # another one, where parameters were frozen or added within
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, those of updates still under way included."""
         if self._driver is None:
             self._base.zero_grad(self, set_to_none)
             return
-        self._driver.flow.clear_grads(set_to_none)
-        known = {id(p) for p in self._driver.flow.params}
+        self._driver.reducer.clear_grads(set_to_none)
+        known = {id(p) for p in self._driver.reducer.params}
         for group in self.param_groups:
             for param in group["params"]:
                 if id(param) not in known and param.grad is not None:
@@ -171,12 +148,10 @@ class DistributedMethods(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm they
-        had.
-        """
-        if self._driver is not None and isinstance(self._driver.flow, ShardedFlow):
-            self._driver.flow.require_sent()
-            return self._driver.flow.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        """Scales all gradients to a total norm of at most ``max_norm``; returns the norm they had."""
+        if self._driver is not None and self._shards is not None:
+            self._driver.reducer.require_sent()
+            return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._synchronize()
         params = [p for group in self.param_groups for p in group["params"]]
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
@@ -192,10 +167,15 @@ class DistributedMethods(Optimizer):
     def state(self, value: Any) -> None:
         self.__dict__["state"] = value
 
+    @property
+    def _shards(self) -> ParameterGathering | None:
+        gathering = self._driver.gathering if self._driver is not None else None
+        return gathering if isinstance(gathering, ParameterGathering) else None
+
     def _settle(self) -> None:
         """Whoever looks at the optimizer's state sees it after the last ``step()``."""
         if self._driver is not None:
-            self._driver.flow.settle()
+            self._driver.arrivals.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's own: it loads into that one, and the other way round.
@@ -203,9 +183,8 @@ class DistributedMethods(Optimizer):
         With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
         """
         self._settle()
-        flow = self._driver.flow if self._driver is not None else None
-        if isinstance(flow, ShardedFlow):
-            with swapped(self, "state", flow.whole_state()):
+        if self._shards is not None:
+            with swapped(self, "state", self._shards.whole_state()):
                 return self._base.state_dict(self)
         return self._base.state_dict(self)
 
@@ -217,7 +196,7 @@ class DistributedMethods(Optimizer):
         else:
             load()
         if self._driver is not None:
-            self._driver.flow.take_state()
+            self._driver.gathering.take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; all ranks must add the same."""
@@ -227,24 +206,22 @@ class DistributedMethods(Optimizer):
             self._refresh()
 
     def _refresh(self, in_step: bool = False) -> Driver:
-        """The machinery for the parameters that are trained now: where some were added, frozen or unfrozen,
-        it is made anew.
-        """
+        """The driver; a new one where parameters were added, frozen or unfrozen since it was made."""
         driver = self._driver
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
             trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        before = driver.flow.params
+        before = driver.reducer.params
         if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
             return driver
         if in_step and not self._skip:
-            driver.flow.require_sent()
-        driver.flow.finish_all()
+            driver.reducer.require_sent()
+        driver.gathering.finish_all()
         driver.close()
         self._parameter_names = later_names(self.param_groups, self._parameter_names)
         self._options = self._options.for_other_params(before, trained)
         self._driver = successor = make_driver(self)
-        successor.flow.inherit(driver.flow)
+        successor.reducer.inherit(driver.reducer)
         return successor
 
     def close(self) -> None:
@@ -252,12 +229,10 @@ class DistributedMethods(Optimizer):
         if self._driver is not None:
             self._driver.close()
 
-    # -- what a user may want to know ------------------------------------------------------------------------
+    # -- the profile -----------------------------------------------------------------------------------------
 
     def profile(self) -> Profile:
-        """The measured profile of this model (``.save(FILE)`` keeps it for ``profile=`` and ``commsched
-        plan``).
-        """
+        """The measured profile of this model; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
         if self._driver is None or self._driver.profile is None:
             raise ValueError(
                 "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
@@ -270,3 +245,33 @@ def make_driver(optimizer: Any) -> Driver:
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     names = [optimizer._parameter_names[p] for p in params]
     return Driver(optimizer, optimizer._base, params, names, optimizer._model, optimizer._options)
+
+
+def keep_together(wrapped: Any) -> None:
+    """Makes the optimizer that was wrapped, which shares all state, step on all ranks too; its state is that
+    after the last step.
+    """
+    this = weakref.ref(wrapped)
+
+    def settle(optimizer: Optimizer, *_: Any) -> None:
+        owner = this()
+        if owner is None or owner._driver is None:
+            return
+        if optimizer is not owner and owner._options.gather == "parameters":
+            raise ValueError(
+                "with gather='parameters' the state is spread over the ranks; call state_dict() and"
+                " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"
+            )
+        owner._settle()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = this()
+        owner._opt_called = True
+        return type(owner).step(owner, *args, **kwargs)
+
+    wrapped.register_state_dict_pre_hook(settle)
+    wrapped.register_load_state_dict_pre_hook(settle)
+    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        wrapped.__dict__["step"] = step

@@ -46,7 +46,7 @@ ASKS_FOR_VALUES = {
 class Absent(Tensor):
     """A tensor that another stage computes: shape and type only."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # ForwardMode handles it
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     real_device: torch.device
     has_grad: bool
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from commsched.errors import CommError
 from commsched.pipeline import checkpoint, start
-from commsched.pipeline import full_state as whole
 from commsched.pipeline.allocator import keep_freed_memory
+from commsched.pipeline.batches import Batch, Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
+from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
+from commsched.pipeline.full_state import FullState
+from commsched.pipeline.gradients import added_to
+from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.reduction import summed_over
-from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
+from commsched.pipeline.rows import Share, rows_of, shape_key
 from commsched.pipeline.stage import Loss
+from commsched.pipeline.ties import checked_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
-from scheduler.ir.unroll import reach
+from scheduler.ir.unroll import depth, reach
 from scheduler.ir.weight_versions import delays
-
-Batch = tuple[Any, Any]
-"""Inputs and targets: tensors, or tuples, lists and dicts of them; rows are their first dimension."""
 
 
 class Pipeline:
@@ -45,46 +47,58 @@ class Pipeline:
     ``schedule``: a name (``scheduler.pipelines.names()``) or a program. ``mesh``: how many ranks one replica
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
     ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
-    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters;
-    ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
-    bundles. ``inside``: classes of modules that may be cut. Further options go to the schedule
+    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
+    gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
+    stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
+    bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
+    which order a model that cannot be traced runs its layers. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
+
+    ``placements`` puts each stage on tiles (``Tiles((2, 2))``) or on ranks that share samples
+    (``Samples(2)``), as often as ``mesh`` has replicas. ``mirrored`` adds to each replica one on the same
+    ranks in opposite order, with ``num_microbatches`` of its own. ``tile_options``: ``overlap`` and
+    ``fuse_halo`` of ``spatial.shard``.
 
     ``delays`` says how many steps old the gradient is that each stage applies.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Chain,
         schedule: str | Program = "1f1b",
         num_microbatches: int = 1,
         mesh: tuple[int, int | Sequence[int]] | None = None,
         *,
         loss: Loss,
-        optimizer: Factory,
+        optimizer: Factory | None,
         plan: PipelinePlan | str | Path | None = None,
         ranks: Sequence[Sequence[int]] | None = None,
         cuts: Sequence[int] | None = None,
         inside: Iterable[type[nn.Module]] = (),
+        example: Any = None,
         placement: str = "bubble",
         bucket_bytes: float = 4 << 20,
         recompute: bool | Sequence[bool] = False,
         on_step: OnStep | None = None,
         hosts: Sequence[Sequence[int]] | None = None,
+        placements: Sequence[Placement] | None = None,
+        mirrored: bool = False,
+        tile_options: Mapping[str, Any] | None = None,
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         keep_freed_memory()
-        chain = Chain(model, inside)
+        chain = model if isinstance(model, Chain) else Chain(model, inside, example)
         if plan is not None:
             self.program, chain = start.planned(plan, chain)
         elif isinstance(schedule, Program):
             self.program = schedule
         else:
-            mesh = mesh or (self.fabric.size if ranks is None else len(ranks), 1)
-            layout = {"ranks": ranks, "placement": placement, "bucket_bytes": bucket_bytes}
+            mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
+            layout: dict[str, Any] = {"ranks": ranks, "placements": placements, "mirrored": mirrored}
+            layout |= {"placement": placement, "bucket_bytes": bucket_bytes}
             self.program = start.generated(
                 chain, schedule, num_microbatches, mesh, cuts, options, recompute=recompute, **layout
             )
@@ -92,38 +106,49 @@ class Pipeline:
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
         start.agree(self.fabric, self._lane, f"program {self.program.hash}, layers of {chain.sizes} bytes")
-        self._make_parts(chain, loss, optimizer, on_step, hosts)
-        self._arguments = chain.arguments
-        self._weights = whole.Whole(self.layout, self.fabric, self._lane, chain, self.stages)
+        if optimizer is None and (any(self.delays) or depth(self.program)):
+            raise ValueError(
+                f"schedule {self.program.policy!r} begins a step before the last one has ended, so the"
+                " pipeline must take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
+            )
+        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
+        self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
-        self._batches: dict[int, Batch] = {}
-        self._last_share: Share | None = None
+        self._leaves_gradients = optimizer is None
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
         self._broken = ""
 
     def _make_parts(
-        self, chain: Chain, loss: Loss, optimizer: Factory, on_step: OnStep | None, hosts: Any
+        self,
+        chain: Chain,
+        loss: Loss,
+        optimizer: Factory | None,
+        on_step: OnStep | None,
+        hosts: Any,
+        tile_options: Mapping[str, Any],
     ) -> None:
-        self.stages = make_stages(chain, self.program, self.rank, loss)
+        own = optimizer is None
+        self.stages = make_stages(chain, self.program, self.fabric, loss, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
-        self._ties = start.checked_ties(chain, self.program, self.rank, self.stages)
-        tied = [pair for tie in self._ties for pair in tie.mine]
+        ties, lane = checked_ties(chain, self.program, self.rank, self.stages), self.fabric.lane("ties")
+        tied = [pair for tie in ties for pair in tie.mine]
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
         self._updates = {
             number: maker.make(stage, frozenset(place for n, place in tied if n == number))
             for number, stage in self.stages.items()
         }
         self._losses = Losses(self.layout, self.fabric, self.stages)
-        self._tie_lane = self.fabric.lane("ties")
+        self._batches = Batches(self.layout, self.stages, chain.arguments)
+        inputs = Inputs(self.layout, self.rank, self.stages, self._batches.inputs, self._batches.targets)
+        self._evaluation = Evaluation(self.program, self.fabric, self.stages, inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
             self.fabric,
             self.stages,
             self._updates,
-            self._inputs_of,
-            self._targets_of,
-            self._sum_ties if chain.tied(self.layout.cuts) else None,
+            inputs,
+            partial(sum_ties, ties, self.stages, lane, self.rank) if chain.tied(self.layout.cuts) else None,
             self._losses.tell,
         )
 
@@ -135,14 +160,18 @@ class Pipeline:
         on every rank; None while an asynchronous pipeline fills.
         """
         self._usable()
-        inputs, targets = batch
-        self._interpreter.crossings.shares[self._periods] = self._share(batch, local)
-        if self._ahead:
-            # Looked at again in later steps, by when the caller may have written a new batch into it.
-            inputs, targets = self._kept(inputs, targets)
-        self._batches[self._periods] = inputs, targets
+        self._interpreter.exchange.shares[self._periods] = self._batches.share(batch, local)
+        # Later steps read the batch again, and the caller may have overwritten it by then.
+        self._batches.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
-        return self._iterate(None)
+        if not self._leaves_gradients:
+            return self._iterate(None)
+        with added_to(self.parameters()):
+            loss = self._iterate(None)
+            with self._guarded():
+                for update in self._updates.values():
+                    update.finish()
+        return loss
 
     def drain(self) -> list[float]:
         """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
@@ -159,7 +188,7 @@ class Pipeline:
                 update.finish()
             self._interpreter.restart()
             self._losses.settle()
-        self._batches.clear()
+        self._batches.given.clear()
         self._periods, self._done = 0, -self._ahead
         return losses
 
@@ -177,7 +206,7 @@ class Pipeline:
             self._done += 1
             if not finishes:
                 return None
-            self._batches.pop(iteration)
+            self._batches.given.pop(iteration)
             return self._losses.total()
 
     @contextmanager
@@ -195,52 +224,19 @@ class Pipeline:
         if self._broken:
             raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
 
-    # -- batches -------------------------------------------------------------------------------------------
-
-    def _share(self, batch: Batch, local: bool) -> Share:
-        rows = rows_of(batch, "the batch")
-        replicas = [self.layout.replicas(stage) for stage in range(self.layout.stages)]
-        share = Share(rows, self.layout.microbatches, shape_key(batch), replicas[0] if local else 0)
-        if share != self._last_share:
-            for count in replicas:
-                share.check(count)
-            self._last_share = share
-        return share
-
-    def _kept(self, inputs: Any, targets: Any) -> Batch:
-        first, last = 0 in self.stages, self.layout.stages - 1 in self.stages
-        return (tree_map(_clone, inputs) if first else None), (tree_map(_clone, targets) if last else None)
-
-    def _inputs_of(self, period: int, rows: Range) -> Any:
-        return whole.on_device(self._arguments(cut(self._batches[period][0], rows)), self.stages[0].device)
-
-    def _targets_of(self, period: int, rows: Range) -> Any:
-        device = self.stages[self.layout.stages - 1].device
-        return whole.on_device(cut(self._batches[period][1], rows), device)
-
-    def _sum_ties(self, period: int) -> None:
-        """Parameters on several stages get the sum of all their gradients everywhere."""
-        for tie in self._ties:
-            number, place = tie.mine[0]
-            mine = [self.stages[n].grads[period][p] for n, p in tie.mine]
-            grads = [grad for grad in mine if grad is not None]
-            total = grads[0] if grads else torch.zeros_like(self.stages[number].versions.newest.leaves[place])
-            for grad in grads[1:]:
-                total += grad
-            summed_over(self._tie_lane, self.rank, tie.ranks, [total])
-            for number, place in tie.mine:
-                self.stages[number].grads[period][place] = total
-
     # -- the whole model -----------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
         self._usable()
-        inputs, targets = batch
-        rows = rows_of(batch, "the batch")
+        share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
         self._newest()
-        parts = min(rows, self.layout.microbatches)
-        return self._weights.evaluate(self._arguments, inputs, targets, rows, parts)
+        self._batches.add(EVALUATED, batch)
+        try:
+            with self._guarded():
+                return self._evaluation.run(share)
+        finally:
+            del self._batches.given[EVALUATED]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
@@ -278,6 +274,11 @@ class Pipeline:
         with self._guarded():
             checkpoint.resumed(self, state)
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The newest weights of the stages that this rank holds."""
+        for stage in self.stages.values():
+            yield from stage.versions.newest.leaves
+
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's, stage by stage."""
@@ -291,7 +292,3 @@ class Pipeline:
 
 def _nothing() -> None:
     """No loss is to come in this iteration."""
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

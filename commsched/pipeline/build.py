@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,21 +13,18 @@ from torch.optim import Optimizer
 from commsched.optimizer.shards import check_elementwise
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.gradients import Gradients
 from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
 from scheduler.ir.actions import COLLECTIVE, Kind
+from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import LINK_LANE, Program, buckets_of
 from scheduler.ir.unroll import depth
 
-
-@dataclass(frozen=True)
-class Tie:
-    """One parameter on several stages: this rank's (stage, place), and all ranks that have it."""
-
-    mine: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
+if TYPE_CHECKING:
+    from commsched.pipeline.tiled_module import TiledModule
 
 
 def bare_profile(chain: Chain, name: str, cuts: Sequence[int]) -> Profile:
@@ -37,47 +33,59 @@ def bare_profile(chain: Chain, name: str, cuts: Sequence[int]) -> Profile:
     return Profile(name, tuple(Layer(n, 1.0, 2.0, size) for n, size in zip(chain.names, sizes, strict=True)))
 
 
-def make_stages(chain: Chain, program: Program, rank: int, loss: Loss) -> dict[int, Stage]:
-    layout = program.pipeline
-    assert layout is not None
+def make_stages(
+    chain: Chain, program: Program, fabric: Fabric, loss: Loss, own_parameters: bool, tile_options: Any
+) -> dict[int, Stage]:
+    layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
     tied = list(chain.tied(layout.cuts).values())
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
         if any(number in users and set(users) & set(stages) for users in tied):
-            # Each of a rank's stages steps its own copy.
-            module = copy.deepcopy(module)
+            # Each of a rank's stages steps its own copy; the caller steps a shared parameter once.
+            module = copy.deepcopy(module, _parameters(module) if own_parameters else {})
         last = number + 1 == layout.stages
         stages[number] = Stage(
-            number, module, loss if last else None, layout.recompute[number], stays=depth(program) > 0
+            number,
+            module,
+            loss if last else None,
+            layout.recompute[number],
+            depth(program) > 0,
+            _on_tiles(layout, number, module, fabric, tile_options),
+            own_parameters,
         )
     return stages
 
 
-def make_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """In the same order on every rank; only those that this rank is part of."""
-    layout = program.pipeline
-    assert layout is not None
-    ties = []
-    for key, users in chain.tied(layout.cuts).items():
-        places = []
-        for number in users:
-            if number in stages:
-                name = _name_of(chain, key, layout.layers(number, len(chain)))
-                places.append((number, stages[number].versions.names.index(name)))
-        ranks = sorted({r for number in users for r in layout.ranks[number]})
-        if places:
-            ties.append(Tie(tuple(places), tuple(ranks)))
-    return ties
+def _on_tiles(
+    layout: Layout, number: int, module: nn.Module, fabric: Fabric, options: Any
+) -> dict[int, TiledModule]:
+    """By micro-batch, the module on the grid of tiles that computes it. Where a rank is a tile of the replica
+    and of the mirrored one, the second gets a copy of the module that shares its parameters. Each has buffers
+    of its own: all tiles of a replica must have the same.
+    """
+    tiles = layout.grid(number)
+    if tiles is None:
+        return {}
+    from commsched.pipeline.tiled_module import TiledModule
+
+    found: dict[tuple[int, ...], TiledModule] = {}
+    by_index = {}
+    modules = iter([module, copy.deepcopy(module, _parameters(module))] if layout.mirror else [module])
+    for index in layout.computed_by(fabric.rank, number):
+        replica = layout.place(number, fabric.rank, index)[0] * tiles.size
+        ranks = layout.holders(number, index)[replica : replica + tiles.size]
+        if ranks not in found:
+            channel = fabric.channel(f"tiles of stage {number}", ranks)
+            found[ranks] = TiledModule(number, next(modules), tiles, channel, options)
+        by_index[index] = found[ranks]
+    return by_index
 
 
-def _name_of(chain: Chain, key: int, layers: range) -> str:
-    for layer in layers:
-        for name, parameter in chain.layer_parameters(layer).items():
-            if id(parameter) == key:
-                return name
-    raise ValueError("a shared parameter is missing in a stage that uses it")
+def _parameters(module: nn.Module) -> dict[int, Any]:
+    """What a copy of the module shares with it, as ``deepcopy`` takes it."""
+    return {id(parameter): parameter for parameter in module.parameters()}
 
 
 class UpdateMaker:
@@ -88,17 +96,18 @@ class UpdateMaker:
         chain: Chain,
         program: Program,
         fabric: Fabric,
-        factory: Factory,
+        factory: Factory | None,
         on_step: OnStep | None,
         hosts: Sequence[Sequence[int]] | None,
     ) -> None:
-        assert program.pipeline is not None
-        self.chain, self.program, self.layout, self.fabric = chain, program, program.pipeline, fabric
+        self.chain, self.program, self.layout, self.fabric = chain, program, program.layout, fabric
         self.factory, self.on_step, self.hosts = factory, on_step, hosts
         self.lane = fabric.lane("sums")
 
     def make(self, stage: Stage, apart: frozenset[int]) -> Update:
-        ranks = self.layout.ranks[stage.number]
+        ranks = self.layout.members(stage.number)
+        if self.factory is None:
+            return self._gradients(stage, ranks, apart)
         if len(ranks) == 1 or not stage.versions.names:
             return Whole(stage, self.factory, self.on_step, apart=apart)
         if self.layout.reduction == "masters":
@@ -118,6 +127,7 @@ class UpdateMaker:
 
     def _elementwise(self, stage: Stage) -> bool:
         """Whether the optimizer can step a shard without the rest."""
+        assert self.factory is not None
         probe: Optimizer = self.factory([nn.Parameter(torch.zeros(1))])
         try:
             check_elementwise(type(probe))
@@ -125,7 +135,20 @@ class UpdateMaker:
             return False
         return True
 
+    def _gradients(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
+        """Gradients alone: summed bucket by bucket, where all have one type."""
+        leaves = stage.versions.newest.leaves
+        kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
+        if len(ranks) == 1 or self.layout.reduction == "masters" or len(kinds) != 1:
+            combine = _Combine(summed_over, self.lane, self.fabric.rank, ranks)
+            return Gradients(stage, None, (), False, combine if len(ranks) > 1 else None, apart)
+        numbers = buckets_of(self.program)[stage.number]
+        scattered = self._scattered(stage, ranks, apart, numbers, gathers_gradients=True)
+        early = self.layout.placement == "eager" or len(numbers) > 1
+        return Gradients(stage, scattered, numbers, early, None, apart)
+
     def _sharded(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
+        assert self.factory is not None
         leaves = stage.versions.newest.leaves
         kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
         if len(kinds) > 1:
@@ -136,15 +159,7 @@ class UpdateMaker:
         numbers = buckets_of(self.program)[stage.number]
         if not numbers:
             return Whole(stage, self.factory, self.on_step, apart=apart)
-        layers = self.layout.layers(stage.number, len(self.chain))
-        flat = self._flat(stage, layers, apart, leaves[0].element_size())
-        parts = [flat.parts(self.program.buckets[number], layers.start) for number in numbers]
-        transport = self.fabric.transport(f"stage {stage.number}", ranks)
-        place = list(ranks).index(self.fabric.rank)
-        plan = self._plan(stage.number, numbers)
-        scattered = Scattered(
-            transport, place, len(ranks), self.fabric.timeout, parts, [leaf.data for leaf in leaves], plan
-        )
+        scattered = self._scattered(stage, ranks, apart, numbers)
         eager = self.layout.placement == "eager"
         several = len(numbers) > 1
         return Sharded(
@@ -154,8 +169,31 @@ class UpdateMaker:
             scattered,
             numbers,
             eager or several,
-            several and not eager,
+            several and not eager and len(stage.modules) == 1,
             apart,
+        )
+
+    def _scattered(
+        self,
+        stage: Stage,
+        ranks: Sequence[int],
+        apart: frozenset[int],
+        numbers: Sequence[int],
+        gathers_gradients: bool = False,
+    ) -> Scattered:
+        layers = self.layout.layers(stage.number, len(self.chain))
+        leaves = stage.versions.newest.leaves
+        flat = self._flat(stage, layers, apart, leaves[0].element_size())
+        parts = [flat.parts(self.program.buckets[number], layers.start) for number in numbers]
+        return Scattered(
+            self.fabric.transport(f"stage {stage.number}", ranks),
+            list(ranks).index(self.fabric.rank),
+            len(ranks),
+            self.fabric.timeout,
+            parts,
+            [leaf.data for leaf in leaves],
+            self._plan(stage.number, numbers),
+            gathers_gradients,
         )
 
     def _flat(self, stage: Stage, layers: range, apart: frozenset[int], item: int) -> Flat:

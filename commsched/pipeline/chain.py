@@ -22,6 +22,8 @@ class Chain:
     """A model's forward as a list of layers.
 
     ``names``: of the layers; ``sizes``: bytes of their trainable parameters, each where it is used first.
+    ``inside``: classes of modules that a trace looks into. ``example``: inputs of a batch, for models that
+    cannot be traced. ``elements``: the model is a list of modules, and each element is one layer.
     """
 
     def __init__(
@@ -29,9 +31,11 @@ class Chain:
         model: nn.Module | Sequence[nn.Module],
         inside: Iterable[type[nn.Module]] = (),
         example: Any = None,
+        *,
+        elements: bool = False,
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-        self._forward = _forward_of(self.model, tuple(inside), example)
+        self._forward = _forward_of(self.model, tuple(inside), example, elements)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,10 +111,10 @@ class Chain:
 
 
 def _forward_of(
-    model: nn.Module, inside: tuple[type[nn.Module], ...], example: Any
+    model: nn.Module, inside: tuple[type[nn.Module], ...], example: Any, elements: bool
 ) -> TracedForward | ModuleForward:
     try:
-        return TracedForward(model, inside)
+        return TracedForward(model, inside, elements)
     except Exception as error:
         found = ModuleForward(model, example)
         if not inside and len(found.names) > 1:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.pipeline.batches import Batches
+from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
 from commsched.pipeline.update import Update
@@ -34,16 +36,16 @@ class Running(Protocol):
     layout: Layout
     _interpreter: Interpreter
     _updates: dict[int, Update]
-    _batches: dict[int, Any]
+    _batches: Batches
     _periods: int
     _done: int
 
 
 def taken(pipeline: Running) -> dict[str, Any]:
     """This rank's state between two steps."""
-    interpreter, crossings = pipeline._interpreter, pipeline._interpreter.crossings
-    crossings.inbox.expect(_under_way(pipeline))
-    crossings.inbox.drain()
+    interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
+    exchange.inbox.expect(_under_way(pipeline))
+    exchange.inbox.drain()
     return {
         "program": pipeline.program.hash,
         "rank": pipeline.rank,
@@ -57,17 +59,17 @@ def taken(pipeline: Running) -> dict[str, Any]:
             dict(interpreter.stepped),
             dict(interpreter.forwards),
         ),
-        "batches": dict(pipeline._batches),
-        "shares": dict(crossings.shares),
-        "arrived": dict(crossings.inbox.arrived),
-        "to_come": dict(crossings.to_come),
-        "came": {key: list(value) for key, value in crossings.came.items()},
+        "batches": dict(pipeline._batches.given),
+        "shares": dict(exchange.shares),
+        "arrived": dict(exchange.inbox.arrived),
+        "to_come": dict(exchange.to_come),
+        "came": {key: list(value) for key, value in exchange.came.items()},
         "outputs": {
-            key: (_plain(leaves), tree_unflatten(range(len(leaves)), spec), flags)
-            for key, (leaves, spec, flags) in crossings.outputs.items()
+            key: (_plain(leaves), tree_unflatten(range(len(leaves)), spec), grads, cuts)
+            for key, (leaves, spec, grads, cuts) in exchange.outputs.items()
         },
-        "input_grads": dict(crossings.input_grads),
-        "zeros": {key: _plain(leaves) for key, leaves in crossings.zeros.items()},
+        "input_grads": dict(exchange.input_grads),
+        "zeros": {key: _plain(leaves) for key, leaves in exchange.zeros.items()},
         "stages": {n: _stage(stage, pipeline._updates[n]) for n, stage in pipeline.stages.items()},
     }
 
@@ -78,7 +80,7 @@ def _device(pipeline: Running) -> torch.device:
 
 def _under_way(pipeline: Running) -> list[Action]:
     """The messages to this rank that were sent in an iteration that is over, and whose receive is not."""
-    crossings, done = pipeline._interpreter.crossings, pipeline._done
+    exchange, done = pipeline._interpreter.exchange, pipeline._done
     found = []
     for action in pipeline.program.kernel[pipeline.rank].get(RECV_LANE, ()):
         sent = _sent(pipeline, action)
@@ -87,7 +89,7 @@ def _under_way(pipeline: Running) -> list[Action]:
             if period - sent.shift < done <= period - action.shift:
                 found.append((period - action.shift, replace(action, shift=period)))
     coming = [action for _, action in sorted(found, key=lambda item: item[0])]
-    return [a for a in coming if crossings.moves(a) and a not in crossings.inbox.arrived]
+    return [a for a in coming if exchange.moves(a) and a not in exchange.inbox.arrived]
 
 
 def _sent(pipeline: Running, action: Action) -> Action:
@@ -114,8 +116,11 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     return {
         "newest": stage.versions.newest.number,
         "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
-        "module": {key: value.detach().clone() for key, value in stage.module.state_dict().items()},
-        "saved": {job: _kept(saved) for job, saved in stage.saved.items()},
+        "modules": [
+            {key: value.detach().clone() for key, value in module.state_dict().items()}
+            for module in stage.modules
+        ],
+        "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
         "optimizer": None if update.optimizer is None else update.optimizer.state_dict(),
@@ -132,8 +137,9 @@ def _kept(saved: Saved) -> dict[str, Any]:
         "leaves": _plain(saved.leaves),
         "flags": flags,
         "structure": tree_unflatten(range(len(saved.leaves)), saved.spec),
-        "head": None if saved.head is None else (saved.head.targets, saved.head.weight),
+        "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
+        "cuts": saved.cuts,
     }
 
 
@@ -145,7 +151,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
             f" {pipeline.rank} and program {pipeline.program.hash}; give every rank its own checkpoint, and"
             " make the pipeline as it was made then"
         )
-    interpreter, crossings = pipeline._interpreter, pipeline._interpreter.crossings
+    interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     pipeline._periods, pipeline._done = state["counters"]
     link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
     interpreter.link.extend(link)
@@ -153,15 +159,15 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     interpreter.complete, interpreter.stepped = dict(complete), dict(stepped)
     interpreter.forwards = dict(forwards)
     interpreter._told = pipeline._done - 1
-    pipeline._batches = dict(state["batches"])
-    crossings.shares.update(state["shares"])
-    crossings.inbox.arrived.update(state["arrived"])
-    crossings.to_come.update(state["to_come"])
-    crossings.came.update({key: list(value) for key, value in state["came"].items()})
-    for key, (leaves, structure, flags) in state["outputs"].items():
-        crossings.outputs[key] = leaves, tree_flatten(structure)[1], flags
-    crossings.input_grads.update(state["input_grads"])
-    crossings.zeros.update(state["zeros"])
+    pipeline._batches.given = dict(state["batches"])
+    exchange.shares.update(state["shares"])
+    exchange.inbox.arrived.update(state["arrived"])
+    exchange.to_come.update(state["to_come"])
+    exchange.came.update({key: list(value) for key, value in state["came"].items()})
+    for key, (leaves, structure, *others) in state["outputs"].items():
+        exchange.outputs[key] = Values(leaves, tree_flatten(structure)[1], *others)
+    exchange.input_grads.update(state["input_grads"])
+    exchange.zeros.update(state["zeros"])
     for number, stage in pipeline.stages.items():
         _restore(stage, pipeline._updates[number], state["stages"][number])
     _reduce_again(pipeline)
@@ -170,8 +176,9 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
-    for key, value in stage.module.state_dict().items():
-        value.copy_(state["module"][key])
+    for module, kept in zip(stage.modules, state["modules"], strict=True):
+        for key, value in module.state_dict().items():
+            value.copy_(kept[key])
     versions = stage.versions
     newest = versions.newest
     versions.live = {
@@ -188,15 +195,16 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for period, grads in state["grads"].items():
         stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
     stage.losses.update(state["losses"])
-    for job, kept in state["saved"].items():
+    for micro, kept in state["saved"].items():
         leaves = [
             leaf.clone().requires_grad_(flag) if isinstance(leaf, Tensor) else leaf
             for leaf, flag in zip(kept["leaves"], kept["flags"], strict=True)
         ]
         head = None if kept["head"] is None else Head(*kept["head"])
         spec = tree_flatten(kept["structure"])[1]
-        saved = Saved(versions.live[kept["version"]], leaves, spec, head, kept["random"])
-        stage.restore(job, saved)
+        version = versions.live[kept["version"]]
+        saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
+        stage.restore(micro, saved)
 
 
 def _reduce_again(pipeline: Running) -> None:

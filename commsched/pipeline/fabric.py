@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 import comm_core
-from commsched.collectives import state
+from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.private_groups import data_group, tcp_channel
 from commsched.env import settings
-from commsched.transport.channel import DistChannel, Pending, ThreadHub
+from commsched.transport.channel import Channel, DistChannel, Pending, SilentChannel, ThreadHub
 from commsched.transport.short_messages import MOST_BYTES, ShortMessages
 
 _CHANNEL = 77  # of data_group: all pipelines share its connections
@@ -50,6 +50,9 @@ class Fabric(Protocol):
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         """For an engine over these ranks, each of which must call."""
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        """For what the tiles of a stage exchange; each of these ranks must call."""
 
     def abort(self) -> None:
         """This rank gives up: the others need not wait for it."""
@@ -109,14 +112,13 @@ def _is_short(buffers: Sequence[Tensor]) -> bool:
 
 
 class DistFabric:
-    """The ranks of ``commsched.init()``."""
+    """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
 
-    def __init__(self) -> None:
-        engine = state.engine()
-        self.rank, self.size = engine.launch.rank, engine.launch.size
-        self.timeout = settings().timeout
-        self._meeting = engine.meeting
-        self._number = next(_numbers[state.epoch()])
+    def __init__(self, timeout: float | None = None) -> None:
+        launch, self._meeting = carrier().launch, carrier().meeting
+        self.rank, self.size = launch.rank, launch.size
+        self.timeout = settings().timeout if timeout is None else timeout
+        self._number = next(_numbers[epoch()])
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()
         self._group, self._short = None, None
@@ -139,10 +141,15 @@ class DistFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = comm_core.GatedChannel(tcp_channel(store, place, len(ranks)))
+        channel = tcp_channel(store, place, len(ranks))
         transport = comm_core.DirectTransport(channel, place, len(ranks))
         transport.set_timeout(self.timeout)
         return transport
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        if self._group is None:
+            return SilentChannel()
+        return DistChannel(self._group, ranks, self.timeout)
 
     def abort(self) -> None:
         if self._short is not None:
@@ -171,9 +178,9 @@ class ThreadWorld:
     def fabric(self, rank: int) -> ThreadFabric:
         return ThreadFabric(self, rank)
 
-    def hub(self, name: str) -> ThreadHub:
+    def hub(self, name: str, size: int) -> ThreadHub:
         with self._lock:
-            hub = self._hubs.setdefault(name, ThreadHub(self.size, self.timeout))
+            hub = self._hubs.setdefault(name, ThreadHub(size, self.timeout))
             self._break()
             return hub
 
@@ -217,7 +224,7 @@ class ThreadFabric:
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         self._made += 1
-        return ThreadLane(self.world.hub(f"{self._made} {name}"), name, self.rank)
+        return ThreadLane(self.world.hub(f"{self._made} {name}", self.size), name, self.rank)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         # A number per rank would differ between ranks: only lanes are made by all of them alike.
@@ -225,6 +232,10 @@ class ThreadFabric:
         transport = comm_core.HubTransport(hub, list(ranks).index(self.rank))
         transport.set_timeout(self.timeout)
         return transport
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        hub = self.world.hub(f"{self._made} {name} {list(ranks)}", len(ranks))
+        return hub.channel(list(ranks).index(self.rank))
 
     def abort(self) -> None:
         self.world.abort()

@@ -1,9 +1,7 @@
-"""The whole model, spread over ranks: its state, and a forward outside of the program."""
+"""The state of the whole model, which is spread over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,13 +11,12 @@ from torch.utils._pytree import tree_map
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_tree, send_tree
-from commsched.pipeline.rows import cut
 from commsched.pipeline.stage import Stage
 from scheduler.ir.layout import Layout
 
 
-class Whole:
-    """Every stage speaks through its first replica. Stages' modules must hold the weights that are meant."""
+class FullState:
+    """Reads each stage from its first rank; modules must hold the newest weights."""
 
     def __init__(
         self, layout: Layout, fabric: Fabric, lane: Lane, chain: Chain, stages: dict[int, Stage]
@@ -60,58 +57,9 @@ class Whole:
         if missing:
             raise ValueError(f"the state has no {', '.join(missing[:4])}; it must be the whole model's")
         for stage in self.stages.values():
-            for key, value in stage.module.state_dict().items():
-                value.copy_(state[key])
+            stage.load(state)
         for key, value in self.spare.items():
             value.copy_(state[key])
-
-    @torch.no_grad()
-    def evaluate(
-        self, arguments: Callable[[Any], Any], inputs: Any, targets: Any, rows: int, parts: int
-    ) -> float:
-        """The mean loss; one replica of each stage computes, micro-batch by micro-batch."""
-        total, pending = 0.0, []
-        with self._evaluating():
-            for part in range(parts):
-                span = part * rows // parts, (part + 1) * rows // parts
-                loss, sent = self._forward(arguments(cut(inputs, span)), cut(targets, span))
-                total += loss * (span[1] - span[0]) / rows
-                pending += sent
-        value = torch.tensor([total], dtype=torch.float64)
-        if self.fabric.rank == self.owners[-1]:
-            pending += [self.lane.send(peer, [value]) for peer in self._peers]
-        else:
-            self.lane.receive(self.owners[-1], [value]).wait()
-        for sent in pending:
-            sent.wait()
-        return float(value)
-
-    def _forward(self, state: Any, targets: Any) -> tuple[float, list[Any]]:
-        pending: list[Any] = []
-        for number, owner in enumerate(self.owners):
-            if owner != self.fabric.rank:
-                continue
-            stage = self.stages[number]
-            if number and self.owners[number - 1] != owner:
-                state = receive_tree(self.lane, self.owners[number - 1])
-            state = stage.module(*on_device(state, stage.device))
-            if number + 1 == self.layout.stages:
-                assert stage.loss is not None
-                return float(stage.loss(state, on_device(targets, stage.device))), pending
-            if self.owners[number + 1] != owner:
-                pending += send_tree(self.lane, self.owners[number + 1], state)
-        return 0.0, pending
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(m, m.training) for stage in self.stages.values() for m in stage.module.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

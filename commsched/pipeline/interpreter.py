@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 from commsched.errors import CommError
-from commsched.pipeline.crossing import Crossings
+from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.messages import in_words
-from commsched.pipeline.rows import Range
 from commsched.pipeline.spans import Span
-from commsched.pipeline.stage import Head, Job, Stage, flattened
+from commsched.pipeline.stage import Micro, Stage
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import last_gradient
@@ -26,9 +25,6 @@ from scheduler.ir.layout import Layout, is_token
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program
 from scheduler.ir.unroll import reach, version
 from scheduler.ir.weight_versions import delays
-
-Feed = Callable[[int, Range], Any]
-"""Period and rows -> the arguments of the first stage, or the targets of the last."""
 
 
 class Interpreter:
@@ -45,21 +41,22 @@ class Interpreter:
         fabric: Fabric,
         stages: dict[int, Stage],
         updates: dict[int, Update],
-        inputs: Feed,
-        targets: Feed,
+        inputs: Inputs,
         ties: Callable[[int], None] | None,
         tell: Callable[[int], None],
     ) -> None:
         assert program.pipeline is not None
         self.layout: Layout = program.pipeline
         self.rank, self.stages, self.updates = fabric.rank, stages, updates
-        self.inputs, self.targets, self.ties, self.tell = inputs, targets, ties, tell
+        self.inputs, self.ties, self.tell = inputs, ties, tell
         self.lanes = program.kernel[self.rank]
         self.delays = delays(program)
         order = self.lanes[COMPUTE_LANE]
         self.completes = {stage: order[last_gradient(order, stage)] for stage in stages}
         self.split = {action.stage for action in order if action.kind is Kind.W}
-        self.crossings = Crossings(self.layout, fabric, stages)
+        self.exchange = Exchange(self.layout, fabric, stages)
+        self._per_period = {stage: len(self.layout.computed_by(self.rank, stage)) for stage in stages}
+        self._tells = inputs.tells
         self.link: deque[Action] = deque()
         self.waiting: list[Action] = []  # reductions that need a token
         self.tokens: set[tuple[int, int]] = set()
@@ -67,7 +64,6 @@ class Interpreter:
         self.stepped: dict[int, int] = dict.fromkeys(stages, -1)
         self.forwards: dict[int, int] = dict.fromkeys(stages, 0)
         self._told = -1
-        self._input_spec: Any = None
         self._overlap = int(reach(program.kernel) != (0, 0))  # whether periods share iterations
         self.spans: list[Span] | None = None
         self._waited_reduced = 0.0
@@ -78,7 +74,7 @@ class Interpreter:
         """The kernel's iteration, without the periods before 0 and after ``last``. ``meanwhile`` is called
         once, when others may already compute with what this rank has sent.
         """
-        inbox, moves = self.crossings.inbox, self.crossings.moves
+        inbox, moves = self.exchange.inbox, self.exchange.moves
         # After a checkpoint, some may be here already.
         coming = [a for a in self._now(RECV_LANE, iteration, last) if a not in inbox.arrived]
         inbox.expect([a for a in coming if moves(a)])
@@ -92,7 +88,7 @@ class Interpreter:
             self._issue()
             # Only now: nobody waits for this rank to post a receive or to tidy up, but for what it computes.
             inbox.pump()
-            self.crossings.let_go()
+            self.exchange.let_go()
             if first:
                 self._tidy(iteration)
                 meanwhile()
@@ -109,7 +105,7 @@ class Interpreter:
     def _tidy(self, iteration: int) -> None:
         """Periods that ended with an earlier iteration have been received everywhere, or will be."""
         oldest = iteration - self._overlap
-        self.crossings.forget(oldest)
+        self.exchange.forget(oldest)
         self.tokens = {key for key in self.tokens if key[1] >= oldest}
 
     def _now(self, lane: str, iteration: int, last: int | None) -> list[Action]:
@@ -127,17 +123,17 @@ class Interpreter:
             self.forwards[number], self.complete[number], self.stepped[number] = 0, -1, -1
         for update in self.updates.values():
             update.restart()
-        self.crossings.outbox.settle()
-        self.crossings.shares.clear()
+        self.exchange.outbox.settle()
+        self.exchange.shares.clear()
         self.tokens.clear()
         self._told = -1
 
     def _tell(self, action: Action, iteration: int) -> None:
         """A period's loss is told in its own iteration, once all its forwards are over."""
         last = self.layout.stages - 1
-        if action.stage != last or action.kind is Kind.STEP or self._told >= iteration:
+        if action.stage != last or action.kind is Kind.STEP or self._told >= iteration or not self._tells:
             return
-        if self.forwards[last] >= (iteration + 1) * self.layout.microbatches and iteration >= 0:
+        if self.forwards[last] >= (iteration + 1) * self._per_period[last] and iteration >= 0:
             self._told = iteration
             self.tell(iteration)
 
@@ -153,68 +149,55 @@ class Interpreter:
     # Computation
 
     def _forward(self, action: Action, number: int) -> None:
-        stage, job = self.stages[number], (action.index, action.shift)
+        stage, micro = self.stages[number], (action.index, action.shift)
         weights = stage.versions.live[version(action)]
-        arguments = self._arguments(number, job)
-        head = self._head(number, job)
+        arguments = self.inputs.arguments(self.exchange, number, micro)
+        head = self.inputs.head(self.exchange, number, micro)
         self.updates[number].prepare(weights)
         try:
             start = perf_counter()
-            leaves = stage.forward(job, *arguments, weights, head)
+            leaves = stage.forward(micro, arguments, weights, head)
             self._note(action, start)
         except CommError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"stage {number} on rank {self.rank} failed in the forward of micro-batch {job[0]} of step"
-                f" {job[1]} ({type(error).__name__}: {error}); it was given {in_words(arguments[0])}"
+                f"stage {number} on rank {self.rank} failed in the forward of micro-batch {micro[0]} of step"
+                f" {micro[1]} ({type(error).__name__}: {error}); it was given {in_words(arguments[0])}"
             ) from error
         self.forwards[number] += 1
         if head is None:
-            self.crossings.put_out(number, job, leaves)
-
-    def _arguments(self, number: int, job: Job) -> tuple[list[Any], Any]:
-        if number:
-            return self.crossings.arguments(number, job)
-        inputs = self.inputs(job[1], self.crossings.given(0, job))
-        leaves, self._input_spec = flattened(inputs, self._input_spec)
-        return leaves, self._input_spec
-
-    def _head(self, number: int, job: Job) -> Head | None:
-        if number + 1 < self.layout.stages:
-            return None
-        low, high = self.crossings.rows(number, self.rank, job)
-        targets = self.targets(job[1], self.crossings.given(number, job))
-        return Head(targets, (high - low) / self.crossings.shares[job[1]].total)
+            grads = stage.needs_grad(leaves, stage.saved[micro].leaves)
+            self.exchange.put_out(number, micro, leaves, grads)
 
     def _gradient(self, action: Action, number: int) -> None:
         """B, or W where the program has any."""
-        stage, job = self.stages[number], (action.index, action.shift)
+        stage, micro = self.stages[number], (action.index, action.shift)
         kernel = self.completes[number]
         completes = (action.kind, action.index) == (kernel.kind, kernel.index)
         start = perf_counter()
         if action.kind is Kind.W:
-            stage.weight_gradients(job)
+            stage.weight_gradients(micro)
             self._note(action, start)
         elif completes:
-            with self.updates[number].early(action.shift, stage.saved[job].version):
-                self._backward(action, stage, job)
+            with self.updates[number].early(action.shift, stage.saved[micro].version):
+                self._backward(action, stage, micro)
         else:
-            self._backward(action, stage, job)
+            self._backward(action, stage, micro)
         if completes:
             self.complete[number] = action.shift
 
-    def _backward(self, action: Action, stage: Stage, job: Job) -> None:
-        leaves, number = stage.saved[job].leaves, stage.number
-        grads = self.crossings.output_grads(number, job) if number + 1 < self.layout.stages else []
+    def _backward(self, action: Action, stage: Stage, micro: Micro) -> None:
+        leaves, number = stage.saved[micro].leaves, stage.number
+        grads = self.exchange.output_grads(number, micro) if number + 1 < self.layout.stages else []
         start = perf_counter()
-        found = stage.backward(job, grads, number in self.split)
+        found = stage.backward(micro, grads, number in self.split)
         self._note(action, start)
-        self.crossings.put_back(number, job, leaves, found)
+        self.exchange.put_back(number, micro, leaves, found)
 
     def _note(self, action: Action, start: float) -> None:
         if self.spans is not None:
-            waited = self._waited_reduced + self.crossings.inbox.waited
+            waited = self._waited_reduced + self.exchange.inbox.waited
             self.spans.append(Span(action, start, perf_counter(), waited))
 
     # Sends and collectives
@@ -230,15 +213,15 @@ class Interpreter:
         complete = self.complete[action.stage] >= action.shift
         if is_token(action, self.layout):
             if complete:
-                self.crossings.send_token(action)
+                self.exchange.send_token(action)
             return complete
         if action.kind is Kind.SENDF:
-            return self.crossings.send_forward(action)
+            return self.exchange.send_forward(action)
         if action.kind is Kind.SENDB:
             if complete and self.layout.placement == "eager":
                 # The program has its sums before it on the wire.
                 self._wait_reduced(action.stage)
-            return self.crossings.send_backward(action)
+            return self.exchange.send_backward(action)
         if action.kind is Kind.AG:
             if self.stepped[action.stage] < action.shift:
                 return False
@@ -267,9 +250,9 @@ class Interpreter:
         peer = self.layout.ranks[group * self.layout.positions][0]
         index = self.layout.microbatches + group
         token = Action(Kind.RECVF, index, number, peer=peer, shift=action.shift)
-        if not wait and token not in self.crossings.inbox.arrived:
+        if not wait and token not in self.exchange.inbox.arrived:
             return False
-        self.crossings.inbox.take(token)
+        self.exchange.inbox.take(token)
         self.tokens.add((number, action.shift))
         return True
 
@@ -293,5 +276,5 @@ class Interpreter:
         stage = self.stages[number]
         if any(saved.version.number == v for saved in stage.saved.values()):
             return True
-        coming = self.forwards[number] // self.layout.microbatches
+        coming = self.forwards[number] // self._per_period[number]
         return v >= max(0, coming - self.delays[number])

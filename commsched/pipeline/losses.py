@@ -1,4 +1,4 @@
-"""The mean loss of each step, told by the last stage's replicas to every rank."""
+"""The mean loss of each step, told by ranks of the last stage to every rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.inputs import tellers
 from commsched.pipeline.stage import Stage
 from commsched.transport.channel import Pending
 from scheduler.ir.layout import Layout
@@ -20,7 +21,7 @@ class Losses:
     """
 
     def __init__(self, layout: Layout, fabric: Fabric, stages: dict[int, Stage]) -> None:
-        self.ranks, self.fabric = layout.ranks[-1], fabric
+        self.ranks, self.fabric = tellers(layout), fabric
         self.stage = stages.get(layout.stages - 1)
         self.lane = fabric.lane("losses")
         self._coming: list[tuple[Tensor, Pending | None]] = []

@@ -18,6 +18,7 @@ from torch import Tensor
 from commsched.errors import CommError
 from commsched.pipeline.fabric import Lane, to_host
 from commsched.pipeline.messages import Description, receive_object, send_object
+from commsched.pipeline.parts import Cuts
 from commsched.transport.channel import Pending
 from scheduler.ir.actions import Action, Kind
 
@@ -37,12 +38,18 @@ class Outbox:
         self._sent: defaultdict[int, list[Sent]] = defaultdict(list)  # by peer, in order
 
     def forward(
-        self, action: Action, key: Hashable, leaves: Sequence[Any], spec: Any, grads: Sequence[bool]
+        self,
+        action: Action,
+        key: Hashable,
+        leaves: Sequence[Any],
+        spec: Any,
+        grads: Sequence[bool],
+        cuts: Sequence[Cuts],
     ) -> Description:
         """Sends leaves; the description is of the gradients that will come back."""
         peer, outline = _peer(action), _outline(leaves, grads)
         if (peer, key) not in self._known:
-            described = Description.of(leaves, spec, grads)
+            described = Description.of(leaves, spec, grads, cuts)
             back = Description(None, tuple(leaf for leaf in described.leaves if leaf.grad))
             self._known[peer, key] = back, outline
             self._sent[peer] += [(action, part) for part in send_object(self.lane, peer, described)]

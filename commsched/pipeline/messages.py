@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.fabric import Lane, from_host, to_host
+from commsched.pipeline.parts import UNCUT, Cuts
 from commsched.transport.channel import Pending
 
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -20,12 +21,15 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a message; ``grad``: a gradient will come back. Or a constant."""
+    """One tensor of a message; ``grad``: a gradient will come back; ``cuts``: how tiles cut it in the
+    sender's stage and in the receiver's. Or a constant.
+    """
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     grad: bool = False
     constant: Any = None
+    cuts: Cuts = UNCUT
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,12 @@ class Description:
     leaves: tuple[Leaf, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], spec: Any, grads: Sequence[bool]) -> Description:
+    def of(
+        cls, leaves: Sequence[Any], spec: Any, grads: Sequence[bool], cuts: Sequence[Cuts] | None = None
+    ) -> Description:
         structure = None if spec is None else tree_unflatten(range(len(leaves)), spec)
-        return cls(structure, tuple(_leaf(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True)))
+        each = zip(leaves, grads, cuts or [UNCUT] * len(leaves), strict=True)
+        return cls(structure, tuple(_leaf(leaf, grad, cut) for leaf, grad, cut in each))
 
     @cached_property
     def spec(self) -> Any:
@@ -69,9 +76,9 @@ class Description:
         )
 
 
-def _leaf(value: Any, grad: bool) -> Leaf:
+def _leaf(value: Any, grad: bool, cuts: Cuts) -> Leaf:
     if isinstance(value, Tensor):
-        return Leaf(tuple(value.shape), value.dtype, grad)
+        return Leaf(tuple(value.shape), value.dtype, grad, cuts=cuts)
     if isinstance(value, _CONSTANTS):
         return Leaf(constant=value)
     raise ValueError(

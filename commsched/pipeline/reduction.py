@@ -7,7 +7,8 @@ stepped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +46,9 @@ class Flat:
 
 
 class Scattered:
-    """One stage's engine: RS of its gradient buckets, AG of its parameter buckets, in the program's order."""
+    """One stage's engine: RS of its gradient buckets, AG of its parameter buckets (or, with
+    ``gathers_gradients``, of the sums), in the program's order.
+    """
 
     def __init__(
         self,
@@ -56,20 +59,27 @@ class Scattered:
         parts: Sequence[Sequence[tuple[int, int, int]]],
         leaves: Sequence[Tensor],
         plan: Sequence[tuple[str, int]],
+        gathers_gradients: bool = False,
     ) -> None:
         self.parts, self.place, self.size = parts, place, size
         kind = leaves[0].dtype
         counts = [sum(stop - start for _, start, stop in part) for part in parts]
         padded = [-(-count // size) * size for count in counts]
         self.grads = [torch.zeros(count, dtype=kind) for count in padded]
-        self.weights = [torch.zeros(count, dtype=kind) for count in padded]
+        self.weights = self.grads if gathers_gradients else [torch.zeros_like(each) for each in self.grads]
         self.engine = comm_core.Engine(transport, place, size, timeout)
         for number, (grads, weights) in enumerate(zip(self.grads, self.weights, strict=True)):
-            self.engine.add_bucket(grads, gather=weights, needs_update=True, name=f"bucket {number}")
+            self.engine.add_bucket(
+                grads,
+                gather=None if gathers_gradients else weights,
+                needs_update=True,
+                name=f"bucket {number}",
+            )
         self.engine.install(list(plan))
         self.begun = -1
         self._marked: set[int] = set()
-        self.read(leaves)
+        if not gathers_gradients:
+            self.read(leaves)
         self.masters = [nn.Parameter(view) for view in self._shard(self.weights)]
         for master, grad in zip(self.masters, self._shard(self.grads), strict=True):
             master.grad = grad
@@ -124,6 +134,28 @@ class Scattered:
         with translated():
             self.engine.mark_ready(bucket)
 
+    @contextmanager
+    def leaving(self, period: int, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Around the backward that completes these parameters' gradients: buckets leave as they fill."""
+        missing = [{place for place, _, _ in part} for part in self.parts]
+
+        def filled(place: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                for bucket, places in enumerate(missing):
+                    if place in places:
+                        places.remove(place)
+                        if not places:
+                            self.ready(period, bucket, [leaf.grad for leaf in leaves], leaves)
+
+            return hook
+
+        hooks = [leaf.register_post_accumulate_grad_hook(filled(n)) for n, leaf in enumerate(leaves)]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
     def wait_reduced(self) -> None:
         with translated():
             for bucket in range(len(self.parts)):
@@ -135,14 +167,18 @@ class Scattered:
 
     def take_in(self, version: Version, bucket: int) -> None:
         """Waits for a bucket's all-gather and writes it into the version that it belongs to."""
+        self.write(bucket, version.data)
+        version.pending.discard(bucket)
+
+    def write(self, bucket: int, tensors: Sequence[Any]) -> None:
+        """Waits for a bucket's all-gather and writes its parts where they belong."""
         with translated():
             self.engine.wait_ag(bucket)
         at = 0
         for place, start, stop in self.parts[bucket]:
-            target = version.leaves[place].data.view(-1)[start:stop]
+            target = tensors[place].view(-1)[start:stop]
             target.copy_(from_host(self.weights[bucket][at : at + stop - start], target.device))
             at += stop - start
-        version.pending.discard(bucket)
 
     def close(self) -> None:
         self.engine.close()

@@ -102,9 +102,3 @@ class Share:
 @lru_cache(maxsize=1 << 12)
 def _within(size: int, replica: int, replicas: int) -> Range:
     return border(replica, size, replicas), border(replica + 1, size, replicas)
-
-
-def common(mine: Range, other: Range) -> Range:
-    """The rows in both, counted from the first of ``mine``."""
-    low, high = max(mine[0], other[0]), min(mine[1], other[1])
-    return low - mine[0], max(low, high) - mine[0]

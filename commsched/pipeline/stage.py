@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.pipeline.parts import Cut
 from commsched.pipeline.versions import Version, Versions
 from commsched.pipeline.weight_gradients import split_backward
 
+if TYPE_CHECKING:
+    from commsched.pipeline.tiled_module import TiledModule
+
 Loss = Callable[[Any, Any], Tensor]
-Job = tuple[int, int]
+Micro = tuple[int, int]
 """Micro-batch and period."""
 
 
 @dataclass
 class Head:
-    """What turns the last stage's output into this replica's part of the mean loss."""
+    """What turns the last stage's output into this replica's part of the mean loss. ``counts``: the value is
+    added to the step's; one tile of a replica does that, since all tiles have the same.
+    """
 
     targets: Any
     weight: float
+    counts: bool = True
 
 
 @dataclass
@@ -37,6 +44,8 @@ class Saved:
     spec: Any
     head: Head | None
     random: list[Tensor]
+    micro: Micro
+    cuts: list[Cut | None]
     outputs: list[Any] = field(default_factory=list)
     weights: Callable[[], Any] | None = None
 
@@ -44,26 +53,44 @@ class Saved:
 class Stage:
     """``module`` with its parameters in versions. ``recompute``: keep inputs only and repeat the forward.
     ``stays``: micro-batches may be in flight between two steps; a checkpoint repeats their forward.
+    ``tiled``: by micro-batch, the module on the grid of tiles that computes it; empty for whole samples.
     """
 
     def __init__(
-        self, number: int, module: fx.GraphModule, loss: Loss | None, recompute: bool, stays: bool = True
+        self,
+        number: int,
+        module: nn.Module,
+        loss: Loss | None,
+        recompute: bool,
+        stays: bool = True,
+        tiled: Mapping[int, TiledModule] | None = None,
+        own_parameters: bool = False,
     ) -> None:
         self.number, self.module, self.loss, self.recompute = number, module, loss, recompute
-        self.versions = Versions(module)
+        self.tiled = tiled or {}
+        self.modules = list(dict.fromkeys([module, *(each.module for each in self.tiled.values())]))
+        self.versions = Versions(self.modules, own_parameters)
         self._repeats = recompute or stays
-        self.saved: dict[Job, Saved] = {}
+        self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
         self.losses: defaultdict[int, float] = defaultdict(float)
         self.most_saved = 0
         self.output_spec: Any = None
+        self.output_cuts: list[Cut | None] = []
         self.device = next(module.parameters(), torch.empty(0)).device
         self._buffer_slots = [
             (part._buffers, key)
-            for part in module.modules()
+            for part in dict.fromkeys(part for each in self.modules for part in each.modules())
             for key, buffer in part._buffers.items()
             if buffer is not None
         ]
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copies a state into the module; its copies share the parameters and get the same buffers."""
+        for module in self.modules:
+            for key, value in module.state_dict().items():
+                value.copy_(state[key])
 
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
@@ -71,25 +98,36 @@ class Stage:
     # Forward
 
     def forward(
-        self, job: Job, leaves: list[Any], spec: Any, version: Version, head: Head | None
+        self,
+        micro: Micro,
+        inputs: tuple[list[Any], Any, list[Cut | None]],
+        version: Version,
+        head: Head | None,
     ) -> list[Any]:
-        """The leaves of what the stage puts out; the last stage's is the loss of its rows."""
+        """The leaves of what the stage puts out; the last stage's is the loss of its rows. ``inputs``:
+        leaves, structure, and how tiles cut the leaves.
+        """
+        leaves, spec, cuts = inputs
         random = random_state(self.device) if self._repeats else []
-        saved = Saved(version, leaves, spec, head, random)
-        self.saved[job] = saved
+        saved = Saved(version, leaves, spec, head, random, micro, cuts)
+        self.saved[micro] = saved
         self.most_saved = max(self.most_saved, len(self.saved))
         with torch.no_grad() if self.recompute else nullcontext():
-            saved.outputs = self._run(saved)
-        if head is not None:
-            self.losses[job[1]] += float(saved.outputs[0].detach()) * head.weight
+            saved.outputs = self.run(saved)
+        if head is not None and head.counts:
+            self.losses[micro[1]] += float(saved.outputs[0].detach()) * head.weight
         outputs = saved.outputs
         if self.recompute:
             saved.outputs = []
         return outputs
 
-    def _run(self, saved: Saved) -> list[Any]:
+    def run(self, saved: Saved) -> list[Any]:
+        """The leaves that the module puts out, or the loss."""
         self.versions.use(saved.version)
-        output = self.module(*_unflattened(saved.leaves, saved.spec))
+        tiled = self.tiled.get(saved.micro[0])
+        leaves = saved.leaves if tiled is None else tiled.enter(saved.leaves, saved.cuts)
+        module = self.module if tiled is None else tiled.module
+        output = module(*_unflattened(leaves, saved.spec))
         if saved.head is not None:
             assert self.loss is not None
             loss = self.loss(output, saved.head.targets)
@@ -98,8 +136,12 @@ class Stage:
                     "loss(outputs, targets) must return one number, the mean over the rows; got"
                     f" {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
                 )
-            return [loss]
+            return [loss if tiled is None else tiled.local(loss)]
         leaves, self.output_spec = flattened(output, self.output_spec)
+        if tiled is None:
+            self.output_cuts = [None] * len(leaves)
+        else:
+            leaves, self.output_cuts = tiled.leave(leaves)
         return leaves
 
     @property
@@ -116,11 +158,11 @@ class Stage:
 
     # Backward
 
-    def backward(self, job: Job, grads: list[Tensor | None], split: bool) -> list[Tensor | None]:
+    def backward(self, micro: Micro, grads: list[Tensor | None], split: bool) -> list[Tensor | None]:
         """The gradients of the inputs, for each leaf; those of the parameters are added to the period's,
         unless ``split`` leaves them to ``weight_gradients``.
         """
-        saved = self.saved[job]
+        saved = self.saved[micro]
         if self.recompute:
             self._repeat(saved)
         pairs = self._roots(saved, grads)
@@ -130,11 +172,11 @@ class Stage:
             found, saved.weights = split_backward(outputs, sent, inputs, saved.version.leaves)
             result = iter(found)
         else:
-            self._whole_backward(pairs, inputs, saved.version, self.grads[job[1]])
+            self._whole_backward(pairs, inputs, saved.version, self.grads[micro[1]])
             result = iter([x.grad for x in inputs])
         saved.outputs = []
         if saved.weights is None and not split:
-            del self.saved[job]
+            del self.saved[micro]
         return [next(result) if isinstance(x, Tensor) and x.requires_grad else None for x in saved.leaves]
 
     def _roots(self, saved: Saved, grads: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -147,12 +189,12 @@ class Stage:
             if grad is not None and isinstance(output, Tensor) and output.requires_grad
         ]
 
-    def weight_gradients(self, job: Job) -> None:
+    def weight_gradients(self, micro: Micro) -> None:
         """The second half of a split backward."""
-        saved = self.saved.pop(job)
+        saved = self.saved.pop(micro)
         if saved.weights is None:
             return
-        mine = self.grads[job[1]]
+        mine = self.grads[micro[1]]
         for place, grad in enumerate(saved.weights()):
             if grad is not None:
                 before = mine[place]
@@ -189,15 +231,15 @@ class Stage:
             buffers[key] = buffer.clone()
         try:
             with torch.enable_grad():
-                saved.outputs = self._run(saved)
+                saved.outputs = self.run(saved)
         finally:
             set_random_state(now, self.device)
             for buffers, key, buffer in kept:
                 buffers[key] = buffer
 
-    def restore(self, job: Job, saved: Saved) -> None:
+    def restore(self, micro: Micro, saved: Saved) -> None:
         """Takes up a micro-batch that was between forward and backward when it was saved."""
-        self.saved[job] = saved
+        self.saved[micro] = saved
         if not self.recompute:
             self._repeat(saved)
 

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from commsched.errors import CommError
-from commsched.pipeline.build import Tie, bare_profile, make_ties
+from commsched.pipeline.build import bare_profile
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
@@ -17,7 +15,6 @@ from commsched.pipeline.stage import Stage
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
-from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate, get, program_of
 from scheduler.validate import validate
 
@@ -85,8 +82,9 @@ def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
         )
     if layout.world != fabric.size:
         raise ValueError(
-            f"the program is for {layout.world} ranks (stages times replicas), this job has {fabric.size};"
-            f" start {layout.world} processes, or choose another mesh= or plan"
+            f"stages on {' + '.join(str(len(ranks)) for ranks in dict.fromkeys(layout.ranks))} ranks need"
+            f" {layout.world} ranks, and there are {fabric.size}; start {layout.world} processes, or choose"
+            " another mesh=, placements= or plan="
         )
     validate(program)
     return layout
@@ -108,32 +106,15 @@ def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
         )
 
 
-@torch.no_grad()
 def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:
     """Replicas start with their first rank's weights and buffers."""
     pending = []
     for number, stage in stages.items():
-        ranks = layout.ranks[number]
-        mine = stage.module.state_dict()
+        ranks = layout.members(number)
         if fabric.rank == ranks[0]:
+            mine = stage.module.state_dict()
             pending += [p for peer in ranks[1:] for p in send_tree(lane, peer, mine)]
         else:
-            for key, value in receive_tree(lane, ranks[0]).items():
-                mine[key].copy_(value)
+            stage.load(receive_tree(lane, ranks[0]))
     for sent in pending:
         sent.wait()
-
-
-def checked_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """Parameters on several stages; asynchronous schedules refuse them."""
-    assert program.pipeline is not None
-    tied, late = chain.tied(program.pipeline.cuts), delays(program)
-    if tied and any(late):
-        names = [name for name, p in chain.model.named_parameters() if id(p) in tied]
-        users = sorted({stage for found in tied.values() for stage in found})
-        raise ValueError(
-            f"{', '.join(names)} is used by stages {users}, and schedule {program.policy!r} is asynchronous"
-            f" (delays {late}): the stages would step it with gradients of different steps; use a synchronous"
-            " schedule, cut so that one stage has all its uses, or give the model an output layer of its own"
-        )
-    return make_ties(chain, program, rank, stages)

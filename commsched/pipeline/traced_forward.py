@@ -22,11 +22,11 @@ _TRACING = threading.Lock()
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the root, ``nn.Sequential`` and modules of the given classes."""
+    """Looks into the root and into modules of the given classes."""
 
     def __init__(self, inside: tuple[type[nn.Module], ...]) -> None:
         super().__init__()
-        self.inside = (nn.Sequential, *inside)
+        self.inside = inside
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -39,12 +39,16 @@ class _Tracer(fx.Tracer):
 
 
 class TracedForward:
-    """The layers of a traced forward. ``names``: of the layers."""
+    """The layers of a traced forward. ``names``: of the layers. ``elements``: the model is a list of modules,
+    and each element is one layer.
+    """
 
-    def __init__(self, model: nn.Module, inside: tuple[type[nn.Module], ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, inside: tuple[type[nn.Module], ...] = (), elements: bool = False
+    ) -> None:
         self.model = model
         with _TRACING:
-            self.graph = _Tracer(inside).trace(model)
+            self.graph = _Tracer(() if elements else (nn.Sequential, *inside)).trace(model)
         nodes = list(self.graph.nodes)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.arguments = Arguments(
@@ -55,15 +59,20 @@ class TracedForward:
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._starts = self._layer_starts()
         self.names = tuple(self._name(start) for start in self._starts)
+        if elements:
+            self._cut_at_nodes()
 
     def by_node(self) -> TracedForward:
         """The same forward with every node as a layer: cuts may stand before any module or function."""
         finer = copy.copy(self)
-        finer._starts = list(range(len(self._body))) or [0]
-        finer.names = (
+        finer._cut_at_nodes()
+        return finer
+
+    def _cut_at_nodes(self) -> None:
+        self._starts = list(range(len(self._body))) or [0]
+        self.names = (
             tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
         )
-        return finer
 
     def _layer_starts(self) -> list[int]:
         starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]

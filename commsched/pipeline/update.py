@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class Whole:
         grads = self.stage.grads.pop(period, self.stage._no_grads())
         if self.combine is not None:
             places = [place for place in range(len(grads)) if place not in self.apart]
-            whole = {p: _dense(grads[p], self.masters[p]) for p in places}
+            whole = {p: dense(grads[p], self.masters[p]) for p in places}
             self.combine(list(whole.values()))
             grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
         version = self.stage.versions.advance(needed)
@@ -143,32 +143,11 @@ class Sharded:
         if wait_within:
             self._wait_within()
 
-    @contextmanager
-    def early(self, period: int, version: Version) -> Iterator[None]:
+    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
         if not self._early:
-            yield
-            return
+            return nullcontext()
         self.finish()
-        leaves = self.stage.versions.newest.leaves
-        missing = [{place for place, _, _ in part} for part in self.scattered.parts]
-        in_use = version.leaves
-
-        def filled(place: int) -> Callable[[Tensor], None]:
-            def hook(_: Tensor) -> None:
-                for bucket, places in enumerate(missing):
-                    if place in places:
-                        places.remove(place)
-                        if not places:
-                            self.scattered.ready(period, bucket, [leaf.grad for leaf in in_use], leaves)
-
-            return hook
-
-        hooks = [leaf.register_post_accumulate_grad_hook(filled(n)) for n, leaf in enumerate(in_use)]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
+        return self.scattered.leaving(period, version.leaves)
 
     def reduce(self, period: int, bucket: int) -> None:
         self.finish()
@@ -244,7 +223,8 @@ class Sharded:
         self.scattered.close()
 
 
-def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+def dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient, or zeros where there is none."""
     return torch.zeros_like(like) if grad is None else grad
 
 

@@ -7,7 +7,7 @@ nothing needs any more, or into new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,18 @@ class Version:
 
 
 class Versions:
-    """The trainable parameters of a stage, by name, in all versions that something may still need."""
+    """The trainable parameters of a stage, by name, in all versions that something may still need.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``modules``: the stage's, and copies that share its parameters. ``own_parameters``: the first version is
+    the caller's own parameters and no copies of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], own_parameters: bool = False) -> None:
         self.slots: dict[str, list[Slot]] = {}
         by_id: dict[int, str] = {}
         leaves = []
         # Shared parameters have one name and several slots.
-        for prefix, part in module.named_modules():
+        for prefix, part in (found for module in modules for found in module.named_modules()):
             for key, parameter in part._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue
@@ -45,8 +49,10 @@ class Versions:
                     leaves.append(parameter)
                 self.slots.setdefault(name, []).append((part._parameters, key))
         self.names = tuple(self.slots)
-        # Detached: hooks and gradients of the user's own parameters stay out of the pipeline.
-        first = Version(0, [nn.Parameter(leaf.detach().contiguous()) for leaf in leaves])
+        if not own_parameters:
+            # Hooks and gradients of the caller's parameters stay out of the pipeline.
+            leaves = [nn.Parameter(leaf.detach().contiguous()) for leaf in leaves]
+        first = Version(0, leaves)
         self.live: dict[int, Version] = {0: first}
         self.newest = first
         self._free: list[list[nn.Parameter]] = []

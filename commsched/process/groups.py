@@ -1,4 +1,4 @@
-"""Private c10d process groups: the wires under the engines and the optimizer.
+"""Private c10d process groups, which carry collectives, halos and buckets.
 
 They are backend objects of their own and never touch torch.distributed's default group, which stays the
 script's.
@@ -6,20 +6,29 @@ script's.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process import lost_ranks as losses
+
+_members: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
-def gloo_group(store: Store, name: str, rank: int, members: Sequence[int], address: str) -> Any:
-    """A gloo group over `store`, listening on `address`; collective over `members`, ranks of the job.
+def members(group: Any) -> frozenset[int]:
+    """The job's ranks in a gloo group made here; none for any other group."""
+    return _members.get(group, frozenset())
+
+
+def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address: str) -> Any:
+    """A gloo group over `store`, listening on `address`; collective over `ranks` of the job.
 
     `rank` is this one's place among them.
     """
@@ -29,13 +38,13 @@ def gloo_group(store: Store, name: str, rank: int, members: Sequence[int], addre
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=settings().timeout)
     try:
-        group = ProcessGroupGloo(PrefixStore(name, store), rank, len(members), options)
+        group = ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), options)
     except RuntimeError as error:
         raise CommError(
-            f"rank {rank} of {len(members)} could not connect to the others from {address}: {error}; "
+            f"rank {rank} of {len(ranks)} could not connect to the others from {address}: {error}; "
             "GLOO_SOCKET_IFNAME names the network interface to use"
         ) from error
-    losses.add_group(group, members)
+    _members[group] = frozenset(ranks)
     return group
 
 
@@ -56,3 +65,14 @@ def nccl_usable(devices: list[str]) -> bool:
         and "cpu" not in devices
         and len(set(devices)) == len(devices)
     )
+
+
+def _never_destroy() -> None:
+    """Keeps the parent's groups alive in a forked child: destroying one would take its sockets out of the
+    epoll object that both share, and the parent would hear nothing of its peers any more.
+    """
+    for reference in _members.keyrefs():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference()))
+
+
+os.register_at_fork(after_in_child=_never_destroy)

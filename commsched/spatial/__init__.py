@@ -11,12 +11,13 @@ from commsched.errors import CommError
 from commsched.spatial import ops
 from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradients, tile_bounds
 from commsched.spatial.explain import Report, explain
+from commsched.spatial.explain_stages import StagesReport, explain_stages
 from commsched.spatial.hybrid import Hybrid
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
-from commsched.spatial.placement import Samples, Tiles
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
+from scheduler.ir.placements import Samples, Tiles
 
 __all__ = [
     "CommError",
@@ -26,11 +27,13 @@ __all__ = [
     "Report",
     "Samples",
     "SilentChannel",
+    "StagesReport",
     "ThreadHub",
     "Tile",
     "Tiles",
     "current_mesh",
     "explain",
+    "explain_stages",
     "from_local",
     "gather",
     "ops",

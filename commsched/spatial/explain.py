@@ -91,12 +91,9 @@ def explain(
     the outputs; an unsupported operation is counted as if the whole image were gathered for it.
     ``fuse_halo="auto"`` needs the ``rates`` that a sharded model measured (``current_mesh().rates``).
     """
-    if fuse_halo == "auto" and rates is None:
-        raise ValueError(
-            "explain with fuse_halo='auto' needs rates=: seconds per fetch, byte and multiplication"
-        )
     refused: list[str] = []
-    fusion, blocks = _fusion(model, tuple(shape), grid, dims, dtype, fuse_halo, rates)
+    mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
+    fusion, blocks = fusion_of(model, _meta_tile(tuple(shape), dtype, mesh), mesh, fuse_halo, rates)
     ranks = []
     for rank in range(prod(grid)):
         mesh = Mesh(SilentChannel(rank, prod(grid)), grid, dims, "gather", overlap)
@@ -106,22 +103,19 @@ def explain(
     return Report(tuple(shape), tuple(grid), ranks, list(dict.fromkeys(refused)), whole, blocks)
 
 
-def _fusion(
-    model: nn.Module,
-    shape: tuple[int, ...],
-    grid: Sequence[int],
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    option: int | str,
-    rates: Rates | None,
+def fusion_of(
+    model: nn.Module, inputs: Any, mesh: Mesh, option: int | str, rates: Rates | None
 ) -> tuple[Fusion, list[list[str]]]:
-    """The operations that share a halo: the blocks, and the reach of the first operation of each block."""
+    """The operations that share a halo: the reach of the first operation of each block, and the blocks."""
     if option in ("off", 1):
         return {}, []
-    mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
+    if option == "auto" and rates is None:
+        raise ValueError(
+            "explain with fuse_halo='auto' needs rates=: seconds per fetch, byte and multiplication"
+        )
     with ExitStack() as stack:
-        _attach_names(stack, model, mesh)
-        run = dry_runner(model, (_meta_tile(shape, dtype, mesh),), {}, mesh)
+        attach_names(stack, model, mesh)
+        run = dry_runner(model, (inputs,), {}, mesh)
         fusion = find_fusion(run, option) if isinstance(option, int) else cheapest(run, rates)  # type: ignore[arg-type]
         fetching = {visit.site for visit in run(fusion) if visit.fetches}
         blocks: list[list[str]] = []
@@ -133,7 +127,8 @@ def _fusion(
     return fusion, [block for block in blocks if len(block) > 1]
 
 
-def _attach_names(stack: ExitStack, model: nn.Module, mesh: Mesh) -> None:
+def attach_names(stack: ExitStack, model: nn.Module, mesh: Mesh) -> None:
+    """Keep the name of the running module in ``mesh`` until the stack ends."""
     for path, module in model.named_modules():
         for handle in name_hooks(module, mesh, path, type(module).__name__):
             stack.callback(handle.remove)
@@ -163,7 +158,7 @@ def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, m
     tile, state = _meta_tile(shape, dtype, mesh), meta_state(model, dtype)
     report = RankReport(mesh.coord, tuple(tile.local.shape))
     with ExitStack() as stack:
-        _attach_names(stack, model, mesh)
+        attach_names(stack, model, mesh)
         meter = stack.enter_context(PeakMeter())
         meter.ignore(tile.local, *state.values())
         output = _tree(functional_call(model, state, (tile,)))

@@ -24,7 +24,7 @@ class Visit(NamedTuple):
     """One windowed operation of a forward: does it fetch, what it sends and how much it computes.
 
     It reads ``halo`` pixels beyond a part, and ``step`` more for each output beyond its own; ``room`` is the
-    smallest part's length in outputs.
+    smallest part's length in outputs. ``interior`` is the work that is done while its halo travels.
     """
 
     site: Site
@@ -34,6 +34,7 @@ class Visit(NamedTuple):
     halo: int
     step: float
     room: int
+    interior: int = 0
 
 
 class Rates(NamedTuple):

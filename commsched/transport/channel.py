@@ -18,7 +18,8 @@ from torch import Tensor
 
 from comm_core import Traffic, abort_message, link_gate
 from commsched.errors import CommError
-from commsched.process import lost_ranks as losses
+from commsched.process import failure_monitor
+from commsched.process.groups import members
 
 Parcel = tuple[int, Tensor]  # (peer, contiguous buffer)
 
@@ -108,7 +109,7 @@ class DistChannel:
         self._traffic, self._lane = traffic, lane
         self.lost = ""  # why nothing more will arrive
         self._under_way: WeakValueDictionary[int, _DistPending] = WeakValueDictionary()
-        losses.abort_without(losses.members(self.group), self)
+        failure_monitor.register(self, members(self.group))
 
     def abort(self, reason: str) -> None:
         self.lost = reason

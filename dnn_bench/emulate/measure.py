@@ -14,7 +14,7 @@ import torch
 import commsched as hvd
 from commsched.backends.cuda_device import Device
 from dnn_bench.baselines.job import Job
-from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_path
+from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_backend
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link
@@ -108,7 +108,7 @@ class Emulation:
             model=model,
             schedule=schedule,
             profile=profile,
-            transport=emulated_path(device, self.link),  # type: ignore[arg-type]
+            transport=emulated_backend(device, self.link, self.ranks),  # type: ignore[arg-type]
         )
         try:
             yield model, optimizer

@@ -1,24 +1,19 @@
-"""The wire of an optimizer that believes in many ranks: this process answers for all of them."""
+"""The backend of an optimizer that trains alone as if with many ranks: this process answers for them."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from commsched.backends.cuda import DeviceWire
+import comm_core
+from commsched.backends.cpu import EngineBackend
+from commsched.backends.cuda import StreamBackend
 from commsched.backends.cuda_device import CudaDevice, Device
-from commsched.backends.cuda_memory import Memory
-from commsched.backends.cuda_planner import DevicePlanner
-from commsched.backends.cuda_reducer import DeviceFlow, DeviceShardedFlow
-from commsched.backends.cuda_streams import StreamPlan
-from commsched.backends.cuda_timing import DeviceWatch
+from commsched.backends.ranks import Ranks
 from commsched.env import settings
-from commsched.optimizer.backend_choice import Path
 from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
 from scheduler.ir.link import Link
-
-T = TypeVar("T")
 
 
 class EmulatedRanks:
@@ -39,97 +34,38 @@ class EmulatedRanks:
         return True
 
 
-class _Flags:
-    """As much of the CPU engine as flags need: what this rank flags, every rank does."""
+class OneProcess(Ranks):
+    """Ranks whose values are all this process's own: agreement is found at once."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def wait_all(self) -> None:
-        pass
-
-    def clear_buckets(self) -> None:
-        pass
-
-    def add_bucket(self, flags: torch.Tensor, name: str) -> int:
-        self._flags = flags
-        return 0
-
-    def install(self, plan: Any) -> None:
-        pass
-
-    def begin_step(self) -> None:
-        pass
-
-    def mark_ready(self, bucket: int) -> None:
-        stepped = self._flags[self._tail :].clone()
-        self._flags.mul_(self._size)
-        # One of these for each rank: all have stepped when this one has.
-        self._flags[self._tail :] = stepped[0]
-
-    def tell_params(self, params: int) -> None:
-        self._tail = params - self._size
-
-    def wait_ag(self, bucket: int) -> None:
-        pass
-
-    def ag_done(self, bucket: int) -> bool:
-        return True
-
-    def abort(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class EmulatedWire(DeviceWire):
-    """Buckets go over an emulated link; agreement is found at once."""
-
-    def __init__(self, ranks: EmulatedRanks, link: Link, device: Device, scales: tuple[Any, ...]) -> None:
-        self.process_set: Any = ranks
-        self.rank, self.size = 0, ranks.size()
-        self.prescale, self.postscale, self.wire_dtype = scales
-        self.timeout = settings().timeout
-        self.device = device
-        self._flags_engine: Any = _Flags(self.size)
-        self.collectives = EmulatedCollectives(device, link, self.size)
-        self.memory = Memory()
-        self.transport_name = "EMULATED"
-        self.engine = StreamPlan(device, self.collectives, 0, self.size)
-        self._offers, self._streams = {}, {}
-
-    def install(self, program: Any, buffers: Any, params: int, gathered: Any = None) -> torch.Tensor:
-        self._flags_engine.tell_params(params)
-        return super().install(program, buffers, params, gathered)
-
-    def share(self, value: T) -> T:
+    def share(self, value: Any) -> Any:
         return value
 
-    def all_values(self, value: T) -> list[T]:
+    def all_values(self, value: Any) -> list[Any]:
         return [value] * self.size
 
     def agree(self, what: str, value: str, advice: str) -> None:
         pass
 
-    def gather_now(self, buffer: torch.Tensor) -> None:
+
+class _Flags:
+    """The collectives behind the flags: every rank has the flags of this one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def sum(self, full: torch.Tensor, name: str) -> None:
+        full.mul_(self.size)
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
         pass
 
 
-def emulated_path(device: Device, link: Link) -> Path:
-    """In the place of ``transport=``: the GPU's way, with this link under it."""
-
-    def wire(ranks: EmulatedRanks, transport: Any, *scales: Any) -> EmulatedWire:
-        return EmulatedWire(ranks, link, device, scales)
-
-    return Path(
-        device.device,
-        wire,
-        DevicePlanner,
-        DeviceFlow,
-        DeviceShardedFlow,
-        lambda wire: DeviceWatch(wire.device),
-    )
+def emulated_backend(device: Device, link: Link, size: int) -> StreamBackend:
+    """In the place of ``transport=``: a GPU's backend, with this link under it."""
+    ranks = OneProcess(EmulatedRanks(size))  # type: ignore[arg-type]
+    timeout = settings().timeout
+    flags = EngineBackend(ranks, "EMULATED", comm_core.PythonTransport(_Flags(ranks)), timeout)
+    return StreamBackend(flags, device, EmulatedCollectives(device, link, size), timeout=timeout)
 
 
 def device_for(name: str) -> Device:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commsched.optimizer.deferred_updates import Face
+from commsched.optimizer.deferred_updates import OptimizerView
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.measure import Emulation
 from scheduler.ir.link import Link
@@ -70,21 +70,23 @@ def timed_host(optimizer: Any) -> Iterator[HostTime]:
     """Counts what commsched does in hooks, ``step()`` and ``zero_grad()``; not the optimizer's arithmetic,
     which the plain loop has too.
     """
-    clock, driver, step = HostTime(), optimizer._driver, Face.step
+    clock, driver, step = HostTime(), optimizer._driver, OptimizerView.step
     for owner, name in (
         (driver.hooks, "before_forward"),
-        (driver.flow, "on_grad"),
-        (driver.flow, "_end_of_backward"),
+        (driver.reducer, "_end_of_backward"),
         (optimizer, "step"),
         (optimizer, "zero_grad"),
     ):
         setattr(owner, name, clock.counting(getattr(owner, name)))
+    for param in driver.reducer.params:
+        hooks = param._post_accumulate_grad_hooks
+        hooks.update({key: clock.counting(hook) for key, hook in hooks.items()})
     optimizer._update = clock.counting(optimizer._update, sign=-1)
-    Face.step = clock.counting(step, sign=-1)  # type: ignore[method-assign]
+    OptimizerView.step = clock.counting(step, sign=-1)  # type: ignore[method-assign]
     try:
         yield clock
     finally:
-        Face.step = step  # type: ignore[method-assign]
+        OptimizerView.step = step  # type: ignore[method-assign]
 
 
 def own_cost(model: str, device: str, batch: int) -> CostRow:
@@ -92,12 +94,12 @@ def own_cost(model: str, device: str, batch: int) -> CostRow:
     profile = emulation.profile()
     with emulation.wrapped("dear", profile) as (module, optimizer):
         emulation.time(module, optimizer, emulation.warmup)
-        engine = optimizer._driver.wire.engine
-        before = engine.step
+        schedule = optimizer._driver.backend.schedule
+        before = schedule.step
         with timed_host(optimizer) as clock:
             emulation.time(module, optimizer, 0)
         return CostRow(
-            model, len(engine.buckets), clock.seconds / (engine.step - before) / len(engine.buckets)
+            model, len(schedule.buckets), clock.seconds / (schedule.step - before) / len(schedule.buckets)
         )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import commsched
-from commsched.collectives import control
 from commsched.pipeline import Job, Pipeline, profile
 from commsched.pipeline.profiling import message_link
 from commsched.pipeline.rows import border, cut
@@ -159,7 +158,7 @@ def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profil
     wire = Link(1e-6, 1e-12) if size == 1 else message_link(pipeline.fabric, crossing)
     if replicated:
         mine = replace(mine, traffic_per_byte=traffic_cost(pipeline.fabric, wire))
-    return control.broadcast_object(mine), Cluster.flat(size, wire)
+    return commsched.broadcast_object(mine), Cluster.flat(size, wire)
 
 
 def _handling(options: Options, job: Job, rows: int) -> list[float]:
@@ -169,7 +168,7 @@ def _handling(options: Options, job: Job, rows: int) -> list[float]:
     spans = _run(pipeline, job.batches(rows), options.warmup, steps=2)[1]
     pipeline.drain()
     pipeline.close()
-    return control.allgather_object(handling(spans))
+    return commsched.allgather_object(handling(spans))
 
 
 def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, list[float], list[float]]:
@@ -177,7 +176,7 @@ def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, l
     seconds, spans, losses = _run(pipeline, batches, options.warmup, options.steps)
     busy = sum(span.end - span.start for span in spans) / options.steps
     losses += pipeline.drain()
-    everyone = control.allgather_object((seconds / options.steps, busy))
+    everyone = commsched.allgather_object((seconds / options.steps, busy))
     period = max(value for value, _ in everyone)
     return period, [value for _, value in everyone], [value for value in losses if value is not None]
 
@@ -219,7 +218,7 @@ def _compare(result: Result, taken: Taken) -> None:
     if taken.theirs:
         result.peer = statistics.median(taken.theirs)
         result.ratio = Ratio.of(taken.theirs, taken.ours)
-    known = [losses for losses in control.allgather_object(taken.expected) if losses]
+    known = [losses for losses in commsched.allgather_object(taken.expected) if losses]
     if known:
         pairs = list(zip(result.losses, known[0]))[: len(known[0])]
         result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)

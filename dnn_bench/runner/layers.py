@@ -17,25 +17,35 @@ from scheduler.ir.profile import Layer, Profile
 
 @dataclass
 class Recorder:
-    """When each layer (a module that owns parameters) began its forward and had its gradients."""
+    """When the forward reached each layer (a module that owns parameters), when the layer began to compute,
+    and when it had its gradients.
+
+    Between ``reached`` and ``began`` other hooks ran: they wait for parameters that are still on the link.
+    """
 
     owners: dict[str, nn.Module]
+    reached: dict[str, float]
     began: dict[str, float]
     ready: dict[str, float]
+
+    def clear(self) -> None:
+        for times in (self.reached, self.began, self.ready):
+            times.clear()
 
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[Recorder]:
-    """Times the layers of one iteration at a time; call `began.clear()` and `ready.clear()` in between."""
+    """Times the layers of one iteration at a time; call `clear()` in between."""
     owners = {
         name or "model": module
         for name, module in model.named_modules()
         if any(p.requires_grad for p in module.parameters(recurse=False))
     }
-    recorder = Recorder(owners, {}, {})
+    recorder = Recorder(owners, {}, {}, {})
     handles: list[Any] = []
     for name, module in owners.items():
-        handles.append(module.register_forward_pre_hook(_began(recorder, name)))
+        handles.append(module.register_forward_pre_hook(_entered(recorder.reached, name), prepend=True))
+        handles.append(module.register_forward_pre_hook(_entered(recorder.began, name)))
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(_ready(recorder, name)))
@@ -46,9 +56,9 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
             handle.remove()
 
 
-def _began(recorder: Recorder, name: str) -> Any:
+def _entered(times: dict[str, float], name: str) -> Any:
     def hook(module: nn.Module, inputs: Any) -> None:
-        recorder.began.setdefault(name, time.perf_counter())
+        times.setdefault(name, time.perf_counter())
 
     return hook
 
@@ -73,7 +83,8 @@ class Spans:
     def of(cls, recorder: Recorder, forward_end: float, update: float) -> Spans:
         names = sorted(recorder.ready, key=lambda name: recorder.began[name])
         starts = [recorder.began[name] for name in names]
-        forward = tuple(zip(starts, [*starts[1:], forward_end], strict=True))
+        ends = [*(recorder.reached[name] for name in names[1:]), forward_end]
+        forward = tuple(zip(starts, ends, strict=True))
         backward, last = [], forward_end
         for name in reversed(
             names
@@ -90,8 +101,7 @@ def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
     found = []
     with recording(trainer.module) as recorder:
         for _ in range(iterations + 1):
-            recorder.began.clear()
-            recorder.ready.clear()
+            recorder.clear()
             stamps = trainer.iteration(*batch)
             found.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
     trainer.finish()

@@ -44,8 +44,7 @@ def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     trainer.operations()  # those of earlier iterations
     with recording(trainer.module) as recorder, LinkSampler() as sampler:
         trainer.iteration(*batch)
-        recorder.began.clear()
-        recorder.ready.clear()
+        recorder.clear()
         stamps = trainer.iteration(*batch)
         spans = Spans.of(recorder, stamps.forward, stamps.end - stamps.backward)
         end = trainer.iteration(*batch).start

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from itertools import chain
 
 from scheduler.ir.actions import Action, Kind
+from scheduler.ir.placements import Tiles, shared
 
 PLACEMENTS = ("eager", "bubble", "aligned")
 REDUCTIONS = ("scatter", "masters")
@@ -18,11 +17,13 @@ REDUCTIONS = ("scatter", "masters")
 class Layout:
     """The part of a pipeline program that is not an order of actions.
 
-    ``cuts[s]``: the first layer of stage s. ``ranks[s]``: the ranks that hold it, in the order of their rows.
-    ``versions`` and ``activations``: how many weight versions, and micro-batches between forward and
-    backward, each stage is allowed to keep. ``reduction``: ``scatter`` (RS, step on a shard, AG) or
-    ``masters`` (sum on each host's first rank, all-reduce among those, broadcast, full step). ``recompute``:
-    stages that keep only their input and repeat the forward. ``memory``: bytes allowed per rank.
+    ``cuts[s]``: the first layer of stage s. ``ranks[s]``: the ranks that hold it, in the order of their rows;
+    where ``tiles[s]`` is a grid, the ranks of its tiles for each range of rows. With mirrored replicas, the
+    ranks ``mirror[s]`` compute the second half of the micro-batches. ``versions`` and ``activations``: how
+    many weight versions, and micro-batches between forward and backward, each stage is allowed to keep.
+    ``reduction``: ``scatter`` (RS, step on a shard, AG) or ``masters`` (sum on each host's first rank,
+    all-reduce among those, broadcast, full step). ``recompute``: stages that keep only their input and repeat
+    the forward. ``memory``: bytes allowed per rank.
     """
 
     cuts: tuple[int, ...]
@@ -34,6 +35,8 @@ class Layout:
     reduction: str = "scatter"
     recompute: tuple[bool, ...] = ()
     memory: tuple[int, ...] | None = None
+    tiles: tuple[Tiles | None, ...] = ()
+    mirror: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -48,7 +51,7 @@ class Layout:
             )
         if not self.recompute:
             object.__setattr__(self, "recompute", (False,) * self.stages)
-        for name in ("ranks", "versions", "activations", "recompute"):
+        for name in ("ranks", "versions", "activations", "recompute", *(("tiles",) if self.tiles else ())):
             if len(getattr(self, name)) != self.stages:
                 raise ValueError(
                     f"{name} must have one entry for each of the {self.stages} stages,"
@@ -63,6 +66,27 @@ class Layout:
             raise ValueError(f"every stage needs ranks, numbered from 0 without gaps; got {self.ranks}")
         if sum(map(len, set(self.ranks))) != len(held):
             raise ValueError(f"two stages may share all of their ranks or none, got {self.ranks}")
+        for stage, ranks in enumerate(self.ranks):
+            if len(ranks) % self.tile_count(stage):
+                raise ValueError(
+                    f"stage {stage} is on {self.tile_count(stage)} tiles, so its ranks must be a multiple of"
+                    f" that, got {len(ranks)}"
+                )
+        if self.mirror:
+            self._check_mirror()
+
+    def _check_mirror(self) -> None:
+        sizes = [list(map(len, ranks)) for ranks in (self.ranks, self.mirror)]
+        if sizes[0] != sizes[1] or set(chain.from_iterable(self.mirror)) != set(range(self.world)):
+            raise ValueError(
+                f"mirrored replicas need as many ranks of the same job for each stage, got {self.ranks} and"
+                f" {self.mirror}"
+            )
+        if self.microbatches % 2 or self.placement != "bubble" or self.reduction == "masters":
+            raise ValueError(
+                "mirrored replicas need an even number of micro-batches, placement 'bubble' and reduction"
+                f" 'scatter'; got {self.microbatches}, {self.placement!r} and {self.reduction!r}"
+            )
 
     @property
     def stages(self) -> int:
@@ -77,38 +101,55 @@ class Layout:
         """How many ranks one replica of the whole model spans."""
         return len(set(self.ranks))
 
+    def members(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage's parameters."""
+        if not self.mirror:
+            return self.ranks[stage]
+        return tuple(sorted({*self.ranks[stage], *self.mirror[stage]}))
+
+    def mirrored(self, index: int) -> bool:
+        """Whether a micro-batch is computed by the mirrored replicas."""
+        return bool(self.mirror) and 2 * index >= self.microbatches
+
+    def holders(self, stage: int, index: int) -> tuple[int, ...]:
+        """The ranks that compute a micro-batch in a stage."""
+        return self.mirror[stage] if self.mirrored(index) else self.ranks[stage]
+
     def held_by(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
-        return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
+        return tuple(stage for stage in range(self.stages) if rank in self.members(stage))
+
+    def computed_by(self, rank: int, stage: int) -> tuple[int, ...]:
+        """The micro-batches that a rank computes in a stage."""
+        return tuple(i for i in range(self.microbatches) if rank in self.holders(stage, i))
+
+    def grid(self, stage: int) -> Tiles | None:
+        """The tiles of a stage; None where it takes whole samples."""
+        return self.tiles[stage] if self.tiles else None
+
+    def tile_count(self, stage: int) -> int:
+        tiles = self.grid(stage)
+        return tiles.size if tiles else 1
 
     def replicas(self, stage: int) -> int:
-        return len(self.ranks[stage])
+        """Into how many ranges of rows a stage divides a micro-batch."""
+        return len(self.ranks[stage]) // self.tile_count(stage)
+
+    def place(self, stage: int, rank: int, index: int) -> tuple[int, int]:
+        """Which range of a micro-batch's rows, and which tile, a rank has in a stage."""
+        return divmod(self.holders(stage, index).index(rank), self.tile_count(stage))
 
     def layers(self, stage: int, total: int) -> range:
         """The layers of a stage in a model of ``total`` layers."""
         return range(self.cuts[stage], (*self.cuts, total)[stage + 1])
 
-    def overlaps(self, stage: int, rank: int, other: int) -> dict[int, float]:
-        """The ranks of stage ``other`` that share rows with ``rank`` of ``stage``, and which part of a
-        micro-batch they share.
+    def overlaps(self, stage: int, rank: int, other: int, index: int = 0) -> dict[int, float]:
+        """The ranks of stage ``other`` that exchange a part of micro-batch ``index`` with ``rank`` of
+        ``stage``, and how much of it.
         """
-        mine = self.ranks[stage].index(rank)
-        shares = _shares(mine, self.replicas(stage), self.replicas(other))
-        return {self.ranks[other][number]: share for number, share in shares}
-
-
-@lru_cache(maxsize=4096)
-def _shares(number: int, replicas: int, others: int) -> tuple[tuple[int, float], ...]:
-    """Which of ``others`` replicas share rows with this one, and how many; in fractions, because equal
-    borders must be equal.
-    """
-    first, last = Fraction(number, replicas), Fraction(number + 1, replicas)
-    shares = []
-    for other in range(others):
-        common = min(last, Fraction(other + 1, others)) - max(first, Fraction(other, others))
-        if common > 0:
-            shares.append((other, float(common)))
-    return tuple(shares)
+        mine, others = self.holders(stage, index), self.holders(other, index)
+        found = shared(mine.index(rank), len(mine), self.grid(stage), len(others), self.grid(other))
+        return {others[number]: share for number, share in found}
 
 
 def is_token(action: Action, layout: Layout) -> bool:

@@ -93,9 +93,10 @@ def live(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
     assert layout is not None
     orders = [lanes[COMPUTE_LANE] for lanes in unroll(program, settled(program), (COMPUTE_LANE,))]
     versions, activations = [], []
-    for stage, ranks in enumerate(layout.ranks):
+    for stage in range(layout.stages):
         # Replicas mostly have the same order: walk each distinct order once.
-        found = [moment for order in {orders[rank] for rank in ranks} for moment in moments(order, stage)]
+        different = {orders[rank] for rank in layout.members(stage)}
+        found = [moment for order in different for moment in moments(order, stage)]
         versions.append(max((moment.versions for moment in found), default=1))
         activations.append(max((moment.activations for moment in found), default=0))
     return tuple(versions), tuple(activations)

@@ -8,11 +8,14 @@ from importlib import import_module
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.borders import Border
 from scheduler.ir.buckets import MIB, Bucket, fuse_by_bytes
 from scheduler.ir.layout import Layout
+from scheduler.ir.placements import Placed, Placement, Samples, place
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
 from scheduler.ir.weight_versions import live
+from scheduler.pipelines.passes.mirrored import in_both_directions
 from scheduler.pipelines.passes.steps import with_steps
 from scheduler.pipelines.passes.traffic import Traffic
 from scheduler.pipelines.schedules.orders import Order
@@ -73,6 +76,9 @@ def generate(
     bucket_bytes: float = BUCKET,
     recompute: bool | Sequence[bool] = False,
     memory: int | Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+    mirrored: bool = False,
+    borders: Sequence[Border | None] = (),
     **options: Any,
 ) -> Program:
     """A pipeline program of ``stages`` positions.
@@ -82,6 +88,10 @@ def generate(
     layers; without a profile every stage is one layer of 4 bytes. ``placement`` and ``bucket_bytes`` place
     the data-parallel traffic: stages with slack of their own have one bucket unless placed ``eager``.
     ``memory``: bytes allowed per rank. ``options`` go to the generator.
+
+    ``placements`` puts each position on a grid of tiles or on ranks that share samples, ``replicas`` times on
+    ranks of their own; ``mirrored`` adds to each replica one on the same ranks in opposite order, with as
+    many micro-batches again. ``borders``: what tiles exchange at each layer, for the simulator.
     """
     if stages < 1 or microbatches < 1:
         raise ValueError(
@@ -90,19 +100,21 @@ def generate(
     orders = get(schedule)(stages, microbatches, **options)
     count = len({action.stage for order in orders for action in order})
     profile = profile or Profile("stages", tuple(Layer(f"stage{s}", 1.0, 2.0, 4) for s in range(count)))
-    held = _positions(stages, replicas, ranks)
+    placed = _placed(stages, replicas, ranks, placements, mirrored)
     layout = Layout(
         cuts=_checked_cuts(tuple(range(count)) if cuts is None else tuple(cuts), count, profile),
-        ranks=tuple(held[stage % stages] for stage in range(count)),
-        microbatches=microbatches,
+        ranks=tuple(placed.ranks[stage % stages] for stage in range(count)),
+        microbatches=microbatches * (2 if mirrored else 1),
         versions=(0,) * count,
         activations=(0,) * count,
         placement=placement,
         reduction="masters" if schedule == "bundle" else "scatter",
         recompute=(recompute,) * count if isinstance(recompute, bool) else tuple(recompute),
-        memory=_limits(memory, sum(map(len, held))),
+        memory=_limits(memory, sum(map(len, placed.ranks))),
+        tiles=tuple(placed.tiles[stage % stages] for stage in range(count) if placed.tiles),
+        mirror=tuple(placed.mirror[stage % stages] for stage in range(count) if mirrored),
     )
-    return assemble(schedule, orders, layout, profile, bucket_bytes)
+    return replace(assemble(schedule, orders, layout, profile, bucket_bytes), borders=tuple(borders))
 
 
 def assemble(
@@ -111,11 +123,14 @@ def assemble(
     """The program of these orders, one for each position: steps, messages and collectives are added, and the
     layout declares as many versions and activations as the order needs.
     """
-    position = {rank: stage for stage in range(layout.positions) for rank in layout.ranks[stage]}
     late = layout.placement != "eager"
-    relaxed = {stage for stage in range(layout.stages) if late and layout.replicas(stage) > 1}
-    stepped = [with_steps(order, relaxed) for order in orders]
-    compute = [stepped[position[rank]] for rank in range(layout.world)]
+    relaxed = {stage for stage in range(layout.stages) if late and len(layout.members(stage)) > 1}
+    if layout.mirror:
+        compute = list(in_both_directions(orders, layout))
+    else:
+        position = {rank: stage for stage in range(layout.positions) for rank in layout.ranks[stage]}
+        stepped = [with_steps(order, relaxed) for order in orders]
+        compute = [stepped[position[rank]] for rank in range(layout.world)]
     buckets = [_buckets(layout, stage, profile, bucket_bytes) for stage in range(layout.stages)]
     numbers: dict[int, range] = {}
     everything: list[Bucket] = []
@@ -154,17 +169,31 @@ def program_of(plan: PipelinePlan, profile: Profile, *, check_sizes: bool = True
     )
 
 
-def _positions(
-    stages: int, replicas: int | Sequence[int], ranks: Sequence[Sequence[int]] | None
-) -> list[tuple[int, ...]]:
+def _placed(
+    stages: int,
+    replicas: int | Sequence[int],
+    ranks: Sequence[Sequence[int]] | None,
+    placements: Sequence[Placement] | None,
+    mirrored: bool,
+) -> Placed:
+    if placements is not None:
+        if len(placements) != stages or ranks is not None or not isinstance(replicas, int):
+            raise ValueError(
+                f"placements say where each of {stages} positions is, with one number of replicas and without"
+                f" ranks; got {len(placements)} placements, replicas {replicas} and ranks {ranks}"
+            )
+        return place(placements, replicas, mirrored)
+    if mirrored:
+        return place([Samples()] * stages, replicas if isinstance(replicas, int) else 0, mirrored)
     if ranks is not None:
         if len(ranks) != stages:
             raise ValueError(f"ranks must list the ranks of each of {stages} positions, got {len(ranks)}")
-        return [tuple(held) for held in ranks]
+        return Placed(tuple(tuple(held) for held in ranks), (), ())
     counts = [replicas] * stages if isinstance(replicas, int) else list(replicas)
     if len(counts) != stages or min(counts) < 1:
         raise ValueError(f"replicas must be a count of at least 1 for each of {stages} positions: {counts}")
-    return [tuple(range(sum(counts[:at]), sum(counts[: at + 1]))) for at in range(stages)]
+    held = [tuple(range(sum(counts[:at]), sum(counts[: at + 1]))) for at in range(stages)]
+    return Placed(tuple(held), (), ())
 
 
 def _limits(memory: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:

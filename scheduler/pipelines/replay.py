@@ -45,7 +45,7 @@ def _run_graph(program: Program, periods: int) -> TaskGraph:
         needs = [(rank, before, stage) for before in _BEFORE.get(kind, ())]
         other = stage + {Kind.F: -1, Kind.B: 1}.get(kind, 0)
         if other != stage and 0 <= other < layout.stages:
-            needs += [(peer, kind, other) for peer in layout.overlaps(stage, rank, other)]
+            needs += [(peer, kind, other) for peer in layout.overlaps(stage, rank, other, index)]
         for peer, before_kind, place in needs:
             graph.edges.add((known[peer, before_kind, place, index, shift], number, 0))
     return graph.build()

@@ -20,7 +20,8 @@ from scheduler.ir.link import Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
 from scheduler.pipelines.passes.traffic_priority import largest_chunk, urgent_first
-from scheduler.simulate.lower_tiles import HALO_LANE, lower_tiles
+from scheduler.simulate.durations import HALO_LANE
+from scheduler.simulate.lower_tiles import lower_tiles
 from scheduler.simulate.simulator import simulate
 
 Borders = Sequence[Border | None]

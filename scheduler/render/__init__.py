@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.render.chrome import chrome_trace
-from scheduler.render.svg import svg
+from scheduler.render.svg import Panel, compare_svg, svg
 from scheduler.render.text import gantt
 
-__all__ = ["chrome_trace", "gantt", "svg"]
+__all__ = ["Panel", "chrome_trace", "compare_svg", "gantt", "svg"]

@@ -1,7 +1,9 @@
-"""The timeline of one iteration as an SVG picture that needs nothing else."""
+"""Timelines as an SVG picture that needs nothing else: a simulated iteration, or several steps to compare."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from scheduler.ir.actions import Kind
@@ -17,29 +19,74 @@ COLOURS = {
     Kind.AR: "#b279a2",
     Kind.UPDATE: "#72b7b2",
 }
+MEANING = {
+    Kind.F: "F: forward of a layer",
+    Kind.B: "B: backward of a layer",
+    Kind.W: "W: weight gradient of a layer",
+    Kind.RS: "RS: reduce-scatter of a bucket",
+    Kind.AG: "AG: all-gather of a bucket",
+    Kind.AR: "AR: all-reduce of a bucket",
+    Kind.UPDATE: "UPDATE: optimizer update",
+    Kind.STEP: "STEP: optimizer step",
+}
 _OTHER = "#9d9d9d"
-_ROW, _GAP, _LEFT, _TOP = 28, 8, 90, 30
+_ROW, _GAP, _LEFT, _RIGHT, _TOP = 28, 8, 90, 10, 30
 _LETTER = 6.5
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline of a picture, under its own title. A line marks ``period``, where the next step begins."""
+
+    title: str
+    events: Sequence[Event]
+    period: float
 
 
 def svg(result: Result, width: int = 1200, title: str = "") -> str:
     """Hover over an action to read its name and times."""
-    lanes = lanes_of(result.timeline)
-    span = max((event.end for event in result.timeline), default=0.0) or 1.0
-    height = _TOP + len(lanes) * (_ROW + _GAP) + 20
     heading = title or f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms"
-    parts = [
+    span = max((event.end for event in result.timeline), default=0.0) or 1.0
+    lanes = _lanes(result.timeline, _TOP, span, width - _LEFT - _RIGHT)
+    height = _TOP + len(lanes_of(result.timeline)) * (_ROW + _GAP) + 20
+    return _document(heading, lanes, width, height)
+
+
+def compare_svg(panels: Sequence[Panel], title: str, width: int = 1200) -> str:
+    """Timelines below each other on one time axis, with a legend."""
+    room = width - _LEFT - _RIGHT
+    span = max(max(panel.period, *(event.end for event in panel.events)) for panel in panels)
+    parts, top = [], _TOP
+    for panel in panels:
+        lanes = lanes_of(panel.events)
+        bottom = top + 24 + len(lanes) * (_ROW + _GAP)
+        parts.append(f'<text x="{_LEFT}" y="{top + 16}" font-weight="bold">{escape(panel.title)}</text>')
+        parts += _lanes(panel.events, top + 24, span, room)
+        parts.append(_line(_LEFT + panel.period / span * room, top + 20, bottom, "#333"))
+        top = bottom + 12
+    kinds = {event.action.kind for panel in panels for event in panel.events}
+    parts += _axis(top, span, room)
+    parts += _legend([kind for kind in Kind if kind in kinds], top + 46)
+    return _document(title, parts, width, top + 60)
+
+
+def _document(title: str, parts: Sequence[str], width: int, height: int) -> str:
+    head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        f' height="{height}"'
-        ' font-family="sans-serif" font-size="11">',
-        f'<text x="{_LEFT}" y="18" font-size="13">{escape(heading)}</text>',
-    ]
-    for row, (name, events) in enumerate(lanes.items()):
-        top = _TOP + row * (_ROW + _GAP)
+        f' height="{height}" font-family="sans-serif" font-size="11">'
+    )
+    white = f'<rect width="{width}" height="{height}" fill="white"/>'
+    heading = f'<text x="{_LEFT}" y="18" font-size="13">{escape(title)}</text>'
+    return "\n".join([head, white, heading, *parts, "</svg>\n"])
+
+
+def _lanes(events: Sequence[Event], top: int, span: float, room: float) -> list[str]:
+    parts = []
+    for name, row in lanes_of(events).items():
         parts.append(f'<text x="4" y="{top + 18}">{escape(name)}</text>')
-        parts += [_box(event, top, span, width - _LEFT - 10) for event in events]
-    parts.append("</svg>\n")
-    return "\n".join(parts)
+        parts += [_box(event, top, span, room) for event in row]
+        top += _ROW + _GAP
+    return parts
 
 
 def _box(event: Event, top: int, span: float, room: float) -> str:
@@ -57,3 +104,31 @@ def _box(event: Event, top: int, span: float, room: float) -> str:
         f'<g><title>{tip}</title><rect x="{left:.2f}" y="{top}" width="{max(wide, 0.5):.2f}" height="{_ROW}"'
         f' fill="{colour}" stroke="white" stroke-width="{0.5 if wide > 3 else 0}"/>{label}</g>'
     )
+
+
+def _line(x: float, top: float, bottom: float, colour: str) -> str:
+    return f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{top}" y2="{bottom}" stroke="{colour}"/>'
+
+
+def _axis(top: int, span: float, room: float) -> list[str]:
+    """Ticks at round numbers of milliseconds, at most ten."""
+    power: float = 10 ** (len(f"{span * 1e3:.0f}") - 1)
+    tick = next(power * f for f in (0.1, 0.2, 0.5, 1.0, 2.0) if span * 1e3 / (power * f) <= 10)
+    parts = [f'<line x1="{_LEFT}" x2="{_LEFT + room}" y1="{top}" y2="{top}" stroke="#999"/>']
+    for number in range(int(span * 1e3 / tick) + 1):
+        x = _LEFT + number * tick / 1e3 / span * room
+        label = f"{number * tick:g}" + (" ms" if number == 0 else "")
+        parts.append(_line(x, top, top + 5, "#999"))
+        parts.append(f'<text x="{x:.2f}" y="{top + 18}" text-anchor="middle" fill="#555">{label}</text>')
+    return parts
+
+
+def _legend(kinds: Sequence[Kind], y: int) -> list[str]:
+    parts, x = [], float(_LEFT)
+    for kind in kinds:
+        text = MEANING.get(kind, kind.value)
+        colour = COLOURS.get(kind, _OTHER)
+        parts.append(f'<rect x="{x:.2f}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17:.2f}" y="{y}">{escape(text)}</text>')
+        x += 30 + _LETTER * len(text)
+    return parts

@@ -1,4 +1,4 @@
-"""From a pipeline program to a task graph: durations, and who waits for whom.
+"""From a pipeline program to a task graph: who waits for whom.
 
     F        waits for its inputs (RECVF, or F of the stage before on the same rank) and for the STEP of its
              version; with a sharded step for the AGs, bucket by bucket unless they are placed ``eager``
@@ -8,8 +8,11 @@
              ``aligned``: also for the message that the group's first stage is done
     STEP     waits for all RS or AR of the stage, or for its gradient where there are no replicas
     AG       waits for the STEP
+    HALO     what a micro-batch's interiors do not hide of its halos: waits for what F waits for and for the
+             computation before F, and F waits for it; HALOB waits for B, and so does SENDB for HALOB
 
-A collective is a task of each member; they begin together, once all that any of them waits for is done.
+A collective or halo is a task of each member; they begin together, once all that any of them waits for is
+done.
 """
 
 from __future__ import annotations
@@ -17,18 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.ir.actions import COLLECTIVE, RECVS, SENDS, TRANSFER, Action, Kind
-from scheduler.ir.cluster import Cluster
+from scheduler.ir.actions import COLLECTIVE, HALOS, SENDS, TRANSFER, Action, Kind
 from scheduler.ir.endless_order import first_forward, last_gradient
 from scheduler.ir.layout import is_token
-from scheduler.ir.link import Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, buckets_of
-from scheduler.simulate.stage_costs import stages_of
+from scheduler.simulate.durations import SEND_LANE, Durations, Wires, stage_of
 from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, OTHER, GraphBuilder, Task, TaskGraph
-
-SEND_LANE = "send"
-"""A link of this name beside ``link`` gives the messages between stages wires of their own."""
 
 Name = tuple[int, Kind, int, int, int]
 """Rank, kind, stage, index and peer (-1 for none): every action of a kernel has a name of its own."""
@@ -41,10 +39,6 @@ class Node:
     """
 
     parts: tuple[int, ...]
-
-
-Wires = Links | Cluster
-"""One wire for all that a rank sends; ``link`` for collectives and ``send`` for messages; or a cluster's."""
 
 
 def lower_pipeline(
@@ -62,18 +56,11 @@ def lower_pipeline(
 class _Lowering:
     def __init__(self, program: Program, profile: Profile, link: Wires, handling: Sequence[float]) -> None:
         self.program, self.layout = program, program.layout
-        self.stages = stages_of(profile, self.layout)
-        self.wires = link
+        self.durations, self.wires = Durations(program, profile, link), link
         self.handling = handling or (0.0,) * program.ranks
         self.graph = GraphBuilder()
         self.nodes: dict[Name, Node] = {}
-        self.meetings: dict[tuple[Kind, int, int], int] = {}
-        self.split = {
-            action.stage
-            for lanes in program.kernel
-            for action in lanes[COMPUTE_LANE]
-            if action.kind is Kind.W
-        }
+        self.meetings: dict[tuple[Kind, int, int, int], int] = {}
         self.buckets = buckets_of(program)
 
     # Tasks
@@ -95,7 +82,7 @@ class _Lowering:
         """
         assert action.stage is not None
         eager = self.layout.placement == "eager" and action.kind is Kind.F
-        if self.layout.replicas(action.stage) == 1 or eager or self.layout.reduction == "masters":
+        if len(self.layout.members(action.stage)) == 1 or eager or self.layout.reduction == "masters":
             return [1.0]
         sizes = [self.program.buckets[bucket].bytes for bucket in self.buckets[action.stage]]
         total = sum(sizes)
@@ -106,50 +93,24 @@ class _Lowering:
         name = _name(rank, action)
         if name in self.nodes:
             raise ValueError(f"{action} stands twice in the kernel of rank {rank}; one action, one place")
-        seconds = self._seconds(rank, action)
+        seconds = self.durations.seconds(rank, action)
         resource = {COMPUTE_LANE: COMPUTE, LINK_LANE: LINK}.get(lane, OTHER)
         task = Task(action, lane, rank)
         beside = self.handling[rank] / len(weights) if lane == COMPUTE_LANE else 0.0
         parts = tuple(self.graph.task(task, seconds * weight + beside, resource) for weight in weights)
         self.nodes[name] = Node(parts)
-        if action.kind in COLLECTIVE:
-            key = (action.kind, _stage(action), action.index)
+        key = self._meeting(rank, action)
+        if key is not None:
             if key not in self.meetings:
                 self.meetings[key] = self.graph.task(Task(action, HIDDEN_LANE, rank), 0.0, OTHER)
             self.graph.edges.add((self.meetings[key], parts[0], 0))
 
-    def _seconds(self, rank: int, action: Action) -> float:
-        assert action.stage is not None
-        stage, replicas = self.stages[action.stage], self.layout.replicas(action.stage)
-        if action.kind is Kind.F:
-            return stage.seconds(stage.forward, replicas)
-        if action.kind is Kind.B:
-            later = stage.weight if action.stage in self.split else 0.0
-            return stage.seconds(stage.backward - later, replicas)
-        if action.kind is Kind.W:
-            return stage.seconds(stage.weight, replicas)
-        if action.kind is Kind.STEP:
-            return stage.step(replicas, sharded=self.layout.reduction == "scatter")
-        if action.kind in COLLECTIVE:
-            size = self.program.buckets[action.index].bytes
-            if isinstance(self.wires, Cluster):
-                return self.wires.collective(action.kind, self.layout.ranks[action.stage], size)
-            return named_link(self.wires, LINK_LANE).cost(action.kind, size)
-        if action.kind in RECVS:
-            return 0.0
-        assert action.peer is not None
-        if isinstance(self.wires, Cluster):
-            return self.wires.message(rank, action.peer, self._message(rank, action))
-        return named_link(self.wires, SEND_LANE, LINK_LANE).cost(Kind.RS, self._message(rank, action))
-
-    def _message(self, rank: int, action: Action) -> float:
-        """Bytes of a message between stages."""
-        assert action.stage is not None and action.peer is not None
-        if is_token(action, self.layout):
-            return 0.0
-        other = action.stage + (1 if action.kind is Kind.SENDF else -1)
-        size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
-        return size * self.layout.overlaps(action.stage, rank, other).get(action.peer, 0.0)
+    def _meeting(self, rank: int, action: Action) -> tuple[Kind, int, int, int] | None:
+        """What the members of a collective have in common, or the tiles that exchange halos."""
+        stage = stage_of(action)
+        if action.kind in HALOS:
+            return action.kind, stage, action.index, self.layout.place(stage, rank, action.index)[0]
+        return (action.kind, stage, action.index, 0) if action.kind in COLLECTIVE else None
 
     # Edges
 
@@ -166,9 +127,12 @@ class _Lowering:
         if lane == RECV_LANE:
             for peer in {action.peer for action in actions}:
                 yield [action for action in actions if action.peer == peer]
-        elif lane == LINK_LANE and isinstance(self.wires, Mapping) and SEND_LANE in self.wires:
-            yield [action for action in actions if action.kind in SENDS]
-            yield [action for action in actions if action.kind not in SENDS]
+        elif lane == LINK_LANE:
+            apart = SENDS if isinstance(self.wires, Mapping) and SEND_LANE in self.wires else frozenset()
+            # Halos pass everything else that waits for the link.
+            yield [action for action in actions if action.kind in HALOS]
+            yield [action for action in actions if action.kind in apart]
+            yield [action for action in actions if action.kind not in HALOS | apart]
         else:
             yield list(actions)
 
@@ -183,8 +147,9 @@ class _Lowering:
 
     def _entry(self, rank: int, action: Action, part: int = 0) -> int:
         """The task that waits when this action waits: where all members meet, if it is a collective."""
-        if action.kind in COLLECTIVE:
-            return self.meetings[action.kind, _stage(action), action.index]
+        key = self._meeting(rank, action)
+        if key is not None:
+            return self.meetings[key]
         return self.nodes[_name(rank, action)].parts[part]
 
     def _wait(
@@ -195,10 +160,16 @@ class _Lowering:
             self.graph.edge(source, self._entry(rank, action, part), lag)
 
     def _waits(self, rank: int, action: Action) -> None:
-        stage, index = _stage(action), action.index
+        stage, index = stage_of(action), action.index
         if action.kind is Kind.F:
             self._inputs(rank, action, Kind.RECVF, (rank, Kind.F, stage - 1, index, -1))
             self._weights_ready(rank, action)
+            self._wait(rank, action, (rank, Kind.HALO, stage, index, -1))
+        elif action.kind is Kind.HALO:
+            self._inputs(rank, action, Kind.RECVF, (rank, Kind.F, stage - 1, index, -1))
+            self._computed_before(rank, action)
+        elif action.kind is Kind.HALOB:
+            self._wait(rank, action, (rank, Kind.B, stage, index, -1))
         elif action.kind is Kind.B:
             self._wait(rank, action, (rank, Kind.F, stage, index, -1))
             self._inputs(rank, action, Kind.RECVB, (rank, Kind.B, stage + 1, index, -1))
@@ -206,6 +177,8 @@ class _Lowering:
             self._wait(rank, action, (rank, Kind.B, stage, index, -1))
         elif action.kind in TRANSFER:
             self._wait(rank, action, self._sent(rank, action))
+            if action.kind is Kind.SENDB:
+                self._wait(rank, action, (rank, Kind.HALOB, stage, index, -1))
         elif action.kind is Kind.STEP:
             self._wait(rank, action, self._last_gradient(rank, stage))
             for bucket in self.buckets[stage]:
@@ -218,13 +191,22 @@ class _Lowering:
 
     def _inputs(self, rank: int, action: Action, received: Kind, local: Name) -> None:
         self._wait(rank, action, local)
-        other = _stage(action) + (-1 if received is Kind.RECVF else 1)
+        other = stage_of(action) + (-1 if received is Kind.RECVF else 1)
         if 0 <= other < self.layout.stages:
-            for peer in self.layout.overlaps(_stage(action), rank, other):
-                self._wait(rank, action, (rank, received, _stage(action), action.index, peer))
+            for peer in self.layout.overlaps(stage_of(action), rank, other, action.index):
+                self._wait(rank, action, (rank, received, stage_of(action), action.index, peer))
+
+    def _computed_before(self, rank: int, halo: Action) -> None:
+        """A halo waits for the rank to come to the forward that it belongs to."""
+        order = self.program.kernel[rank][COMPUTE_LANE]
+        wanted = (Kind.F, halo.stage, halo.index)
+        at = next((n for n, a in enumerate(order) if (a.kind, a.stage, a.index) == wanted), 0)
+        before = self.nodes[_name(rank, order[at - 1])].parts[-1]
+        # Behind the same queue as the forward itself: one iteration later if that is the first.
+        self.graph.edges.add((before, self._entry(rank, halo), int(at == 0)))
 
     def _weights_ready(self, rank: int, action: Action) -> None:
-        stage, lag = _stage(action), 1 - (action.version or 0)
+        stage, lag = stage_of(action), 1 - (action.version or 0)
         self._wait(rank, action, (rank, Kind.STEP, stage, -1, -1), lag)
         parts = len(self.nodes[_name(rank, action)].parts)
         for number, bucket in enumerate(reversed(self.buckets[stage])):
@@ -233,7 +215,7 @@ class _Lowering:
 
     def _sent(self, rank: int, action: Action) -> Name:
         """What a send sends, or the send that a receive takes up."""
-        stage, peer = _stage(action), action.peer
+        stage, peer = stage_of(action), action.peer
         assert peer is not None
         if is_token(action, self.layout) and action.kind in SENDS:
             return self._last_gradient(rank, stage)
@@ -247,7 +229,7 @@ class _Lowering:
         return (peer, Kind.SENDB, stage + 1, action.index, rank)
 
     def _gradient_ready(self, rank: int, action: Action) -> None:
-        stage = _stage(action)
+        stage = stage_of(action)
         number = list(self.buckets[stage]).index(action.index) if action.index in self.buckets[stage] else 0
         name = self._last_gradient(rank, stage)
         parts = len(self.nodes[name].parts)
@@ -262,12 +244,6 @@ class _Lowering:
         return _name(rank, order[last_gradient(order, stage)])
 
 
-def _stage(action: Action) -> int:
-    if action.stage is None:
-        raise ValueError(f"{action} names no stage; every action of a pipeline program does")
-    return action.stage
-
-
 def _name(rank: int, action: Action) -> Name:
     peer = -1 if action.peer is None else action.peer
-    return rank, action.kind, _stage(action), action.index, peer
+    return rank, action.kind, stage_of(action), action.index, peer

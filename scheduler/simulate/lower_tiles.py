@@ -11,10 +11,8 @@ from scheduler.ir.actions import HALOS, Action, Kind, traffic_class
 from scheduler.ir.link import Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
+from scheduler.simulate.durations import HALO_LANE
 from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
-
-HALO_LANE = "halo"
-"""A link of this name beside ``link`` gives what a message between neighbours costs."""
 
 Name = tuple[Kind, int]
 

@@ -35,7 +35,7 @@ def _bytes(
     for action in order:
         if action.stage not in runs:
             continue
-        cost, share = stages[action.stage], 1 / layout.replicas(action.stage)
+        cost, share = stages[action.stage], 1 / len(layout.ranks[action.stage])
         moment = next(runs[action.stage])
         working = cost.working * share if action.kind is Kind.B else 0.0
         others = sum(size for stage, size in resting.items() if stage != action.stage)

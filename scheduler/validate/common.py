@@ -111,20 +111,26 @@ def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Violat
                     )
 
 
-def one_order(groups: Callable[[Program], Iterable[Sequence[int]]]) -> Rule:
+Group = tuple[Sequence[int], frozenset[int] | None]
+"""Ranks, and the stages whose collectives they share (None: all)."""
+
+
+def one_order(groups: Callable[[Program], Iterable[Group]]) -> Rule:
     """A rule: the ranks of each group run their collectives in the same order, lane by lane."""
 
     def rule(program: Program, _: Profile | None) -> Iterator[Violation]:
-        for first, *others in groups(program):
+        for (first, *others), stages in groups(program):
             for rank in others:
                 for lane in {**program.kernel[first], **program.kernel[rank]}:
-                    yield from _same_order(program, lane, first, rank)
+                    yield from _same_order(program, lane, first, rank, stages)
 
     return rule
 
 
-def _same_order(program: Program, lane: str, first: int, rank: int) -> Iterator[Violation]:
-    theirs, mine = _collectives(program, first, lane), _collectives(program, rank, lane)
+def _same_order(
+    program: Program, lane: str, first: int, rank: int, stages: frozenset[int] | None
+) -> Iterator[Violation]:
+    theirs, mine = (_collectives(program, each, lane, stages) for each in (first, rank))
     for number, ((where, one), (place, other)) in enumerate(zip(theirs, mine, strict=False)):
         if one != other:
             yield violation(
@@ -142,8 +148,14 @@ def _same_order(program: Program, lane: str, first: int, rank: int) -> Iterator[
         )
 
 
-def _collectives(program: Program, rank: int, lane: str) -> list[tuple[Place, Action]]:
-    return [(place, action) for place, action in placed(program, rank, lane) if action.kind in COLLECTIVE]
+def _collectives(
+    program: Program, rank: int, lane: str, stages: frozenset[int] | None
+) -> list[tuple[Place, Action]]:
+    return [
+        (place, action)
+        for place, action in placed(program, rank, lane)
+        if action.kind in COLLECTIVE and (stages is None or action.stage in stages)
+    ]
 
 
 def deadlock(program: Program, profile: Profile | None) -> Iterator[Violation]:

@@ -69,6 +69,6 @@ def step(program: Program, _: Profile | None) -> Iterator[Violation]:
 RULES: RuleSet = (
     (cover, model),
     (sharded, once(_wanted, _allowed)),
-    (reduce_before_gather, step, one_order(lambda program: [range(len(program.kernel))])),
+    (reduce_before_gather, step, one_order(lambda program: [(range(len(program.kernel)), None)])),
     (deadlock,),
 )

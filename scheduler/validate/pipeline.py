@@ -9,7 +9,7 @@ layout declares; nothing waits for itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scheduler.ir.actions import RECVS, SENDS, Action, Kind
 from scheduler.ir.endless_order import GRADIENTS, position
@@ -152,9 +152,12 @@ def memory(program: Program, profile: Profile | None) -> Iterator[Violation]:
                 yield Violation("memory", f"rank {rank} needs {needs} bytes, {allowed} are declared")
 
 
-def _groups(program: Program) -> list[tuple[int, ...]]:
-    """The ranks of each stage."""
-    return sorted(set(program.layout.ranks))
+def _groups(program: Program) -> list[tuple[Sequence[int], frozenset[int]]]:
+    """Ranks that hold the same stages, and these."""
+    stages: dict[tuple[int, ...], set[int]] = {}
+    for stage in range(program.layout.stages):
+        stages.setdefault(program.layout.members(stage), set()).add(stage)
+    return [(ranks, frozenset(held)) for ranks, held in sorted(stages.items())]
 
 
 RULES: RuleSet = (

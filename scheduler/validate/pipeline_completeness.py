@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.ir.actions import COLLECTIVE, COMPUTE, RECVS, SENDS, Action, Kind
+from scheduler.ir.actions import COLLECTIVE, COMPUTE, HALOS, RECVS, SENDS, Action, Kind
 from scheduler.ir.layout import Layout, stages_in
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, buckets_of
 from scheduler.validate.engine import Violation, placed
 
-LANES = {COMPUTE_LANE: COMPUTE | {Kind.STEP}, LINK_LANE: SENDS | COLLECTIVE, RECV_LANE: RECVS}
+LANES = {COMPUTE_LANE: COMPUTE | {Kind.STEP}, LINK_LANE: SENDS | COLLECTIVE | HALOS, RECV_LANE: RECVS}
 
 
 def fits_layout(program: Program, profile: Profile | None) -> Iterator[Violation]:
@@ -38,11 +38,13 @@ def wanted(program: Program, rank: int) -> set[Action]:
     wanted: set[Action] = set()
     for stage in layout.held_by(rank):
         kinds = [Kind.F, Kind.B, Kind.W] if stage in present else [Kind.F, Kind.B]
-        for index in range(layout.microbatches):
+        if layout.tile_count(stage) > 1:
+            kinds += HALOS
+        for index in layout.computed_by(rank, stage):
             wanted |= {Action(kind, index, stage) for kind in kinds}
             wanted |= set(_messages(layout, rank, stage, index))
         wanted.add(Action(Kind.STEP, stage=stage))
-        if layout.replicas(stage) > 1:
+        if len(layout.members(stage)) > 1:
             reduce = (Kind.RS, Kind.AG) if layout.reduction == "scatter" else (Kind.AR,)
             wanted |= {Action(kind, bucket, stage) for kind in reduce for bucket in buckets[stage]}
         wanted |= set(_tokens(layout, rank, stage))
@@ -55,7 +57,7 @@ def _messages(layout: Layout, rank: int, stage: int, index: int) -> Iterator[Act
         (stage - 1, Kind.SENDB, Kind.RECVF),
     ):
         if 0 <= other < layout.stages:
-            for peer in layout.overlaps(stage, rank, other):
+            for peer in layout.overlaps(stage, rank, other, index):
                 if peer != rank:
                     yield Action(sent, index, stage, peer=peer)
                     yield Action(received, index, stage, peer=peer)
@@ -66,10 +68,10 @@ def _tokens(layout: Layout, rank: int, stage: int) -> Iterator[Action]:
         return
     group, place = divmod(stage, layout.positions)
     index, first = layout.microbatches + group, group * layout.positions
-    if place and layout.replicas(stage) > 1:
+    if place and len(layout.members(stage)) > 1:
         yield Action(Kind.RECVF, index, stage, peer=layout.ranks[first][0])
     elif not place and layout.ranks[stage][0] == rank:
         for other in range(first + 1, first + layout.positions):
-            if layout.replicas(other) > 1:
+            if len(layout.members(other)) > 1:
                 for peer in layout.ranks[other]:
                     yield Action(Kind.SENDF, index, stage, peer=peer)

@@ -18,6 +18,6 @@ def _wanted(program: Program, _: int) -> set[Action]:
 RULES: RuleSet = (
     (cover, model),
     (once(_wanted),),
-    (reduce_before_gather, one_order(lambda program: [range(len(program.kernel))])),
+    (reduce_before_gather, one_order(lambda program: [(range(len(program.kernel)), None)])),
     (deadlock,),
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
 
 from tests.support.launch import run_ranks
-from tests.support.spatial_stages import CELLS, TAILS, Case
+from tests.support.spatial_stages import CELLS, SCHEDULES, TAILS, Case
 
 pytestmark = [pytest.mark.dist, pytest.mark.exact, pytest.mark.slow]
 MIRRORED = (False, True)
@@ -44,15 +44,22 @@ def run(cases: Iterable[Case]) -> None:
 
 @on_every_grid
 def test_with_a_pipeline(grid: tuple[int, int]) -> None:
-    run(Case(name, grid, TAILS[name], microbatches=2, mirrored=m) for name, m in product(CELLS, MIRRORED))
+    run(
+        Case(name, grid, TAILS[name], microbatches=2, mirrored=m, schedule=schedule)
+        for name, m, schedule in product(CELLS, MIRRORED, SCHEDULES)
+    )
 
 
 @on_every_grid
 def test_with_replicas(grid: tuple[int, int]) -> None:
-    run(Case(name, grid, replicas=2, mirrored=m) for name, m in product(CELLS, MIRRORED))
+    run(
+        Case(name, grid, replicas=2, mirrored=m, schedule=schedule)
+        for name, m, schedule in product(CELLS, MIRRORED, SCHEDULES)
+    )
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_with_a_pipeline_replicas_and_mirrored_replicas_at_once(name: str) -> None:
     # Statistics over few pixels of one sample would blow rounding up over so many micro-batches.
-    run([Case(name, (2, 2), TAILS[name], replicas=2, mirrored=True, microbatches=2, samples=2)])
+    case = Case(name, (2, 2), TAILS[name], replicas=2, mirrored=True, microbatches=2, samples=2)
+    run(replace(case, schedule=schedule) for schedule in SCHEDULES)

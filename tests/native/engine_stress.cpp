@@ -11,7 +11,7 @@
 
 #include "engine/direct.h"
 #include "engine/engine.h"
-#include "engine/gated_channel.h"
+#include "engine/link_gate.h"
 #include "engine/hub_channel.h"
 #include "engine/ring.h"
 #include "engine/tcp_channel.h"
@@ -60,9 +60,8 @@ Channels over_tcp(int size, unsigned) {
 
 std::shared_ptr<Transport> make_transport(const Channels& channels, int rank, bool ring, size_t segment) {
   const int size = static_cast<int>(channels.size());
-  auto channel = std::make_shared<GatedChannel>(channels[rank], Traffic::gradient);
-  if (ring) return std::make_shared<RingTransport>(channel, rank, size, segment, 2);
-  return std::make_shared<DirectTransport>(channel, rank, size, segment, 3);
+  if (ring) return std::make_shared<RingTransport>(channels[rank], rank, size, segment, 2);
+  return std::make_shared<DirectTransport>(channels[rank], rank, size, segment, 3);
 }
 
 // Halos that come and go, which the engines let go first; every so often one that is not ended before its patience is.

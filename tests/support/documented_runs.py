@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def _tiny(name: str) -> str:
 # Every one of these options gets this value, whether a command gives it or not.
 SIZES: dict[str, dict[str, Value]] = {
     "compare": {"--model": _tiny, "--reps": "1", "--iters": "1", "--baseline": _ends, "--batch-size": "4"},
+    "picture": {"--baseline": _ends},
     "suite": {
         "--models": "mlp_tiny",
         "--ratios": _first,
@@ -196,6 +198,8 @@ def prepare(folder: Path) -> None:
     (folder / "my_module.py").write_text(JOB)
     (folder / "hybrid_conf.json").write_text(CONF)
     (folder / "tests").symlink_to(ROOT / "tests")
+    (folder / "docs" / "images").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
     (folder / "dist.sh").write_bytes((ROOT / "dist.sh").read_bytes())
     (folder / "docker").mkdir()
     (folder / "docker" / "common.sh").symlink_to(ROOT / "docker" / "common.sh")

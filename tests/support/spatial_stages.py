@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched import spatial
+from commsched.pipeline.fabric import Fabric
 from dnn_bench.spatial.models import MODELS, cut_stages, target_of
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.simulate.simulator import simulate
+from scheduler.validate import validate
 
 # Layers, filters, samples of a micro-batch, height and width, cells.
 SIZES = {
@@ -23,6 +28,7 @@ CELLS = {"resnet": 10, "amoebanet": 7, "unet": 6}
 # How many cells run on whole images in a pipeline: U-Net's skips cross the cut, AmoebaNet's two values do.
 TAILS = {"resnet": 4, "amoebanet": 3, "unet": 3}
 STEPS = 5
+SCHEDULES = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Case:
     microbatches: int = 1
     samples: int = 1
     fuse_halo: int | str = "off"
+    schedule: str = "1f1b"
 
     @property
     def ranks(self) -> int:
@@ -80,8 +87,10 @@ def reference(case: Case, stages: list[nn.Module], images: Tensor, target: Tenso
     return losses
 
 
-def check(case: Case) -> None:
-    """On the case's ranks, after ``commsched.init()``: the same losses and parameters as in one process."""
+def check(case: Case, fabric: Fabric | None = None) -> None:
+    """On the case's ranks, after ``commsched.init()`` or with a fabric: the program is valid and can be
+    simulated, and losses and parameters are those of one process.
+    """
     stages, images, target = case.build()
     plain = copy.deepcopy(stages)
     expected = reference(case, plain, images, target)
@@ -94,8 +103,14 @@ def check(case: Case) -> None:
         replicas=case.replicas,
         mirrored=case.mirrored,
         fuse_halo=case.fuse_halo,
+        schedule=case.schedule,
         timeout=100,
+        fabric=fabric,
     )
+    validate(trainer.program)
+    if trainer.pipeline.rank == 0:
+        layers = tuple(Layer(str(n), 1.0, 2.0, 400) for n in range(len(stages)))
+        assert simulate(trainer.program, Profile("stages", layers), Link(1e-3, 1e-6)).period > 0
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(STEPS):
@@ -103,7 +118,7 @@ def check(case: Case) -> None:
         losses.append(trainer.step(images, target))
         optimizer.step()
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
-    held = {stage for _, stage in trainer.parts}
+    held = trainer.held
     for number in held:
         _compare(case, dict(stages[number].named_parameters()), dict(plain[number].named_parameters()))
     if not case.mirrored and case.replicas == 1:  # buffers are those of all micro-batches
@@ -114,6 +129,7 @@ def check(case: Case) -> None:
             parts = zip(images.chunk(case.count), target.chunk(case.count))
             whole = sum(F.cross_entropy(model(x), y).item() for x, y in parts) / case.count
         assert abs(trainer.evaluate(images, target) - whole) < 1e-10, case
+    trainer.close()
 
 
 def _compare(case: Case, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

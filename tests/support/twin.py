@@ -121,7 +121,7 @@ class Twin:
         self.optimizer.step()
         self.me.store.set(self._stepped(self.me.rank), "")
         self.steps += 1
-        self.seen_pending += self.optimizer._driver.flow.pending > 0
+        self.seen_pending += self.optimizer._driver.reducer.state.pending > 0
         self.oracle.optimizer.step()
 
     def zero_grad(self, **how: Any) -> None:

@@ -54,9 +54,6 @@ class Channel {
   // The largest number of messages per peer and direction that may be posted before waiting.
   virtual int max_in_flight() const = 0;
 
-  // How many of an operation's `depth` messages per peer and direction should be in flight now.
-  virtual int ahead(int depth) const { return depth; }
-
   virtual void set_timeout(double seconds) = 0;
 };
 

@@ -38,6 +38,7 @@ void DirectTransport::post_scatter(const Work& work, size_t k) {
       convert(data, work.type, staged, work.wire, work.cut.size(k), b.prescale);
       data = staged;
     }
+    pass_gate(bytes);
     request(sends_, to, k) = channel_->isend(data, bytes, to, tag);
   }
 }
@@ -93,6 +94,7 @@ void DirectTransport::post_gather(const Work& work, size_t k) {
     data = staged;
   }
   for (int d = 1; d < size_; ++d) {
+    pass_gate(n * dtype_size(work.wire));
     request(sends_, peer(d), k) = channel_->isend(data, n * dtype_size(work.wire), peer(d), tag);
   }
 }

@@ -60,7 +60,6 @@ class EngineCore {
   // The engine's thread.
   bool run_step(Lock& lock, int64_t step);
   bool run_op(Lock& lock, const OpTag& tag);
-  void carry_out(const BucketSpec& spec, const OpTag& tag);
   bool may_start(const OpTag& tag) const;
   Clock::time_point could_start_at(const OpTag& tag) const;
   void finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start);

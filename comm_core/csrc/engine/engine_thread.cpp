@@ -40,7 +40,11 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   std::optional<EngineError> failure;
   lock.unlock();
   try {
-    carry_out(spec, tag);
+    if (spec.count > 0) {
+      if (tag.op == Op::RS) transport_->reduce_scatter(spec, tag);
+      if (tag.op == Op::AG) transport_->all_gather(spec, tag);
+      if (tag.op == Op::AR) transport_->all_reduce(spec, tag);
+    }
   } catch (const EngineError& error) {
     failure = located(error, tag);
   } catch (const std::exception& error) {
@@ -52,16 +56,6 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   if (failure) return false;
   finish_op(tag, ready, start);
   return true;
-}
-
-void EngineCore::carry_out(const BucketSpec& spec, const OpTag& tag) {
-  if (spec.count == 0) return;
-  switch (tag.op) {
-    case Op::RS: return transport_->reduce_scatter(spec, tag);
-    case Op::AG: return transport_->all_gather(spec, tag);
-    case Op::AR: return transport_->all_reduce(spec, tag);
-    case Op::UPDATE: return;
-  }
 }
 
 bool EngineCore::may_start(const OpTag& tag) const {

@@ -27,6 +27,12 @@ void ExchangeTransport::prepare(const BucketSpec& bucket) {
   if (bucket.wire_dtype != bucket.dtype) outgoing_.reserve(size_, depth_, segment_bytes_);
 }
 
+void ExchangeTransport::abort(const std::string& reason) noexcept {
+  aborted_ = true;
+  channel_->abort(reason);
+  LinkGate::of_process().wake();
+}
+
 void ExchangeTransport::apply_prescale(const BucketSpec& b) const {
   if (b.wire_dtype == b.dtype) convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
 }

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "channel.h"
+#include "link_gate.h"
 #include "reduce.h"
 #include "transport.h"
 
@@ -45,7 +47,7 @@ class ExchangeTransport : public Transport {
   ExchangeTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 
   void prepare(const BucketSpec& bucket) override;
-  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  void abort(const std::string& reason) noexcept override;
   void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -65,7 +67,10 @@ class ExchangeTransport : public Transport {
   // With one rank the sum is the rank's own scaled gradients.
   void scale_alone(const BucketSpec& bucket) const;
 
-  size_t ahead() const { return static_cast<size_t>(channel_->ahead(depth_)); }
+  // Every segment asks the link's gate before it is sent: between two of them something more urgent can go first. Beside
+  // more urgent messages one segment at a time is in flight, because a segment in flight cannot be called back.
+  void pass_gate(size_t bytes) { LinkGate::of_process().pass(Traffic::gradient, static_cast<int64_t>(bytes), aborted_); }
+  size_t ahead() const { return LinkGate::of_process().shared(Traffic::gradient) ? 1 : depth_; }
 
   static MessageTag message(const OpTag& tag, size_t round, size_t segment);
 
@@ -74,6 +79,7 @@ class ExchangeTransport : public Transport {
   const int size_;
   const size_t segment_bytes_;
   const int depth_;
+  std::atomic<bool> aborted_{false};
   Staging received_;  // one row per peer
   Staging outgoing_;  // one row per peer, for casts before sending
 };

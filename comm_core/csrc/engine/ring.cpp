@@ -48,6 +48,7 @@ void RingTransport::send(const Work& work, size_t m) {
     if (!work.reducing && first) convert(staged, work.wire, from, work.type, n, 1.0);  // as the others get it
     from = staged;
   }
+  pass_gate(bytes(work, m));
   sends_[m % depth_] = channel_->isend(from, bytes(work, m), (rank_ + 1) % size_,
                                        message(work.tag, work.round(m), work.segment(m)));
 }

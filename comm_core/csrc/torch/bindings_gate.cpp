@@ -3,7 +3,6 @@
 
 #include <pybind11/numpy.h>
 
-#include "engine/gated_channel.h"
 #include "engine/link_gate.h"
 
 namespace commsched {
@@ -41,8 +40,6 @@ void bind_gate(py::module_& m) {
           },
           py::arg("clear") = true);
   m.def("link_gate", &LinkGate::of_process, py::return_value_policy::reference);
-  py::class_<GatedChannel, Channel, std::shared_ptr<GatedChannel>>(m, "GatedChannel")
-      .def(py::init<std::shared_ptr<Channel>, Traffic>(), py::arg("channel"), py::arg("traffic") = Traffic::gradient);
 }
 
 }  // namespace commsched

@@ -63,7 +63,15 @@ def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: boo
     return tuple(cuts)
 
 
-def visit(tile: Tile, site: Site, plan: Plan, windows: Sequence[AnyWindow], cuts: Cuts, work: int) -> None:
+def visit(
+    tile: Tile,
+    site: Site,
+    plan: Plan,
+    windows: Sequence[AnyWindow],
+    cuts: Cuts,
+    work: int,
+    interior: int = 0,
+) -> None:
     """Record an operation of a dry run."""
     if tile.mesh.visits is None:
         return
@@ -83,7 +91,7 @@ def visit(tile: Tile, site: Site, plan: Plan, windows: Sequence[AnyWindow], cuts
                 halo, room = max(halo, first - start, stop - last), min(room, hi - lo)
     steps = [w.stride if isinstance(w, Window) else 1 / w.stride for w in windows]
     work *= samples * prod(sizes.values())
-    tile.mesh.visits.append(Visit(site, plan.remote, sent, work, halo, max(steps, default=1), room))
+    tile.mesh.visits.append(Visit(site, plan.remote, sent, work, halo, max(steps, default=1), room, interior))
 
 
 def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan:
@@ -114,9 +122,11 @@ def windowed(
     local, mesh, site = local_of(tile), tile.mesh, tile.mesh.site(tile.shape)
     cuts = out_cuts(tile, chosen, mesh.fusion.get(site, 0), ceil)
     plan = input_plan(tile, chosen, cuts)
-    visit(tile, site, plan, windows, cuts, work)
     division = _division(tile, windows, cuts) if plan.remote else None
-    if division is not None and mesh.overlaps(work * division.interior_pixels(local)):
+    interior = 0 if division is None else work * division.interior_pixels(local)
+    overlaps = division is not None and mesh.overlaps(interior)
+    visit(tile, site, plan, windows, cuts, work, interior if overlaps else 0)
+    if division is not None and overlaps:
         return Tile.make(
             overlapped(local, Halo(plan, mesh, fill, mesh.module), division, compute), mesh, cuts
         )

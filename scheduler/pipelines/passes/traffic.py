@@ -6,6 +6,8 @@ Placement of the data-parallel traffic, on stages with replicas:
 ``bubble``   the gradient goes upstream first; RS, step and AG then have the stage's own slack
 ``aligned``  as ``bubble``, but no stage of a group starts before the group's first one has ended its
              backward: that rank sends the others a message without content, numbered above the micro-batches
+
+The halos that the tiles of a stage exchange stand in ``link`` with the forward or backward they belong to.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE
 Key = tuple[Kind, int, int]
 """Kind, stage and index of an action."""
 
+_HALO = {Kind.F: Kind.HALO, Kind.B: Kind.HALOB}
 _RECEIVED = {Kind.SENDF: Kind.RECVF, Kind.SENDB: Kind.RECVB}
 
 
@@ -49,18 +52,29 @@ class Traffic:
 
     def _link(self, rank: int) -> Iterator[Action]:
         order = self.compute[rank]
-        last = {last_gradient(order, stage) for stage in self.layout.held_by(rank)}
+        complete = {last_gradient(order, stage): [stage] for stage in self.layout.held_by(rank)}
+        if self.layout.mirror:
+            # A stage's ranks complete its gradient at different times: all sums come last, in one order.
+            complete = {max(complete): sorted(self.layout.held_by(rank), reverse=True)}
         for place, action in enumerate(order):
-            reduces = list(self._reduce(rank, action)) if place in last else []
+            kind = Kind.RS if self.layout.reduction == "scatter" else Kind.AR
+            reduces = [
+                each
+                for stage in complete.get(place, ())
+                for each in self._collectives(kind, stage, action.shift)
+            ]
+            if action.kind in _HALO and self.layout.tile_count(action.stage or 0) > 1:
+                yield Action(_HALO[action.kind], action.index, action.stage, shift=action.shift)
             if self.layout.placement == "eager":
                 yield from reduces
             yield from self._send(rank, action)
-            if place in last:
+            if place in complete:
                 yield from self._tokens(rank, action)
             if self.layout.placement != "eager":
                 yield from reduces
             if action.kind is Kind.STEP and self.layout.reduction == "scatter":
-                yield from self._collectives(Kind.AG, action)
+                assert action.stage is not None
+                yield from self._collectives(Kind.AG, action.stage, action.shift)
 
     def _send(self, rank: int, action: Action) -> Iterator[Action]:
         assert action.stage is not None
@@ -70,21 +84,16 @@ class Traffic:
             kind, other = Kind.SENDB, action.stage - 1
         else:
             return
-        for peer in self.layout.overlaps(action.stage, rank, other):
+        for peer in self.layout.overlaps(action.stage, rank, other, action.index):
             if peer != rank:
                 yield Action(kind, action.index, action.stage, peer=peer, shift=action.shift)
 
-    def _reduce(self, rank: int, action: Action) -> Iterator[Action]:
-        kind = Kind.RS if self.layout.reduction == "scatter" else Kind.AR
-        yield from self._collectives(kind, action)
-
-    def _collectives(self, kind: Kind, action: Action) -> Iterator[Action]:
-        assert action.stage is not None
-        if self.layout.replicas(action.stage) > 1:
+    def _collectives(self, kind: Kind, stage: int, shift: int) -> Iterator[Action]:
+        if len(self.layout.members(stage)) > 1:
             first_due = kind is Kind.AG and self.layout.placement != "eager"
             # The bucket that the backward fills last is the one that the forward needs first.
-            for bucket in self.buckets[action.stage][:: -1 if first_due else 1]:
-                yield Action(kind, bucket, action.stage, shift=action.shift)
+            for bucket in self.buckets[stage][:: -1 if first_due else 1]:
+                yield Action(kind, bucket, stage, shift=shift)
 
     def _tokens(self, rank: int, action: Action) -> Iterator[Action]:
         """To the stages of the same group: that its first stage has ended its last backward."""
@@ -93,7 +102,7 @@ class Traffic:
         if self.layout.placement != "aligned" or place or self.layout.ranks[action.stage][0] != rank:
             return
         for stage in range(action.stage + 1, action.stage + self.layout.positions):
-            if self.layout.replicas(stage) > 1:
+            if len(self.layout.members(stage)) > 1:
                 for peer in self.layout.ranks[stage]:
                     index = self.layout.microbatches + group
                     yield Action(Kind.SENDF, index, action.stage, peer=peer, shift=action.shift)

@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda_device import ImmediateDevice
-from commsched.backends.cuda_reducer import DeviceFlow, DeviceShardedFlow
+from commsched.backends.cuda_device import Device, ImmediateDevice
 from commsched.backends.cuda_fused_update import FusedShards
 from commsched.backends.cuda_memory import RegisteredMemory
 from commsched.backends.cuda_streams import StreamBucket
-from commsched.backends.cuda import DeviceWire
+from commsched.backends.ranks import Ranks
+from commsched.backends.cuda import StreamBackend
+from commsched.backends.cuda_collectives import Collectives
 from commsched.env import settings
 from commsched.collectives.private_groups import private_group
 from tests.support.cases import Me, case, main
@@ -58,8 +59,8 @@ def every_policy_has_the_oracles_bits(me: Me) -> None:
     for policy in ("wfbp", "bytescheduler", "dear", "pipedap", "optimal"):
         twin = Twin(me, Mixed, schedule=policy, transport="stream", lag=0.0)
         driver = twin.optimizer._driver
-        assert type(driver.flow) is DeviceFlow
-        assert driver.wire.transport_name.startswith("staged, flags over "), driver.wire.transport_name
+        assert type(driver.backend) is StreamBackend
+        assert driver.backend.name.startswith("staged, flags over "), driver.backend.name
         for step in range(4):
             twin.step(loss(step))
         twin.end()
@@ -81,7 +82,7 @@ def accumulation_and_gradients_to_read(me: Me) -> None:
 @case(ranks=(2,))
 def shards_learn_what_the_oracle_learns(me: Me) -> None:
     twin = Twin(me, mixed64, transport="stream", gather="parameters", lag=0.0)
-    assert type(twin.optimizer._driver.flow) is DeviceShardedFlow
+    assert type(twin.optimizer._driver.backend) is StreamBackend
     for step in range(4):
         twin.step(loss(step))
     twin.compare(exact=False)
@@ -236,7 +237,7 @@ def measuring_on_the_way(me: Me) -> None:
         optimizer.zero_grad()
     profile = optimizer.profile()
     assert sum(layer.backward for layer in profile.layers) > 0
-    events = optimizer._driver.wire.engine.events()
+    events = optimizer._driver.backend.events()
     assert (
         len(events)
         and (events["end"] >= events["start"]).all()
@@ -267,10 +268,10 @@ class Done(ImmediateDevice):
 
 
 class MemoryOnPaper(RegisteredMemory):
-    def __init__(self, wire: DeviceWire) -> None:
+    def __init__(self, ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> None:
         self.pools: list[Pool] = []
-        self.group = RegisteringGroup(wire.rank, wire.size)
-        super().__init__(self.group, wire.collectives, Done(wire.device.device), wire.timeout)
+        self.group = RegisteringGroup(ranks.rank, ranks.size)
+        super().__init__(self.group, collectives, Done(device.device), timeout)
 
     def _new_pool(self) -> Pool:
         self.pools.append(Pool())
@@ -295,14 +296,14 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         {"gather": "gradients", "compression": hvd.Compression.fp16},
         {"gather": "parameters", "compression": hvd.Compression.bf16},
     ):
-        with patch.object(DeviceWire, "_memory", lambda wire: MemoryOnPaper(wire)):
+        with patch("commsched.backends.cuda.memory_for", MemoryOnPaper):
             build = Mixed if "compression" in options else mixed64
             twin = Twin(me, build, schedule="auto", planned=False, transport="stream", lag=0.0, **options)
-        wire = twin.optimizer._driver.wire
-        memory: MemoryOnPaper = wire.memory
+        backend = twin.optimizer._driver.backend
+        memory: MemoryOnPaper = backend.memory
         for step in range(8):
             twin.step(loss(step))
-            memory.check(wire.engine.buckets)
+            memory.check(backend.schedule.buckets)
             if "compression" not in options:
                 twin.compare(f"step {step}, {options}", exact=options["gather"] == "gradients")
         assert len(memory.pools) > 1, "there was no second plan"
@@ -324,11 +325,11 @@ class Ending(ImmediateDevice):
 def over_nccl_on_paper() -> ExitStack:
     """Buckets travel over groups that count themselves, through the code that is for NCCL."""
     stack = ExitStack()
-    stack.enter_context(patch("commsched.backends.cuda.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.backends.cuda_collectives.nccl_usable", lambda names: True))
     stack.enter_context(patch("commsched.backends.cuda.device_of", Ending))
     stack.enter_context(
         patch(
-            "commsched.backends.cuda.private_group",
+            "commsched.backends.cuda_collectives.private_group",
             lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
         )
     )
@@ -343,7 +344,7 @@ def communicators_end_with_their_optimizer(me: Me) -> None:
         groups = []
         for step in range(3):
             twin.step(loss(step))
-            assert twin.optimizer._driver.wire.transport_name.startswith("nccl")
+            assert twin.optimizer._driver.backend.name.startswith("nccl")
             assert len(GroupOnPaper.living) == 1, f"{len(GroupOnPaper.living)} communicators in step {step}"
             groups += GroupOnPaper.living
             twin.both(lambda m, step=step: m.image.weight.requires_grad_(bool(step % 2)))
@@ -368,7 +369,7 @@ def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
 def registering_without_nccl_is_told(me: Me) -> None:
     model = seeded(Mixed)
     asked = replace(settings(), nccl_register="1")
-    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
+    with patch("commsched.backends.cuda_memory.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
     text = [str(warning.message) for warning in told]

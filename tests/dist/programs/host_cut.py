@@ -18,7 +18,7 @@ import comm_core
 import commsched as hvd
 from commsched.env import settings
 from commsched.transport.short_messages import ShortMessages
-from commsched.collectives import state
+from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import data_channel
 from commsched.transport.channel import DistChannel
 from tests.support.twin import some_profile
@@ -57,7 +57,7 @@ def trained(transport: str) -> Callable[[], object]:
     return run
 
 
-meeting = state.engine().meeting
+meeting = carrier().meeting
 connections = comm_core.tcp_connections(
     PrefixStore("short", meeting.store), ME, 2, meeting.address, settings().timeout, settings().host_timeout
 )

@@ -360,7 +360,7 @@ def each_rank_keeps_its_part_of_the_state(me: Me) -> None:
         optimizer.zero_grad()
     whole = 2 * sum(p.numel() for p in model.parameters())
     here = sum(
-        t.numel() for state in optimizer._driver.flow.shards.state.values() for t in state.values() if t.dim()
+        t.numel() for state in optimizer._driver.gathering.shards.state.values() for t in state.values() if t.dim()
     )
     assert here < whole / me.size * 1.1, f"{here} of {whole} elements of state are on rank {me.rank}"
     release(optimizer)

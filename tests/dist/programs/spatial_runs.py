@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -268,7 +269,8 @@ def pipelines_and_mirrored_replicas_are_one_process(me: Me) -> None:
         Case("unet", (1, 2), TAILS["unet"], microbatches=2),
         Case("amoebanet", (2, 1), TAILS["amoebanet"], mirrored=True, fuse_halo=2),
     ):
-        spatial_stages.check(one)
+        for schedule in spatial_stages.SCHEDULES:
+            spatial_stages.check(replace(one, schedule=schedule))
 
 
 @case(ranks=(4,))
@@ -279,7 +281,8 @@ def shares_of_the_samples_and_replicas_are_one_process(me: Me) -> None:
         Case("amoebanet", (1, 2), replicas=2, microbatches=2),
         Case("unet", (2, 1), replicas=2, mirrored=True),
     ):
-        spatial_stages.check(one)
+        for schedule in spatial_stages.SCHEDULES:
+            spatial_stages.check(replace(one, schedule=schedule))
 
 
 @case(ranks=(3,))
@@ -298,13 +301,10 @@ def stages_that_cannot_be_are_an_error_on_every_rank(me: Me) -> None:
 
     refused("1 stages, 2 placements", [conv], [tiles, one])
     refused("stages on 2 + 2 ranks need 4 ranks, and there are 3", [conv, pool], [two, tiles])
-    refused("a multiple of 2 samples, got 3 images", [conv, pool], [tiles, one], microbatches=2)
-    refused("among 2 ranks, and 3 do not divide", [conv, pool], [one, two])
-    refused(
-        "stage 0 runs on tiles and returns a tensor of shape (3, 3) that every rank holds whole",
-        [nn.Sequential(conv, pool), nn.Linear(3, 2)],
-        [tiles, one],
-    )
+    refused("3 rows in 4 micro-batches leave 0 for 1 replicas", [conv, pool], [tiles, one], microbatches=4)
+    whole = "stage 0 runs on tiles and returns a tensor of shape (3, 3) that every rank holds whole"
+    stages = [nn.Sequential(conv, pool), nn.Linear(3, 2)]
+    refused(whole if me.rank < 2 else "look for the first error on rank", stages, [tiles, one])
 
 
 main(__name__)

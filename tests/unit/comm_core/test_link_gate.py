@@ -15,7 +15,6 @@ from comm_core import (
     DirectTransport,
     Engine,
     EngineError,
-    GatedChannel,
     Hub,
     PythonTransport,
     RingTransport,
@@ -128,7 +127,7 @@ def test_no_segment_starts_while_a_halo_waits(kind: type) -> None:
             time.sleep(0.0005)
 
     def rank(number: int) -> torch.Tensor:
-        transport = kind(GatedChannel(hub.channel(number)), number, size, segment_bytes=segment, depth=2)
+        transport = kind(hub.channel(number), number, size, segment_bytes=segment, depth=2)
         engine = Engine(transport, number, size, LONG)
         data = torch.full((elements,), float(number + 1))
         engine.add_bucket(data)
@@ -176,7 +175,7 @@ def test_little_is_under_way_where_halos_come_and_go() -> None:
     for urgent, expected in ((GRADIENT, 3), (HALO, 1)):
         for kind in (DirectTransport, RingTransport):
             gate.end(gate.begin(urgent, 1, LONG))
-            engine = started(kind(GatedChannel(Hub(2).channel(0)), 0, 2, segment_bytes=64, depth=3))
+            engine = started(kind(Hub(2).channel(0), 0, 2, segment_bytes=64, depth=3))
             while len(of_engine()) < expected:
                 gate.end(gate.begin(urgent, 1, LONG))  # on a slow machine the last one is long ago
                 time.sleep(0.001)
@@ -219,7 +218,7 @@ def test_whole_collectives_wait_for_halos_too() -> None:
 def test_an_engine_that_is_aborted_leaves_the_gate(collectives: bool) -> None:
     gate = link_gate()
     number = gate.begin(HALO, 1, LONG)
-    exchange = DirectTransport(GatedChannel(Hub(2).channel(0)), 0, 2)
+    exchange = DirectTransport(Hub(2).channel(0), 0, 2)
     engine = started(PythonTransport(Alone()) if collectives else exchange)
     until_held_back()
     engine.abort("enough")

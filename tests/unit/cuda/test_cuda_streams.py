@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from commsched.backends.cuda_streams import StreamBucket, StreamPlan
+from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, run
 
@@ -28,7 +28,9 @@ class Rank:
     def __init__(self, network: Network, rank: int, sharded: bool = False) -> None:
         self.rank, self.sharded, self.size = rank, sharded, network.size
         self.device = FakeDevice()
-        self.plan = StreamPlan(self.device, FakeCollectives(network, rank, self.device), rank, network.size)
+        self.schedule = StreamSchedule(
+            self.device, FakeCollectives(network, rank, self.device), rank, network.size
+        )
         self.buckets = [
             StreamBucket(torch.zeros(LENGTH), gather=torch.zeros(LENGTH) if sharded else None)
             for _ in range(3)
@@ -42,22 +44,22 @@ class Rank:
         for bucket in order:
             data, value = self.buckets[bucket].data, self.gradient(step, bucket)
             self.device.compute(lambda data=data, value=value: data.fill_(value))
-            self.plan.mark_ready(bucket)
+            self.schedule.mark_ready(bucket)
 
     def update(self, bucket: int) -> None:
         """Sharded: parameters become the reduced gradients."""
-        self.plan.wait_reduced(bucket)
+        self.schedule.wait_reduced(bucket)
         part = LENGTH // self.size
         mine = slice(self.rank * part, (self.rank + 1) * part)
         b = self.buckets[bucket]
         assert b.gather is not None
         target = b.gather
         self.device.compute(lambda: target[mine].copy_(b.data[mine]))
-        self.plan.mark_updated(bucket)
+        self.schedule.mark_updated(bucket)
 
     def forward(self, order: tuple[int, ...]) -> None:
         for bucket in order:
-            self.plan.wait_gathered(bucket)
+            self.schedule.wait_gathered(bucket)
             b = self.buckets[bucket]
             result = b.data if b.gather is None else b.gather
             self.device.compute(lambda result=result: self.seen.append(result.tolist()))
@@ -71,7 +73,7 @@ def ranks_of(size: int, plan: list[tuple[str, int]], sharded: bool = False) -> t
     network = Network(size)
     ranks = [Rank(network, r, sharded) for r in range(size)]
     for rank in ranks:
-        rank.plan.install(plan, rank.buckets)
+        rank.schedule.install(plan, rank.buckets)
     return network, ranks
 
 
@@ -88,7 +90,7 @@ def test_three_steps_in_any_order_that_streams_allow(name: str, size: int, shard
         network, ranks = ranks_of(size, PLANS[name], sharded)
         for rank in ranks:
             for step in range(1, 4):
-                rank.plan.begin_step()
+                rank.schedule.begin_step()
                 rank.backward(step, backward)
                 for bucket in (b for op, b in PLANS[name] if op == "RS" and sharded):
                     rank.update(bucket)
@@ -108,7 +110,7 @@ def breaks(change: Callable[[Rank], None]) -> int:
         change(ranks[0])
         for rank in ranks:
             for step in (1, 2):
-                rank.plan.begin_step()
+                rank.schedule.begin_step()
                 rank.backward(step, (0, 1, 2))
                 rank.forward((2, 0, 1))
         run([rank.device for rank in ranks], seed)
@@ -119,7 +121,7 @@ def breaks(change: Callable[[Rank], None]) -> int:
 
 def test_the_checks_notice_a_missing_event() -> None:
     def no_wait_before_the_forward(rank: Rank) -> None:
-        rank.plan.wait_gathered = lambda bucket: None  # type: ignore[method-assign]
+        rank.schedule.wait_gathered = lambda bucket: None  # type: ignore[method-assign]
 
     def no_wait_before_travelling(rank: Rank) -> None:
         wait = rank.device.wait
@@ -137,14 +139,14 @@ class ClippingRank(Rank):
 
     def clip(self) -> None:
         for bucket in range(3):
-            self.plan.wait_reduced(bucket)
+            self.schedule.wait_reduced(bucket)
         largest = torch.full((self.size,), float("nan"))
         self.factor = torch.zeros(1)
         part = LENGTH // self.size
         mine = slice(self.rank * part, (self.rank + 1) * part)
         shards = [b.data[mine] for b in self.buckets]
         self.device.compute(lambda: largest[self.rank].copy_(torch.stack(shards).max()))
-        self.plan.gather_now(largest)
+        self.schedule.gather_now(largest)
         factor = self.factor
         self.device.compute(lambda: factor.copy_(1.0 / largest.max()))
 
@@ -159,11 +161,11 @@ def train_clipped(size: int, seed: int, change: Callable[[Rank], None] = lambda 
     network = Network(size)
     ranks = [ClippingRank(network, r, sharded=True) for r in range(size)]
     for rank in ranks:
-        rank.plan.install(PLANS["RS first"], rank.buckets)
+        rank.schedule.install(PLANS["RS first"], rank.buckets)
     change(ranks[0])
     for rank in ranks:
         for step in range(1, 4):
-            rank.plan.begin_step()
+            rank.schedule.begin_step()
             rank.backward(step, (0, 1, 2))
             rank.clip()
             for bucket in range(3):
@@ -186,7 +188,7 @@ def test_clipping_in_any_order_that_streams_allow(size: int) -> None:
 @pytest.mark.parametrize("left_out", ["comm", "main"])
 def test_clipping_without_one_of_its_waits_is_noticed(left_out: str) -> None:
     def no_wait(rank: Rank) -> None:
-        gather, wait, device = rank.plan.gather_now, rank.device.wait, rank.device
+        gather, wait, device = rank.schedule.gather_now, rank.device.wait, rank.device
         stream_left_out = getattr(device, left_out)
 
         def gather_now(buffer: torch.Tensor) -> None:
@@ -196,14 +198,14 @@ def test_clipping_without_one_of_its_waits_is_noticed(left_out: str) -> None:
             gather(buffer)
             device.wait = wait  # type: ignore[method-assign]
 
-        rank.plan.gather_now = gather_now  # type: ignore[method-assign]
+        rank.schedule.gather_now = gather_now  # type: ignore[method-assign]
 
     assert not all(train_clipped(2, seed, no_wait) for seed in range(30))
 
 
 def test_an_operation_waits_for_those_before_it_in_the_plan() -> None:
     network, (rank,) = ranks_of(1, PLANS["another order"])
-    rank.plan.begin_step()
+    rank.schedule.begin_step()
     rank.backward(1, (0,))
     run([rank.device], 0)
     assert network.order == []
@@ -217,27 +219,27 @@ def test_an_operation_waits_for_those_before_it_in_the_plan() -> None:
 
 def test_is_gathered_asks_the_device() -> None:
     _, (rank,) = ranks_of(1, PLANS["AR"])
-    assert not rank.plan.is_gathered(0)
-    rank.plan.begin_step()
+    assert not rank.schedule.is_gathered(0)
+    rank.schedule.begin_step()
     rank.backward(1, (0, 1, 2))
-    assert not rank.plan.is_gathered(0)
+    assert not rank.schedule.is_gathered(0)
     run([rank.device], 0)
-    assert rank.plan.is_gathered(0)
+    assert rank.schedule.is_gathered(0)
 
 
 def test_waiting_for_what_was_never_started_is_an_error() -> None:
     _, (rank,) = ranks_of(1, PLANS["RS first"])
-    rank.plan.wait_gathered(0)  # before the first step everything is in place
-    rank.plan.begin_step()
+    rank.schedule.wait_gathered(0)  # before the first step everything is in place
+    rank.schedule.begin_step()
     rank.backward(1, (0,))
     with pytest.raises(CommError, match=r"bucket 0 is waited for and is not gathered in step 1: 1 of 6"):
-        rank.plan.wait_gathered(0)
+        rank.schedule.wait_gathered(0)
     with pytest.raises(CommError, match="step 1 ended before RS of bucket 1 was started"):
-        rank.plan.begin_step()
+        rank.schedule.begin_step()
 
 
 def test_graph_capture_is_refused_with_the_reason() -> None:
     _, (rank,) = ranks_of(1, PLANS["RS first"])
     rank.device.capturing = True
     with pytest.raises(CommError, match="cannot be captured into a CUDA graph"):
-        rank.plan.begin_step()
+        rank.schedule.begin_step()

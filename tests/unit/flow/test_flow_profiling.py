@@ -12,7 +12,7 @@ from commsched.optimizer.profiling import across_ranks, combine, iteration_times
 
 # Three modules; the second owns two parameters.
 HOOKS: Any = SimpleNamespace(
-    flow=SimpleNamespace(params=range(4)), owners=[(None, (0,)), (None, (1, 2)), (None, (3,))]
+    reducer=SimpleNamespace(params=range(4)), owners=[(None, (0,)), (None, (1, 2)), (None, (3,))]
 )
 ORDER = [0, 1, 2, 3]
 MARKS = {"begin": 0.0, "backward_end": 16.0, "enter": 17.0, "step": 18.0, "end": 20.0}
@@ -28,9 +28,9 @@ def watch(delays: tuple[tuple[float, float], ...] = ()) -> Watch:
     def shifted(moment: float) -> float:
         return moment + sum(length for start, length in now if start < moment)
 
-    seen.forwards = [(number, shifted(moment)) for number, moment in ((0, 1.0), (1, 2.0), (2, 4.0))]
-    seen.grads = [(i, shifted(moment)) for i, moment in ((3, 7.0), (2, 9.0), (1, 11.0), (0, 13.0))]
-    seen.marks = {name: shifted(moment) for name, moment in MARKS.items()}
+    seen._forwards = [(number, shifted(moment)) for number, moment in ((0, 1.0), (1, 2.0), (2, 4.0))]
+    seen._grads = [(i, shifted(moment)) for i, moment in ((3, 7.0), (2, 9.0), (1, 11.0), (0, 13.0))]
+    seen._marks = {name: shifted(moment) for name, moment in MARKS.items()}
     for start, length in now:
         seen.wait(shifted(start), shifted(start) + length)
     return seen
@@ -55,12 +55,12 @@ def test_waits_are_no_work() -> None:
 
 
 def test_what_is_no_whole_iteration_is_no_sample() -> None:
-    for spoil in ("forwards", "grads"):
+    for spoil in ("_forwards", "_grads"):
         seen = watch()
         setattr(seen, spoil, [])
         assert iteration_times(seen, HOOKS, ORDER) is None
     seen = watch()
-    del seen.marks["step"]
+    del seen._marks["step"]
     assert iteration_times(seen, HOOKS, ORDER) is None
 
 

@@ -1,4 +1,4 @@
-"""Flows of several ranks in one process, over the hub: rounds, flags, guards, and who waits when."""
+"""Reducers of several ranks in one process, over the hub: rounds, flags, guards, and who waits when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import nn
 
 import comm_core
 from commsched.errors import CommError
-from commsched.optimizer.arrivals import Phase
 from commsched.optimizer.deferred_updates import DeferredUpdate
-from commsched.optimizer.gradients import raw_grad
-from commsched.optimizer.pending import PendingGradient, PendingParameter
-from tests.support.hub_wire import HubWire, flow_of, mean_of, run_threads
+from commsched.optimizer.pending import PendingGradient, PendingParameter, raw_grad
+from commsched.optimizer.step_state import Phase
+from tests.support.hub_backend import hub_backend, mean_of, reducer_of, run_threads
 
 
 def _new() -> nn.Module:
@@ -49,12 +48,12 @@ def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
 
     def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
         model = mlp()
-        flow, hooks = flow_of(model, HubWire(hub, rank), policy)
-        assert len(flow.buffers.layout.slices) > 1
+        reducer, hooks = reducer_of(model, hub_backend(hub, rank), policy)
+        assert len(reducer.state.buffers.layout.slices) > 1
         model(batch(rank)).square().mean().backward()
         grads = [p.grad.clone() for p in model.parameters()]
         hooks.remove()
-        flow.wire.close()
+        reducer.backend.close()
         return grads
 
     for grads in run_threads(size, rank_body):
@@ -64,19 +63,19 @@ def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
 def test_phases_and_classes_along_a_step() -> None:
     def rank_body(rank: int, hub: comm_core.Hub) -> None:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
-        assert flow.phase is Phase.IDLE and flow.pending == 0
+        assert reducer.state.phase is Phase.IDLE and reducer.state.pending == 0
         model(batch(rank)).square().mean().backward()
-        assert flow.phase is Phase.SENT and flow.pending == 6
+        assert reducer.state.phase is Phase.SENT and reducer.state.pending == 6
         assert all(type(p) is PendingGradient for p in params)
-        flow.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
-        assert flow.phase is Phase.IDLE
+        reducer.gathering.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        assert reducer.state.phase is Phase.IDLE
         assert {type(p) for p in params} <= {PendingParameter, nn.Parameter}
         model(batch(rank))
-        assert flow.pending == 0 and all(type(p) is nn.Parameter for p in params)
-        flow.wire.close()
+        assert reducer.state.pending == 0 and all(type(p) is nn.Parameter for p in params)
+        reducer.backend.close()
 
     run_threads(2, rank_body)
 
@@ -86,7 +85,7 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
 
     def rank_body(rank: int, hub: comm_core.Hub) -> None:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
         loss = model(batch(rank)).square().mean()
@@ -95,13 +94,13 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
             time.sleep(0.1)  # in which a forward that does not wait would end
             order.append("the backward of rank 1")
         loss.backward()
-        flow.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        reducer.gathering.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
         if rank == 0:
             stepped.set()
         model(batch(rank))
         if rank == 0:
             order.append("the next forward of rank 0")
-        flow.wire.close()
+        reducer.backend.close()
 
     run_threads(2, rank_body)
     assert order == ["the backward of rank 1", "the next forward of rank 0"]
@@ -112,14 +111,14 @@ def test_forward_waits_only_for_what_it_needs() -> None:
 
     def rank_body(rank: int, hub: comm_core.Hub) -> list[bool]:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank), "dear", bucket_bytes=1)
+        reducer, _ = reducer_of(model, hub_backend(hub, rank), "dear", bucket_bytes=1)
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
-        flow.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
-        flow.needed((0, 1))
-        exposed = list(flow.round.exposed)
-        flow.settle()
-        flow.wire.close()
+        reducer.gathering.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        reducer.arrivals.needed((0, 1))
+        exposed = list(reducer.state.round.exposed)
+        reducer.arrivals.settle()
+        reducer.backend.close()
         return exposed
 
     for exposed in run_threads(2, rank_body):
@@ -129,14 +128,14 @@ def test_forward_waits_only_for_what_it_needs() -> None:
 def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
     def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor | None]:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank))
         first, middle = model[0], model[2]
         loss = first(batch(rank)).square().mean()
         if rank == 1:
             loss = loss + middle(torch.ones(1, 31)).sum()
         loss.backward()
         grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
-        flow.wire.close()
+        reducer.backend.close()
         return grads
 
     for grads in run_threads(3, rank_body):
@@ -147,13 +146,13 @@ def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
 def test_a_rank_without_a_backward_joins_at_its_step() -> None:
     def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank))
         if rank == 0:
             model(batch(0)).square().mean().backward()
-        flow.require_sent()
-        flow.complete_all()
+        reducer.require_sent()
+        reducer.arrivals.complete_all()
         grads = [raw_grad(p).clone() for p in model.parameters()]
-        flow.wire.close()
+        reducer.backend.close()
         return grads
 
     expected = [grad / 2 for grad in local_gradients(0)]
@@ -164,16 +163,16 @@ def test_a_rank_without_a_backward_joins_at_its_step() -> None:
 def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
     def rank_body(rank: int, hub: comm_core.Hub) -> str:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank))
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
         if rank != 2:
-            flow.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
-        flow.clear_grads(set_to_none=True)
+            reducer.gathering.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        reducer.clear_grads(set_to_none=True)
         model(batch(rank, 1)).square().mean().backward()
         with pytest.raises(CommError) as caught:
-            flow.complete_all()
-        flow.wire.close()
+            reducer.arrivals.complete_all()
+        reducer.backend.close()
         return str(caught.value)
 
     for rank, message in enumerate(run_threads(3, rank_body)):
@@ -187,15 +186,15 @@ def test_a_rank_that_never_comes_is_a_timeout_that_names_it() -> None:
 
     def rank_body(rank: int, hub: comm_core.Hub) -> str:
         model = mlp()
-        flow, _ = flow_of(model, HubWire(hub, rank, timeout=0.5))
+        reducer, _ = reducer_of(model, hub_backend(hub, rank, timeout=0.5))
         if rank == 1:
             told.wait()
             return ""
         model(batch(rank)).square().mean().backward()
         with pytest.raises(CommError) as caught:
-            flow.complete_all()
+            reducer.arrivals.complete_all()
         told.set()
-        flow.wire.close()
+        reducer.backend.close()
         return str(caught.value)
 
     message = run_threads(2, rank_body)[0]

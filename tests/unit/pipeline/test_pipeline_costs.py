@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commsched.pipeline import Pipeline
-from commsched.pipeline.crossing import Crossings
+from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.traffic_cost import traffic_cost
 from commsched.pipeline.update import Sharded
 from scheduler.ir.actions import Action
@@ -91,19 +91,19 @@ def test_the_link_keeps_the_programs_order_of_sums_and_messages(
     placement: str, sums_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[tuple[int, str]] = []
-    wait, send = Sharded.wait_reduced, Crossings.send_backward
+    wait, send = Sharded.wait_reduced, Exchange.send_backward
 
     def waited(update: Sharded) -> None:
         wait(update)
         happened.append((update.scattered.place, "sums"))
 
-    def sent(crossings: Crossings, action: Action) -> bool:
-        replica = crossings.layout.ranks[1].index(crossings.rank)
+    def sent(exchange: Exchange, action: Action) -> bool:
+        replica = exchange.layout.ranks[1].index(exchange.rank)
         happened.append((replica, f"message {action.index}"))
-        return send(crossings, action)
+        return send(exchange, action)
 
     monkeypatch.setattr(Sharded, "wait_reduced", waited)
-    monkeypatch.setattr(Crossings, "send_backward", sent)
+    monkeypatch.setattr(Exchange, "send_backward", sent)
     train(
         chain_model(2), batches(1), 4, schedule="1f1b", num_microbatches=2, mesh=(2, 2), placement=placement
     )
@@ -120,7 +120,7 @@ def test_what_was_sent_is_let_go_when_it_is_answered() -> None:
         held = []
         for batch in batches(2):
             pipeline.step(batch)
-            held.append(pipeline._interpreter.crossings.outbox.held)
+            held.append(pipeline._interpreter.exchange.outbox.held)
         return held
 
     # The first stage's activations have all been answered; the others' gradients are answered by nothing.

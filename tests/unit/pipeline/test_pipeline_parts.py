@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from commsched.pipeline import Chain, Pipeline, split
+from commsched.pipeline.parts import common
 from commsched.pipeline.reduction import by_masters
-from commsched.pipeline.rows import Share, common
+from commsched.pipeline.rows import Share
 from commsched.pipeline.versions import Versions
 from commsched.pipeline.weight_gradients import split_backward
 from dnn_bench import models
@@ -79,7 +80,7 @@ def test_unused_parameters_have_no_gradient() -> None:
 
 def test_a_version_in_use_is_never_written_to() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    versions = Versions(module)
+    versions = Versions([module])
     first = versions.newest
     before = [leaf.data.clone() for leaf in first.leaves]
     second = versions.advance(lambda number: True)
@@ -92,7 +93,7 @@ def test_a_version_in_use_is_never_written_to() -> None:
 
 
 def test_one_version_is_stepped_in_place() -> None:
-    versions = Versions(nn.Linear(2, 2))
+    versions = Versions([nn.Linear(2, 2)])
     places = [leaf.data_ptr() for leaf in versions.newest.leaves]
     assert [leaf.data_ptr() for leaf in versions.advance(lambda number: False).leaves] == places
     assert versions.most == 1
@@ -140,8 +141,11 @@ def test_replicas_and_micro_batches_share_all_rows_once(rows: int, replicas: int
 
 
 def test_common_rows_count_from_the_first_of_mine() -> None:
-    assert common((4, 8), (6, 12)) == (2, 4)
-    assert common((0, 3), (3, 6)) == (3, 3)
+    assert common({0: (4, 8)}, {0: (6, 12)}) == ((0, 2, 4),)
+    assert common({0: (0, 3)}, {0: (3, 6)}) == ((0, 3, 3),)
+    assert common({0: (0, 3)}, {0: (5, 6)}) == ((0, 3, 3),)
+    assert common({0: (0, 3), -1: (2, 5)}, {0: (0, 3), -1: (0, 4)}) == ((-1, 0, 2),)
+    assert common({0: (0, 3)}, {0: (0, 6)}) == ()
 
 
 def test_masters_sum_in_order_and_everybody_has_it() -> None:

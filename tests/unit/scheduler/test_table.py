@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -9,22 +10,14 @@ import pytest
 from scheduler.profiles import names, shipped
 from scheduler.table import RATIOS, STARTUPS, Cell, main, measure
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "policies.md"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "policies.csv"
 
 
 def documented() -> dict[tuple[str, str, str], dict[str, float]]:
-    """The rows of the documentation's tables: profile, ratio and start-up, and the figures by column."""
-    rows: dict[tuple[str, str, str], dict[str, float]] = {}
-    profile, head = "", []
-    for line in DOCUMENT.read_text().splitlines():
-        if line.startswith("### "):
-            profile = line[4:]
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] == "ratio":
-            head = cells
-        elif line.startswith("|") and head and cells[0][0].isdigit() and profile in names():
-            rows[profile, cells[0], cells[1]] = dict(zip(head[2:], map(float, cells[2:]), strict=True))
-    return rows
+    """The rows of the documented table: profile, ratio and start-up, and the figures by column."""
+    lines = [line for line in RESULTS.read_text().splitlines() if not line.startswith("#")]
+    rows = [list(row.items()) for row in csv.DictReader(lines)]
+    return {tuple(v for _, v in row[:3]): {k: float(v) for k, v in row[3:]} for row in rows}  # type: ignore[misc]
 
 
 def test_the_document_holds_every_cell_and_no_miss() -> None:
@@ -32,7 +25,7 @@ def test_the_document_holds_every_cell_and_no_miss() -> None:
     expected = {(p, f"{r:g}", f"{s * 1e6:g}") for p in names() for r in RATIOS for s in STARTUPS}
     assert set(rows) == expected
     for (profile, ratio, startup), row in rows.items():
-        policies = {name: value for name, value in row.items() if " " not in name and name != "buckets"}
+        policies = {name: value for name, value in row.items() if name not in ("startup_bound", "buckets")}
         cell = Cell(profile, float(ratio), float(startup) * 1e-6, policies, 1.0, 1)
         misses = [text for text in cell.misses() if "not within" in text]
         assert misses == []
@@ -46,7 +39,7 @@ def test_the_document_is_up_to_date(profile: str, ratio: float, startup: float) 
     assert list(cell.misses()) == []
     for name, value in cell.ratios.items():
         assert value == pytest.approx(row[name], abs=0.0006), name
-    assert cell.startup_bound == pytest.approx(row["bound with start-up"], abs=0.0006)
+    assert cell.startup_bound == pytest.approx(row["startup_bound"], abs=0.0006)
 
 
 def test_misses_are_named() -> None:
@@ -59,8 +52,13 @@ def test_misses_are_named() -> None:
     assert list(Cell("made up", 3.0, 0.0, {"dear": 1.03, "optimal": 1.03}, 1.0, 9).misses())
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vgg16", "--ratios", "0.3", "3", "--startups", "2e-5"]) == 0
+def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("# title: kept\nreplaced\n")
+    assert main(["vgg16", "--ratios", "0.3", "3", "--startups", "2e-5", "--csv", str(table)]) == 0
+    head, names, first, _ = table.read_text().splitlines()
+    assert head == "# title: kept" and names.startswith("profile,ratio,startup_us,sequential,wfbp,")
+    assert first.startswith("vgg16,0.3,20,1.") and len(first.split(",")) == len(names.split(","))
     out = capsys.readouterr().out
     assert out.startswith("### vgg16\n\n| ratio | start-up (us) | sequential | wfbp |")
     assert "\n| 0.3 | 20 | 1." in out and "\n| 3 | 20 | 1." in out

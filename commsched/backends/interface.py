@@ -1,0 +1,179 @@
+"""What a reducer needs from whatever moves its buckets between the ranks.
+
+``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
+communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
+are gathered) and gathered. The numbers behind those of the layout's buckets stand for the flags: small
+tensors of int32 on the host, summed over the ranks in every step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from commsched.backends.ranks import Ranks
+from commsched.optimizer.bucket_layout import ALIGN, Buffers
+from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.shards import Shards
+from scheduler.ir.actions import Kind
+from scheduler.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors before and after the sum over the ranks, and the type in which gradients travel."""
+
+    before: float = 1.0
+    after: float = 1.0
+    wire_dtype: torch.dtype | None = None
+
+    def wire_type(self, dtype: torch.dtype) -> torch.dtype | None:
+        return self.wire_dtype if dtype in (torch.float32, torch.float64) else None
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The operations of every step in the link's order, and the memory that they work on."""
+
+    order: Sequence[tuple[str, int]]
+    buffers: Buffers
+    flags: Sequence[torch.Tensor]
+    gathered: Buffers | None = None  # parameters; None where the gradients themselves are gathered
+    scaling: Scaling = Scaling()
+
+
+def step_work(
+    program: Program, buffers: Buffers, flags: int, ranks: int, gathered: Buffers | None, scaling: Scaling
+) -> StepWork:
+    """The program with ``flags`` flags behind its backward; with ``early_step``, also some behind each RS."""
+    lengths = [flags]
+    if program.early_step:
+        lengths += [len(piece.params) for piece in buffers.layout.slices]
+    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
+    return StepWork(link_order(program), buffers, tensors, gathered, scaling)
+
+
+def link_order(program: Program) -> list[tuple[str, int]]:
+    """The program's order on the link, flags included.
+
+    The flags are known when the backward has ended, which is when the first layer's gradients are complete.
+    They stand right behind those, not behind the last reduction: a schedule may put that one late, behind
+    all-gathers that the forward needs sooner, and no parameter may be used before the flags are there.
+    """
+    flags = len(program.buckets)
+    order: list[tuple[str, int]] = []
+    place, first_layer = 0, program.layers
+    for action in program.link:
+        if action.kind not in (Kind.RS, Kind.AG, Kind.AR):
+            continue
+        order.append((action.kind.value, action.index))
+        if action.kind is Kind.AG:
+            continue
+        if program.early_step:
+            order.append(("AR", flags + 1 + action.index))
+        layer = min(piece.layer for piece in program.buckets[action.index].pieces)
+        if layer <= first_layer:
+            place, first_layer = len(order), layer
+    order.insert(place, ("AR", flags))
+    return order
+
+
+def padded(count: int, ranks: int) -> int:
+    """The next length that gives every rank a whole number of aligned elements."""
+    return -(-max(count, 1) // (ranks * ALIGN)) * ranks * ALIGN
+
+
+class Backend(ABC):
+    """Moves the buckets of one optimizer. Failures that other ranks cause raise ``CommError``."""
+
+    name: str  # of the transport, for reports
+    ranks: Ranks
+    device: torch.device
+    shards_class: type[Shards] = Shards
+    can_step_early = True  # whether a thread of its own may update shards
+
+    def room(self) -> AbstractContextManager[Any]:
+        """The context in which the memory of the next buckets is allocated."""
+        return nullcontext()
+
+    @abstractmethod
+    def install(self, work: StepWork) -> None:
+        """Replaces the work of every step, between two steps."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Allows the next step's operations to run, each as soon as its bucket is marked."""
+
+    # -- hand-overs, from the thread that computes -----------------------------------------------------------
+
+    @abstractmethod
+    def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
+        """Makes ``grad`` the content of the parameter's slot by the time its bucket travels."""
+
+    def take_back(self, param: int, slot: torch.Tensor) -> None:
+        """Writes the gradient that was put last into ``slot`` now, because another is added to it."""
+
+    @abstractmethod
+    def mark_ready(self, bucket: int) -> None:
+        """Hands over a bucket whose gradients are complete."""
+
+    @abstractmethod
+    def mark_updated(self, bucket: int) -> None:
+        """Hands over a bucket of parameters, this rank's shard of which is updated."""
+
+    @abstractmethod
+    def wait_reduced(self, bucket: int) -> None:
+        """Returns when this rank's shard may be read (on a GPU: by what is put onto the current stream)."""
+
+    @abstractmethod
+    def wait_gathered(self, bucket: int) -> None:
+        """The same for the whole bucket."""
+
+    @abstractmethod
+    def is_gathered(self, bucket: int) -> bool:
+        """Whether ``wait_gathered`` would return at once."""
+
+    def step_ended(self) -> None:
+        """Called at the end of the user's ``step()``, in its thread."""
+
+    def updates_issued(self) -> None:
+        """Called when parameters have been completed, in the thread that needed them."""
+
+    # -- outside of the steps --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def gather_now(self, buffer: torch.Tensor) -> None:
+        """An all-gather outside of the step's work. Collective."""
+
+    def gather_scalars(self, value: torch.Tensor) -> torch.Tensor:
+        """Every rank's number, in rank order, on the number's device. Collective."""
+        numbers = value.new_zeros(self.ranks.size)
+        numbers[self.ranks.rank] = value
+        self.gather_now(numbers)
+        return numbers
+
+    @abstractmethod
+    def exchange_seconds(self, size: int) -> float:
+        """Seconds of one RS or AG of a message of ``size`` bytes. Collective."""
+
+    @abstractmethod
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        """The operations done lately: step, op (index into ``OPS``), bucket, ready, start, end and bytes."""
+
+    def watch(self) -> Watch:
+        """A recorder of one iteration's moments, on the clock of ``events``."""
+        return Watch()
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Ends every wait with an error, now and later. From any thread."""
+
+    @abstractmethod
+    def close(self, orderly: bool = True) -> None:
+        """Ends connections and threads. ``orderly``: the script did not end with an exception."""

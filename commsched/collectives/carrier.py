@@ -1,0 +1,112 @@
+"""The interface between Horovod's API and the carrier of its collectives: Horovod itself, or torch."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commsched.collectives.collective import Collective
+from commsched.process.launch import Launch
+
+if TYPE_CHECKING:
+    from commsched.process.rendezvous import Meeting
+
+
+@dataclass(frozen=True)
+class Built:
+    """The answers to Horovod's ``*_built`` and ``*_enabled`` functions."""
+
+    mpi_enabled: bool = False
+    mpi_built: bool = False
+    gloo_enabled: bool = False
+    gloo_built: bool = False
+    nccl_built: int = 0
+    ddl_built: bool = False
+    ccl_built: bool = False
+    cuda_built: bool = False
+    rocm_built: bool = False
+
+
+class OperationNames:
+    """Numbers the operations that callers do not name.
+
+    Counting per process set keeps the numbers equal on ranks that are in different sets.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[int, str], itertools.count[int]] = defaultdict(itertools.count)
+        self._joins = 0
+
+    def choose(self, kind: str, set_id: int, name: str | None) -> str:
+        """Return `name`, or a name with the number of this call among the set's unnamed ones of its kind."""
+        return name if name is not None else f"noname.{self._joins}.{next(self._counts[set_id, kind])}"
+
+    def restart(self) -> None:
+        """Count from 0 again after a join: ranks that joined early made fewer calls than the others."""
+        self._joins += 1
+        self._counts.clear()
+
+
+class Carrier(ABC):
+    """Carries this process's collectives between ``init()`` and ``shutdown()``: Horovod or torch."""
+
+    name: str
+    launch: Launch
+    meeting: Meeting
+
+    @classmethod
+    @abstractmethod
+    def built(cls) -> Built:
+        """Return what this carrier is made of; needs no instance."""
+
+    @abstractmethod
+    def mpi_threads_supported(self) -> bool:
+        """Return whether several threads may call MPI; ``ValueError`` unless MPI carries the collectives."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Tell the other ranks, finish running operations, close all connections."""
+
+    @abstractmethod
+    def add_process_set(self, ranks: Sequence[int]) -> int | None:
+        """Return the id of a new process set, None if a set of these ranks exists. All ranks must call."""
+
+    @abstractmethod
+    def remove_process_set(self, set_id: int) -> bool:
+        """Remove a process set and return whether it existed. All ranks must call."""
+
+    @abstractmethod
+    def process_set_ranks(self, set_id: int) -> list[int]:
+        """Return the sorted ranks of a process set; ``ValueError`` if it is not registered."""
+
+    @abstractmethod
+    def start(self, collective: Collective) -> int:
+        """Start a collective and return its handle for ``poll`` and ``synchronize``."""
+
+    @abstractmethod
+    def poll(self, handle: int) -> bool:
+        """Return whether ``synchronize(handle)`` would return at once."""
+
+    @abstractmethod
+    def synchronize(self, handle: int) -> Any:
+        """Wait for an operation and return its result (None for a handle that was already waited for)."""
+
+    @abstractmethod
+    def barrier(self, set_id: int) -> None:
+        """Wait for every rank of the process set."""
+
+    @abstractmethod
+    def join(self, device: int) -> int:
+        """Contribute zeros to the others' all-reduces until every rank has joined; return the last rank."""
+
+    @abstractmethod
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Record rank 0's operations in `path`."""
+
+    @abstractmethod
+    def stop_timeline(self) -> None:
+        """End the recording and complete its file."""

@@ -1,0 +1,132 @@
+"""Give all ranks one rank's parameters and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commsched.collectives.data_movement import broadcast_async_
+from commsched.collectives.handles import synchronize
+from commsched.collectives.initialization import rank
+from commsched.collectives.objects import broadcast_object
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite parameters with rank `root_rank`'s.
+
+    `params` is a ``state_dict()``, ``named_parameters()`` or a list of tensors.
+    """
+    if isinstance(params, dict):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
+        pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
+    else:
+        raise ValueError(
+            "broadcast_parameters needs a dict (model.state_dict()) or a list (model.named_parameters()), "
+            f"but got {type(params).__name__}"
+        )
+    with torch.no_grad():
+        _broadcast_tensors(
+            [(name, tensor) for name, tensor in pairs if isinstance(tensor, torch.Tensor)], root_rank
+        )
+
+
+def _broadcast_tensors(pairs: list[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
+    """Broadcast all tensors at the same time; a tensor that is not contiguous is sent as a copy."""
+    started = []
+    for name, tensor in pairs:
+        contiguous = tensor.detach().contiguous()
+        started.append((tensor, contiguous, broadcast_async_(contiguous, root_rank, name)))
+    for tensor, contiguous, handle in started:
+        synchronize(handle)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(contiguous)
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """Replaces a tensor in the pickled state; the tensor is broadcast by itself."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+    """Return `value` with every object of `kind` within its dicts, lists and tuples replaced."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if isinstance(value, dict):
+        return {key: _replace(item, kind, replacement) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_replace(item, kind, replacement) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give every rank's optimizer the state and the options of rank `root_rank`'s.
+
+    Takes no optimizer step: if the root's optimizer is fresh, every rank's is fresh afterwards. As with
+    Horovod, the trained parameters of a fresh optimizer then have gradients of zero. `model` is in Horovod's
+    signature and ignored.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("broadcast_optimizer_state does not support torch.optim.LBFGS")
+    tensors: list[torch.Tensor] = []
+
+    def take_out(tensor: torch.Tensor) -> _Placeholder:
+        tensors.append(tensor)
+        return _Placeholder(len(tensors) - 1, tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
+    state = optimizer.state_dict()  # on every rank: it may gather shards
+    if not state["state"]:
+        _zero_gradients(optimizer)
+    skeleton = _replace(state, torch.Tensor, take_out) if rank() == root_rank else None
+    skeleton = broadcast_object(skeleton, root_rank, name="commsched.optimizer_state")
+    if rank() != root_rank:
+        tensors = _empty_like_placeholders(skeleton, optimizer)
+    _broadcast_tensors(
+        [(f"commsched.optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank
+    )
+    if rank() != root_rank:
+        state = _replace(skeleton, _Placeholder, lambda holder: tensors[holder.index])
+        _check_groups(state, optimizer)
+        optimizer.load_state_dict(state)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trained parameter a gradient of zero, sparse if the optimizer takes only sparse ones."""
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                zero = torch.zeros_like(p, requires_grad=False)
+                p.grad = zero.to_sparse(1) if sparse else zero
+
+
+def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return tensors to receive into, on this rank's own devices."""
+    device = next(
+        (p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu")
+    )
+    holders: list[_Placeholder] = []
+    _replace(skeleton, _Placeholder, holders.append)
+    return [
+        torch.empty(h.shape, dtype=h.dtype, device="cpu" if h.on_cpu else device)
+        for h in sorted(holders, key=lambda h: h.index)
+    ]
+
+
+def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    root = [len(group["params"]) for group in state["param_groups"]]
+    if mine != root:
+        raise ValueError(
+            f"rank {rank()}'s optimizer has parameter groups of {mine} parameters, the root's has {root}; "
+            "build the same model and the same groups on every rank"
+        )

@@ -1,0 +1,158 @@
+"""Runs one agreed operation on this rank, over gloo or NCCL; for gloo it copies GPU tensors to the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.torch_carrier import algorithms
+from commsched.collectives.torch_carrier.negotiation import Message
+from commsched.collectives.torch_carrier.operation import Operation
+from commsched.collectives.torch_carrier.rank_group import GlooGroup, NcclGroup, RankGroup
+from commsched.process.groups import gloo_group, nccl_group, nccl_usable
+from commsched.process.rendezvous import Meeting
+
+
+class OperationRunner:
+    """Runs operations and owns the groups of the process sets. Used by one thread; ``abort`` by any.
+
+    `process_sets` holds every set's ranks by its id; operations that add and remove sets change it.
+    """
+
+    def __init__(self, meeting: Meeting, process_sets: dict[int, list[int]]) -> None:
+        self._meeting, self._sets = meeting, process_sets
+        self._groups: dict[tuple[int, str], RankGroup] = {}
+        self.joined_on = torch.device("cpu")  # after join(), this rank's zeros are on this device
+
+    @torch.no_grad()  # autograd.py computes gradients
+    def run(self, operation: Operation | None, message: Message) -> Any:
+        """Return the operation's result. `operation` is None on a rank that has joined."""
+        request = message["request"]
+        kind, set_id = request["kind"], request["set"]
+        if kind == "add_process_set":
+            if message["new_set"] is not None:
+                self._sets[message["new_set"]] = request["ranks"]
+            return message
+        if kind == "remove_process_set":
+            self._remove_set(request["ranks"][0])
+            return message
+        if kind == "barrier":
+            return None  # it runs once every rank has called it: nothing is left to do
+        if operation is None:
+            operation = self._zeros(request)
+        # A joined rank's zeros may be on the CPU. Its device name then says so, and the others use gloo too.
+        if request["device"] == "cpu" or operation.tensors[0].device.type == "cpu":
+            return self._run_in(self._group(set_id, "gloo"), operation, message)
+        return self._run_on_gpu(operation, message)
+
+    def _remove_set(self, set_id: int) -> None:
+        self._sets.pop(set_id, None)
+        for key in [key for key in self._groups if key[0] == set_id]:
+            del self._groups[key]
+
+    def _zeros(self, request: Message) -> Operation:
+        device = torch.device("cpu") if request["device"] == "cpu" else self.joined_on
+        tensors = tuple(
+            torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+            for shape, dtype in zip(request["shapes"], request["dtypes"], strict=True)
+        )
+        reduction = Reduction(ReduceOp(request["op"]), request["prescale"], request["postscale"])
+        return Operation(
+            request["kind"], request["name"], request["set"], tensors, tensors, reduction=reduction
+        )
+
+    def _group(self, set_id: int, kind: str) -> RankGroup:
+        """Return the process set's group of this kind, "gloo" or "nccl"; its first use connects the ranks."""
+        if (set_id, kind) not in self._groups:
+            members, meeting = self._sets[set_id], self._meeting
+            name, place = f"collectives/{set_id}/{kind}", members.index(meeting.launch.rank)
+            group: RankGroup
+            if kind == "gloo":
+                group = GlooGroup(gloo_group(meeting.store, name, place, members, meeting.address))
+            else:
+                group = NcclGroup(nccl_group(meeting.store, name, place, len(members)))
+            self._groups[set_id, kind] = group
+        return self._groups[set_id, kind]
+
+    def _run_on_gpu(self, operation: Operation, message: Message) -> Any:
+        """Use NCCL if every rank has a GPU of its own, else gloo through the CPU."""
+        device, set_id, names = operation.tensors[0].device, operation.set_id, message["devices"]
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            stream = torch.cuda.current_stream(device)
+            if operation.ready is not None:
+                stream.wait_event(operation.ready[1])
+            if len(names) == 1:  # one rank: nothing leaves this GPU
+                result = self._run_in(self._group(set_id, "gloo"), operation, message)
+            elif nccl_usable(names):
+                result = self._run_in(self._group(set_id, "nccl"), operation, message)
+            else:
+                result = self._run_through_cpu(operation, message)
+            stream.synchronize()
+        if operation.ready is not None:
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if tensor.is_cuda:  # allocated on our stream, used on the caller's
+                    tensor.record_stream(operation.ready[0])
+        return result
+
+    def _run_through_cpu(self, operation: Operation, message: Message) -> Any:
+        staged = replace(
+            operation,
+            tensors=tuple(t.cpu() for t in operation.tensors),
+            outputs=tuple(t.cpu() for t in operation.outputs),
+        )
+        result = self._run_in(self._group(operation.set_id, "gloo"), staged, message)
+        if operation.outputs:
+            for target, source in zip(operation.outputs, staged.outputs, strict=True):
+                target.copy_(source)
+            return _one_or_all(operation, operation.outputs)
+        device = operation.tensors[0].device
+        if operation.kind == "alltoall":  # the received splits stay on the splits' device
+            return result[0].to(device), result[1]
+        if operation.grouped:
+            return tuple(part.to(device) for part in result)
+        return result.to(device)
+
+    def _run_in(self, group: RankGroup, operation: Operation, message: Message) -> Any:
+        """Run one of the five collectives among the ranks of `group`."""
+        tensors, outputs, reduction = operation.tensors, operation.outputs, operation.reduction
+        if operation.kind == "broadcast":
+            root = self._sets[operation.set_id].index(operation.root)
+            algorithms.broadcast(group, tensors[0], outputs[0], root)
+            return outputs[0]
+        if operation.kind == "alltoall":
+            return _alltoall(group, operation, message["splits"])
+        if operation.kind == "allgather":
+            rows = message["rows"]
+            results = [
+                algorithms.allgather(group, t, [row[i] for row in rows]) for i, t in enumerate(tensors)
+            ]
+            return _one_or_all(operation, results)
+        assert reduction is not None
+        if operation.kind == "allreduce":
+            algorithms.allreduce(group, tensors, outputs, reduction)
+            return _one_or_all(operation, outputs)
+        return _one_or_all(operation, [algorithms.reducescatter(group, t, reduction) for t in tensors])
+
+    def abort(self) -> None:
+        """End the running collective, from another thread: a rank that it waits for has died."""
+        for group in list(self._groups.values()):
+            group.abort()
+
+    def close(self) -> None:
+        self._groups.clear()
+
+
+def _one_or_all(operation: Operation, results: Sequence[torch.Tensor]) -> Any:
+    return tuple(results) if operation.grouped else results[0]
+
+
+def _alltoall(group: RankGroup, operation: Operation, splits: list[list[int]]) -> Any:
+    assert operation.received_splits is not None
+    tensor = operation.tensors[0][: sum(splits[group.rank])]
+    result, received = algorithms.alltoall(group, tensor, splits)
+    like = operation.received_splits
+    return result, torch.tensor(received, dtype=like.dtype, device=like.device)

@@ -1,0 +1,106 @@
+"""``gather="gradients"``: every rank gets whole gradients and updates every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commsched.optimizer.arrivals import Gathering
+from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
+from commsched.optimizer.pending import set_raw_grad
+from commsched.optimizer.step_state import SPARSE, Kept, Update
+
+
+class GradientGathering(Gathering):
+    """Reduced gradients become ``p.grad``; updates wait for them, if need be until the next forward."""
+
+    def show(self, i: int) -> None:
+        set_raw_grad(self.state.params[i], self._reduced(i))
+
+    def _reduced(self, i: int) -> torch.Tensor:
+        state, view = self.state, self.state.views[i]
+        only_sparse = state.round.used[i] % SPARSE == 0  # no rank's gradient was dense
+        sparse = state.round.sparse.get(i)
+        if state.sparse_as_dense and only_sparse:
+            sparse = view.to_sparse(state.sparse_dims.get(i, 1))
+        if sparse is not None and only_sparse:
+            if state.sums:
+                state.kept[i] = Kept.of(sparse)
+            return sparse
+        if sparse is not None:
+            view.add_(sparse)  # other ranks' gradients were dense: they are in the bucket
+        if not state.sums:
+            return view
+        # Later gradients add to a copy, and the sum stays in the slot: only the difference is summed again.
+        copy = view.clone()
+        state.kept[i] = Kept.of(copy)
+        return copy
+
+    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
+        state = self.state
+        if late:
+            self._reduce_again()
+        for i in sparse:
+            state.round.sparse[i] = self.backend.ranks.reduce_sparse(
+                state.round.sparse.get(i), state.views[i], state.names[i], mean=not state.sums
+            )
+
+    def _reduce_again(self) -> None:
+        """A second round, for gradients that came when their bucket had been sent, in the same backward."""
+        state, backend, late = self.state, self.backend, self.state.round.late
+        self.finish_round()
+        # Rank 0 alone contributes the sums, scaled so that reducing them again leaves them as they are.
+        carried = 1.0 / (state.scaling.before * state.scaling.after) if backend.ranks.rank == 0 else 0.0
+        with torch.no_grad():
+            for i, view in state.views.items():
+                view.mul_(carried)
+                if i in late:
+                    view.add_(late[i].to_dense() if late[i].is_sparse else late[i])
+        state.flags.zero_()
+        backend.begin_step()
+        for bucket in range(state.flags_bucket + 1):
+            backend.mark_ready(bucket)
+        backend.wait_gathered(state.flags_bucket)
+
+    def gather_gradients(self) -> None:
+        self.arrivals.complete_all()
+
+    def step(self, optimizer: Any, synchronous: bool) -> None:
+        base, arrivals, state = optimizer._base, self.arrivals, self.state
+        whole = synchronous or not is_separable(base) or arrivals.all_arrived() or optimizer._updates_frozen()
+        if whole:
+            arrivals.complete_all()
+        arrivals.mark("step")
+        if whole:
+            optimizer._update()
+            self.finish_step()
+        else:
+            self.defer(DeferredUpdate(optimizer, base, state.params))
+
+    def defer(self, update: Update) -> None:
+        """Takes over the update of every parameter: at once where its gradient is there, else on arrival."""
+        state, arrivals = self.state, self.arrivals
+        with state.lock:
+            state.deferred, state.clear = update, None
+            self.finish_step()
+            here = [i for i, exposed in enumerate(state.round.exposed) if exposed]
+            if here:
+                update(here)
+            arrivals.guard()
+            hurry = {b for i in arrivals.aliased() for b in state.slots[i].buckets}
+            due = sorted(hurry | set(arrivals.arrived()))
+            if due:  # else not even the flags are waited for
+                arrivals.complete_buckets(due)
+
+    def finish_round(self) -> None:
+        for bucket in range(self.state.flags_bucket):
+            self.backend.wait_gathered(bucket)
+
+    def discard(self) -> None:
+        self.arrivals.complete_all()
+        self.finish_step(stepped=False)
+
+    def finish_all(self) -> None:
+        self.arrivals.complete_all()

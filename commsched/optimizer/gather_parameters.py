@@ -1,0 +1,297 @@
+"""``gather="parameters"``: gradients are only reduced, each rank updates its shards, parameters travel.
+
+No rank holds a whole gradient after ``backward()``, so reading ``p.grad`` is an error unless
+``synchronize()`` has gathered them; and a step leaves no gradients behind that a further backward could add
+to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commsched.backends.interface import Backend
+from commsched.errors import CommError
+from commsched.optimizer.arrivals import Gathering
+from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.clipping import factor_for, total_norm
+from commsched.optimizer.early_update import EarlyUpdates
+from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
+from commsched.optimizer.shards import Shards, check_elementwise
+from commsched.optimizer.step_state import Kept, Phase, StepState
+from scheduler.ir.actions import Kind
+from scheduler.ir.program import Program
+
+
+class ParameterGathering(Gathering):
+    shards: Shards
+
+    def __init__(
+        self, state: StepState, backend: Backend, optimizer: Optimizer, base: type[Optimizer], masters: bool
+    ) -> None:
+        super().__init__(state, backend)
+        check_elementwise(base)
+        backend.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
+        for name, param in zip(state.names, state.params, strict=True):
+            if not can_pend(param):
+                raise ValueError(
+                    f"gather='parameters' moves parameters into flat buffers, and {name} is of a class of its"
+                    f" own ({type(param).__name__}); use gather='gradients'"
+                )
+        # The optimizer owns this object: a reference back would keep both from ending together.
+        self._optimizer, self._base, self._masters = weakref.proxy(optimizer), base, masters
+        self._rank = backend.ranks.rank
+        self._whole = False  # the user has had this round's gradients gathered
+        self._consumed = False  # the last step left no gradients
+        self._refusals = [partial(self._refuse, i) for i in range(len(state.params))]
+        self._buckets: list[int] = []  # in the order of their RS
+        self._early: EarlyUpdates | None = None
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def prepare(self, program: Program, buffers: Buffers) -> Buffers:
+        if program.early_step and not self.backend.can_step_early:
+            raise ValueError(
+                "early_step=True updates from a thread of its own, which has no place in a GPU's streams; use"
+                " early_step=False"
+            )
+        if self._buckets:
+            self._optimizer.__dict__["state"].update(self.whole_state())
+        optimizer = self._optimizer, self._base, self.state.params
+        where = buffers, self._rank, self.backend.ranks.size
+        self.shards = self.backend.shards_class(*optimizer, *where, masters=self._masters)
+        self.take_state()
+        return self.shards.buffers
+
+    def installed(self, program: Program) -> None:
+        self.close()
+        self._buckets = [action.index for action in program.link if action.kind is Kind.RS]
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = {i: self.state.params[i].untyped_storage() for i in self.state.slots}
+            self._owners = {i: int(torch._C._storage_Use_Count(s._cdata)) - 1 for i, s in storages.items()}
+        if program.early_step:
+            self._early = EarlyUpdates(self._update_early, self._buckets)
+
+    def close(self) -> None:
+        if self._early is not None:
+            self._early.close()
+            self._early = None
+
+    def owners(self, i: int) -> int:
+        return self._owners[i]
+
+    # -- a round ---------------------------------------------------------------------------------------------
+
+    def before_round(self) -> None:
+        if self.state.phase is Phase.SENT:
+            # A second backward without a step adds to the first one's result, as in plain PyTorch.
+            if self._early is not None:
+                raise ValueError(
+                    "with early_step=True every backward is a step; call optimizer.step() after each backward"
+                )
+            self.gather_gradients()
+            self.discard()
+        self.arrivals.settle()
+        if self._consumed:
+            raise ValueError(
+                "with gather='parameters' step() leaves no gradients that a further backward could add to;"
+                " call optimizer.zero_grad() between step() and the next backward"
+            )
+
+    def round_begun(self) -> None:
+        if self._early is not None:
+            self._early.begin()
+
+    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
+        if late:
+            raise CommError(
+                f"rank {self._rank}: a parameter received a second gradient in one backward after its bucket"
+                " had been sent (reentrant checkpointing of a module that is used twice?); use"
+                " gather='gradients' or use_reentrant=False"
+            )
+        raise ValueError(
+            f"the gradient of {self.state.names[sparse[0]]} is sparse, and gather='parameters' reduces dense"
+            " buckets; use sparse_as_dense=True or gather='gradients'"
+        )
+
+    def finish_round(self) -> None:
+        for bucket in self._buckets:
+            self.backend.wait_reduced(bucket)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def check_readable(self) -> None:
+        if not self._whole:
+            raise CommError(
+                f"rank {self._rank}: with gather='parameters' no rank holds a whole gradient after backward()"
+                "; call optimizer.synchronize() on all ranks before p.grad is read, or"
+                " optimizer.clip_grad_norm_() to clip"
+            )
+
+    def show(self, i: int) -> None:
+        if self._consumed and self.state.clear is None:
+            mark_pending(self.state.params[i], self._refusals[i], only_grad=True)
+
+    def _refuse(self, i: int) -> None:
+        raise CommError(
+            f"rank {self._rank}: the gradient of {self.state.names[i]} is gone: with gather='parameters'"
+            " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
+            " optimizer.zero_grad() (not the model's) before the next backward"
+        )
+
+    def refuse_early(self, what: str) -> None:
+        """Raises for calls that need all gradients before the update: with ``early_step`` they come late."""
+        if self._early is not None:
+            raise ValueError(
+                f"early_step=True updates inside the backward, before {what} could do anything; use"
+                " early_step=False"
+            )
+
+    def gather_gradients(self) -> None:
+        self.refuse_early("synchronize()")
+        state = self.state
+        with state.lock:
+            if self._whole or state.phase is not Phase.SENT:
+                return
+            self._wait_all_reduced()
+            self.shards.scale_gradients()
+            for bucket in range(state.flags_bucket):
+                self.backend.gather_now(state.buffers.bucket(bucket))
+            self._whole = True
+            for i, view in state.views.items():
+                clear_pending(state.params[i])
+                set_raw_grad(state.params[i], view if state.round.used[i] else None)
+            if state.sums:
+                self._detach_gradients()
+
+    def _detach_gradients(self) -> None:
+        """Copies the gradients that the user sees: the buckets will change. With op=Sum, later passes add to
+        the copies, and only the difference is summed.
+        """
+        state = self.state
+        for i, param in enumerate(state.params):
+            grad = raw_grad(param)
+            if grad is not None:
+                copy = grad.clone()
+                set_raw_grad(param, copy)
+                if state.sums and i in state.views:
+                    state.kept[i] = Kept.of(copy)
+
+    def _take_changes(self) -> None:
+        """Takes over what the user has made of gathered gradients, also in tensors beside the buckets."""
+        if self._whole:
+            for i, view in self.state.views.items():
+                grad = raw_grad(self.state.params[i])
+                if grad is None:
+                    self.state.round.used[i] = 0
+                elif grad.data_ptr() != view.data_ptr():
+                    view.copy_(grad)
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Any, synchronous: bool) -> None:
+        """Updates each bucket's shard once it is reduced; then its parameters travel."""
+        state, arrivals = self.state, self.arrivals
+        arrivals.mark("step")
+        if self._early is not None:
+            arrivals.timed("early updates", self._early.finish)
+        with state.lock:
+            arrivals.wait_for_flags()
+            self._take_changes()
+            for bucket in self._buckets if self._early is None else ():
+                self._wait_reduced(bucket)
+                self.shards.update(bucket, state.round.used)
+                self.backend.mark_updated(bucket)
+            self._consumed, state.clear = not self._whole, None
+            self._end_round(stepped=True)
+        if synchronous:
+            arrivals.settle()
+
+    def _wait_reduced(self, bucket: int) -> None:
+        self.arrivals.timed(f"the sums of bucket {bucket}", self.backend.wait_reduced, bucket)
+
+    def _wait_all_reduced(self) -> None:
+        self.arrivals.wait_for_flags()
+        for bucket in self._buckets:
+            self._wait_reduced(bucket)
+
+    def _update_early(self, bucket: int) -> None:
+        """On the thread of the early updates, which must not take the state's lock."""
+        state, backend = self.state, self.backend
+        backend.wait_reduced(bucket)
+        backend.wait_gathered(state.flags_bucket + 1 + bucket)
+        params = state.buffers.layout.slices[bucket].params
+        self.shards.update(bucket, dict(zip(params, state.early_flags[bucket].tolist(), strict=False)))
+        backend.mark_updated(bucket)
+
+    def _end_round(self, stepped: bool) -> None:
+        self.state.deferred = self.shards.factor = None
+        self.finish_step(stepped)
+        self._whole = False
+        self.arrivals.guard()
+        self.arrivals.complete(self.arrivals.aliased())
+
+    def discard(self) -> None:
+        """The parameters travel as they are."""
+        if self._early is not None:
+            self._early.finish()  # too late to undo: this round's updates are made
+        for bucket in self._buckets:
+            self.backend.wait_reduced(bucket)
+            if self._early is None:
+                self.backend.mark_updated(bucket)
+        self._end_round(stepped=False)
+        self.arrivals.complete_all()
+
+    def finish_all(self) -> None:
+        if self.state.phase is not Phase.IDLE:
+            self.gather_gradients()
+            self._detach_gradients()
+            self.discard()
+        self._optimizer.__dict__["state"].update(self.whole_state())
+
+    def cleared(self) -> None:
+        if self._consumed:
+            self._consumed = False
+            for i, exposed in enumerate(self.state.round.exposed):
+                if exposed:
+                    clear_pending(self.state.params[i])
+
+    # -- norms and state -------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``, from the shards; the update multiplies by the factor."""
+        self.refuse_early("clip_grad_norm_()")
+        state, shards = self.state, self.shards
+        with state.lock:
+            self._wait_all_reduced()
+            self._take_changes()
+            shards.scale_gradients()
+            grads = shards.owned_gradients(state.round.used)
+            total = total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
+            factor = factor_for(total, max_norm, error_if_nonfinite)
+            if not self._whole:
+                shards.factor = factor
+            for grad in map(raw_grad, state.params) if self._whole else ():
+                if grad is not None:
+                    grad.mul_(factor)
+            self._take_changes()
+            return total.to(reduce(torch.promote_types, (p.dtype for p in state.params), torch.float32))
+
+    def take_state(self) -> None:
+        """Cuts the shards' state out of ``optimizer.state``; the state of frozen parameters stays there."""
+        whole = self._optimizer.__dict__["state"]
+        self.shards.take_state(whole)
+        for param in self.shards.params:
+            whole.pop(param, None)
+
+    def whole_state(self) -> dict[nn.Parameter, dict[str, object]]:
+        """The optimizer's state of whole parameters, on every rank. Collective."""
+        self.arrivals.settle()
+        gathered = self.shards.gathered_state(self.backend.ranks.all_values, self.backend.gather_now)
+        return {**self._optimizer.__dict__["state"], **gathered}

@@ -1,0 +1,95 @@
+"""The mean loss of a batch outside of training: the forwards of the program, with the newest weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from commsched.pipeline.exchange import Exchange
+from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.inputs import Inputs
+from commsched.pipeline.losses import Losses
+from commsched.pipeline.rows import Share
+from commsched.pipeline.stage import Saved, Stage
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.endless_order import position
+from scheduler.ir.program import COMPUTE_LANE, RECV_LANE, Program
+
+EVALUATED = -1
+"""The period of a batch that is evaluated."""
+
+
+class Evaluation:
+    """Runs the forwards of one period, on a message lane of its own: training messages may be in flight."""
+
+    def __init__(
+        self, program: Program, fabric: Fabric, stages: dict[int, Stage], inputs: Inputs, losses: Losses
+    ) -> None:
+        self.layout, self.rank, self.stages = program.layout, fabric.rank, stages
+        self.inputs, self.losses = inputs, losses
+        self.exchange = Exchange(self.layout, fabric, stages, "evaluation")
+        self._forwards = self._of_one_period(program, COMPUTE_LANE, Kind.F)
+        self._receives = self._of_one_period(program, RECV_LANE, Kind.RECVF)
+
+    def _of_one_period(self, program: Program, lane: str, kind: Kind) -> list[Action]:
+        order = program.kernel[self.rank].get(lane, ())
+        places = [n for n, a in enumerate(order) if a.kind is kind and a.index < self.layout.microbatches]
+        return [
+            order[place].at(EVALUATED) for place in sorted(places, key=lambda place: position(order, place))
+        ]
+
+    @torch.no_grad()
+    def run(self, share: Share) -> float:
+        exchange = self.exchange
+        exchange.shares[EVALUATED] = share
+        exchange.inbox.expect([action for action in self._receives if exchange.moves(action)])
+        self.losses.begin()
+        with self._evaluating():
+            for action in self._forwards:
+                self._forward(action)
+                exchange.inbox.pump()
+        if self.inputs.tells:
+            self.losses.tell(EVALUATED)
+        total = self.losses.total()
+        exchange.outbox.settle()
+        exchange.outputs.clear()
+        exchange.came.clear()
+        exchange.to_come.clear()
+        self.losses.settle()
+        return total
+
+    def _forward(self, action: Action) -> None:
+        assert action.stage is not None
+        number, micro, exchange = action.stage, (action.index, EVALUATED), self.exchange
+        stage, (low, high) = self.stages[number], exchange.rows(number, self.rank, micro)
+        if low == high:
+            return
+        leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
+        head = self.inputs.head(exchange, number, micro)
+        outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
+        if head is not None:
+            stage.losses[EVALUATED] += float(outputs[0]) * head.weight if head.counts else 0.0
+            return
+        exchange.put_out(number, micro, outputs, [False] * len(outputs))
+        for peer in self.layout.overlaps(number, self.rank, number + 1, micro[0]):
+            send = Action(Kind.SENDF, micro[0], number, peer=peer, shift=EVALUATED)
+            if peer != self.rank and exchange.moves(send):
+                exchange.send_forward(send)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [
+            (part, part.training)
+            for stage in self.stages.values()
+            for module in stage.modules
+            for part in module.modules()
+        ]
+        for module, _ in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training

@@ -1,0 +1,248 @@
+"""What neighbouring stages exchange: activations forward and gradients back, on one rank or between two.
+
+Each pair of ranks exchanges the part of a micro-batch that both hold: rows, tiles, or all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from comm_core import Traffic
+from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.mailbox import Inbox, Outbox
+from commsched.pipeline.messages import Description, Leaf
+from commsched.pipeline.parts import Cut, Cuts, Part, Piece, assembled, common, entering, part_of, piece_of
+from commsched.pipeline.rows import Range, Share
+from commsched.pipeline.stage import Micro, Stage
+from scheduler.ir.actions import HALOS, Action, Kind
+from scheduler.ir.layout import Layout, is_token
+
+Place = tuple[int, Micro]
+"""Stage, and micro-batch and period."""
+
+_TOKEN = Description(None, (Leaf((1,), torch.int8),))
+
+
+class Values(NamedTuple):
+    """What a stage has put out: tensors and constants, their structure, which of them get a gradient, and how
+    tiles cut them here and in the next stage.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    grads: list[bool]
+    cuts: list[Cuts]
+
+
+class Exchange:
+    """``shares[p]``: the rows of period p. ``outputs`` and ``input_grads``: what F and B have put out and
+    nobody has taken; their keys say what has been computed.
+    """
+
+    def __init__(
+        self, layout: Layout, fabric: Fabric, stages: dict[int, Stage], name: str = "stages"
+    ) -> None:
+        self.layout, self.rank, self.stages = layout, fabric.rank, stages
+        self.shares: dict[int, Share] = {}
+        divisions = {(layout.replicas(stage), layout.grid(stage)) for stage in range(layout.stages)}
+        self._divides_alike = len(divisions) == 1
+        # Gradients that are summed over ranks let messages go first, except where the program says otherwise.
+        reduces = any(len(layout.members(stage)) > 1 for stage in range(layout.stages))
+        urgent = reduces and layout.placement != "eager"
+        self.outbox = Outbox(fabric.lane(name, Traffic.activation if urgent else None))
+        self.inbox = Inbox(self.rank, self.outbox.lane, fabric.timeout, self._coming_gradient, self._key)
+        self.outputs: dict[Place, Values] = {}
+        self.input_grads: dict[Place, list[Tensor | None]] = {}
+        self.to_come: dict[tuple[int, Micro, int], Description] = {}  # gradients, by peer
+        self._answers: list[Action] = []  # gradients whose activations have not been let go
+        self.came: dict[Place, list[tuple[int, list[Piece]]]] = {}  # inputs: from whom, and which part
+        self.zeros: dict[Place, list[Any]] = {}  # inputs, for those that get no gradient
+
+    # Parts
+
+    def rows(self, stage: int, rank: int, micro: Micro) -> Range:
+        """The rows of a micro-batch that a rank holds in a stage."""
+        replica = self.layout.place(stage, rank, micro[0])[0]
+        return self.shares[micro[1]].within(micro[0], replica, self.layout.replicas(stage))
+
+    def given(self, stage: int, micro: Micro) -> Range:
+        """The same for this rank, counted in the batch it was given."""
+        replica = self.layout.place(stage, self.rank, micro[0])[0]
+        return self.shares[micro[1]].given(micro[0], replica, self.layout.replicas(stage))
+
+    def _part(self, stage: int, rank: int, micro: Micro, cuts: Cuts) -> Part:
+        grid = self.layout.grid(stage)
+        coord = grid.coord(self.layout.place(stage, rank, micro[0])[1]) if grid else ()
+        return part_of(self.rows(stage, rank, micro), coord, cuts)
+
+    def _parts(self, stage: int, micro: Micro, cuts: list[Cuts]) -> list[Part]:
+        return [self._part(stage, self.rank, micro, each) for each in cuts]
+
+    def _pieces(self, stage: int, other: int, peer: int, micro: Micro, cuts: list[Cuts]) -> list[Piece]:
+        """Which part of each tensor that this rank has in ``stage`` a peer has in stage ``other``. ``cuts``:
+        of the tensors in ``stage``, then in ``other``.
+        """
+        if self._divides_alike:
+            return [()] * len(cuts)
+        return [
+            common(self._part(stage, self.rank, micro, each), self._part(other, peer, micro, each[::-1]))
+            for each in cuts
+        ]
+
+    def moves(self, action: Action) -> bool:
+        """Whether an action of the link or recv lane has anything to do: messages without rows have not, and
+        halos are exchanged by the operations of F and B themselves.
+        """
+        if action.kind in HALOS:
+            return False
+        if action.kind in (Kind.SENDF, Kind.RECVB):
+            step = 1
+        elif action.kind in (Kind.SENDB, Kind.RECVF):
+            step = -1
+        else:
+            return True
+        if self._divides_alike or is_token(action, self.layout):
+            return True
+        number, micro, peer = _place(action)
+        mine, its = self.rows(number, self.rank, micro), self.rows(number + step, peer, micro)
+        return max(mine[0], its[0]) < min(mine[1], its[1])
+
+    # Towards the loss
+
+    def arguments(self, number: int, micro: Micro) -> tuple[list[Any], Any, list[Cut | None]]:
+        """What stage ``number`` (not the first) computes a micro-batch from: leaves, structure, and cuts."""
+        if self.rank in self.layout.holders(number - 1, micro[0]):
+            values = self.outputs[number - 1, micro]
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in values.leaves]
+            values = values._replace(leaves=leaves)
+        else:
+            values = self._received(number, micro)
+        for leaf, flag in zip(values.leaves, values.grads, strict=True):
+            if flag:
+                leaf.requires_grad_()
+        return values.leaves, values.spec, [there for _, there in values.cuts]
+
+    def _received(self, number: int, micro: Micro) -> Values:
+        parts, came = [], []
+        for peer in self.layout.overlaps(number, self.rank, number - 1, micro[0]):
+            action = Action(Kind.RECVF, micro[0], number, peer=peer, shift=micro[1])
+            if self.moves(action):
+                described, buffers = self.inbox.take(action)
+                cuts = [leaf.cuts for leaf in described.leaves]
+                pieces = self._pieces(number, number - 1, peer, micro, [each[::-1] for each in cuts])
+                parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
+                came.append((peer, pieces))
+        self.came[number, micro] = came
+        wholes = self._parts(number, micro, [each[::-1] for each in cuts])
+        leaves = [assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)]
+        return Values(leaves, described.spec, [leaf.grad for leaf in described.leaves], cuts)
+
+    def put_out(self, number: int, micro: Micro, leaves: list[Any], grads: list[bool]) -> None:
+        """A forward has ended."""
+        stage, grid, after = self.stages[number], self.layout.grid(number), self.layout.grid(number + 1)
+        cuts = [(cut, entering(leaf, cut, grid, after)) for leaf, cut in zip(leaves, stage.output_cuts)]
+        self.outputs[number, micro] = Values(leaves, stage.output_spec, grads, cuts)
+
+    def send_forward(self, action: Action) -> bool:
+        """Sends a forward's output if it is there."""
+        number, micro, peer = _place(action)
+        if (number, micro) not in self.outputs:
+            return False
+        values = self.outputs[number, micro]
+        pieces = self._pieces(number, number + 1, peer, micro, values.cuts)
+        sent = [piece_of(leaf, piece, number) for leaf, piece in zip(values.leaves, pieces)]
+        key = self._shapes(number, action)
+        back = self.outbox.forward(action, key, sent, values.spec, values.grads, values.cuts)
+        self.to_come[number, micro, peer] = back
+        return True
+
+    # Back
+
+    def output_grads(self, number: int, micro: Micro) -> list[Tensor | None]:
+        """The gradients of what a stage (not the last) has put out."""
+        values = self.outputs.pop((number, micro))
+        if self.rank in self.layout.holders(number + 1, micro[0]):
+            return self.input_grads.pop((number + 1, micro))
+        parts, cuts = [], [each for each, flag in zip(values.cuts, values.grads) if flag]
+        for peer in self.layout.overlaps(number, self.rank, number + 1, micro[0]):
+            action = Action(Kind.RECVB, micro[0], number, peer=peer, shift=micro[1])
+            if self.moves(action):
+                described, buffers = self.inbox.take(action)
+                pieces = self._pieces(number, number + 1, peer, micro, cuts)
+                parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
+                del self.to_come[number, micro, peer]
+                self._answers.append(action)
+        wholes = self._parts(number, micro, cuts)
+        grads = iter([assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)])
+        return [next(grads) if flag else None for flag in values.grads]
+
+    def put_back(self, number: int, micro: Micro, leaves: list[Any], grads: list[Tensor | None]) -> None:
+        """A backward has ended; ``leaves`` were its inputs."""
+        if number == 0:
+            return
+        self.input_grads[number, micro] = grads
+        if (number, micro) in self.came:
+            needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+            self.zeros[number, micro] = [leaf if need else None for leaf, need in zip(leaves, needs)]
+
+    def send_backward(self, action: Action) -> bool:
+        """Sends a backward's result if it is there."""
+        number, micro, peer = _place(action)
+        if (number, micro) not in self.input_grads:
+            return False
+        grads, came = self.input_grads[number, micro], self.came[number, micro]
+        pieces = dict(came)[peer]
+        sent = [
+            piece_of(torch.zeros_like(leaf) if grad is None else grad, piece, number)
+            for leaf, grad, piece in zip(self.zeros[number, micro], grads, pieces, strict=True)
+            if leaf is not None
+        ]
+        self.outbox.send(action, sent)
+        came.remove((peer, pieces))
+        if not came:
+            del self.input_grads[number, micro], self.came[number, micro], self.zeros[number, micro]
+        return True
+
+    def send_token(self, action: Action) -> None:
+        self.outbox.send(action, [torch.zeros(1, dtype=torch.int8)])
+
+    # Shapes
+
+    def _coming_gradient(self, action: Action) -> Description | None:
+        if is_token(action, self.layout):
+            return _TOKEN
+        assert action.stage is not None and action.peer is not None
+        known = self.to_come.get(_place(action))
+        return known or self.outbox.back(action.peer, self._shapes(action.stage, action))
+
+    def _key(self, action: Action) -> Hashable:
+        if action.kind is Kind.RECVB or is_token(action, self.layout):
+            return None
+        assert action.stage is not None
+        return self._shapes(action.stage - 1, action)
+
+    def _shapes(self, stage: int, action: Action) -> Hashable:
+        """What decides the shapes of a stage's output between two ranks."""
+        share, mirrored = self.shares[action.shift], self.layout.mirrored(action.index)
+        return stage, share.key, share.size(action.index), mirrored
+
+    def let_go(self) -> None:
+        """Frees what has been sent and answered."""
+        for answer in self._answers:
+            self.outbox.answered(answer)
+        self._answers.clear()
+
+    def forget(self, before: int) -> None:
+        """Nothing of earlier periods is left to do."""
+        self.outbox.settle(before - 1)
+        for period in [p for p in self.shares if p < before]:
+            del self.shares[period]
+
+
+def _place(action: Action) -> tuple[int, Micro, int]:
+    assert action.stage is not None and action.peer is not None
+    return action.stage, (action.index, action.shift), action.peer

@@ -1,0 +1,99 @@
+"""`python -m dnn_bench results`: one plot for each table of measurements in docs/results.
+
+A table is a CSV file. Lines `# key: value` above it say how it was measured (`title`, `command`, `unit`, and
+often `machine`) and what to draw:
+
+label   the columns that name a row
+bars    the columns that are drawn
+axis    the label of the y axis
+where   optional: column=value pairs that a row must have
+from    optional: where the y axis starts (default 0)
+line    optional: a level to mark
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+
+from dnn_bench.told import tells
+
+REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
+
+
+@dataclass(frozen=True)
+class Table:
+    path: Path
+    about: dict[str, str]
+    rows: list[dict[str, str]]
+
+    @property
+    def drawn(self) -> list[dict[str, str]]:
+        """The rows that the plot shows."""
+        wanted = dict(pair.split("=") for pair in self.about.get("where", "").split())
+        return [row for row in self.rows if all(row[name] == value for name, value in wanted.items())]
+
+
+@tells(ValueError, OSError)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m dnn_bench results",
+        description="Draws every CSV file of a folder as an SVG beside it. Needs matplotlib.",
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/results"), metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    tables = [read(path) for path in sorted(options.folder.glob("*.csv"))]
+    if not tables:
+        raise ValueError(f"{options.folder} holds no CSV file")
+    for table in tables:
+        draw(table, table.path.with_suffix(".svg"))
+        print(f"wrote {table.path.with_suffix('.svg')}")
+    return 0
+
+
+def read(path: Path) -> Table:
+    """A table, with every column that its plot needs."""
+    lines = path.read_text().splitlines()
+    about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    if missing := [key for key in REQUIRED if key not in about]:
+        raise ValueError(f"{path} lacks the lines {', '.join(f'# {key}: ...' for key in missing)}")
+    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+    table = Table(path, about, list(reader))
+    filters = [pair.split("=")[0] for pair in about.get("where", "").split()]
+    needed = [*about["label"].split(), *about["bars"].split(), *filters]
+    if unknown := [name for name in needed if name not in (reader.fieldnames or [])]:
+        raise ValueError(f"{path} has no column {', '.join(unknown)}, which its plot needs")
+    if not table.drawn:
+        raise ValueError(f"{path} has no row to draw: where is {about.get('where', 'not given')!r}")
+    return table
+
+
+def draw(table: Table, path: Path) -> None:
+    """Grouped bars, one group for each row; a value that is missing leaves a gap."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    about, bars, groups = table.about, table.about["bars"].split(), table.drawn
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "commsched", "font.size": 9}):
+        width = max(8, 0.3 * len(groups) * len(bars) ** 0.5 + 3)
+        figure, axis = pyplot.subplots(figsize=(width, 4), layout="constrained")
+        for number, name in enumerate(bars):
+            values = [float(row[name] or "nan") for row in groups]
+            places = [at + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for at in range(len(groups))]
+            axis.bar(places, values, 0.8 / len(bars), label=name.replace("_", " "))
+        names = [" ".join(row[column] for column in about["label"].split()) for row in groups]
+        turned = 60 if max(map(len, names)) * len(groups) > 60 else 0
+        axis.set_xticks(range(len(groups)), names, rotation=turned, ha="right" if turned else "center")
+        axis.set_ylabel(about["axis"])
+        figure.suptitle("\n".join(wrap(about["title"], int(10 * width))), fontsize=10)
+        if "line" in about:
+            axis.axhline(float(about["line"]), color="black", linewidth=0.8)
+        axis.set_ylim(bottom=float(about.get("from", 0)))
+        figure.legend(loc="outside right upper", fontsize=8)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)

@@ -1,0 +1,95 @@
+"""How long the actions of a pipeline program take: computation, messages, collectives and halos."""
+
+from __future__ import annotations
+
+from scheduler.ir.actions import COLLECTIVE, HALOS, RECVS, Action, Kind
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.layout import is_token
+from scheduler.ir.link import Links, named_link
+from scheduler.ir.profile import Profile
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
+from scheduler.simulate.stage_costs import stages_of
+
+SEND_LANE = "send"
+HALO_LANE = "halo"
+"""Links of these names beside ``link`` give messages between stages, and halos, wires of their own."""
+
+Wires = Links | Cluster
+"""One wire for all that a rank sends; ``link`` for collectives and ``send`` for messages; or a cluster's."""
+
+
+class Durations:
+    """Seconds of each action of ``program`` on a rank."""
+
+    def __init__(self, program: Program, profile: Profile, wires: Wires) -> None:
+        self.program, self.layout, self.profile, self.wires = program, program.layout, profile, wires
+        self.stages = stages_of(profile, program.layout)
+        self.split = {
+            action.stage
+            for lanes in program.kernel
+            for action in lanes[COMPUTE_LANE]
+            if action.kind is Kind.W
+        }
+
+    def seconds(self, rank: int, action: Action) -> float:
+        stage, members = self.stages[stage_of(action)], self.layout.members(stage_of(action))
+        parts = len(self.layout.ranks[stage_of(action)])
+        if action.kind is Kind.F:
+            return stage.seconds(stage.forward, parts)
+        if action.kind is Kind.B:
+            later = stage.weight if action.stage in self.split else 0.0
+            return stage.seconds(stage.backward - later, parts)
+        if action.kind is Kind.W:
+            return stage.seconds(stage.weight, parts)
+        if action.kind is Kind.STEP:
+            return stage.step(len(members), sharded=self.layout.reduction == "scatter")
+        if action.kind in HALOS:
+            return self._exposed_halos(rank, action, parts)
+        if action.kind in COLLECTIVE:
+            size = self.program.buckets[action.index].bytes
+            if isinstance(self.wires, Cluster):
+                return self.wires.collective(action.kind, members, size)
+            return named_link(self.wires, LINK_LANE).cost(action.kind, size)
+        if action.kind in RECVS:
+            return 0.0
+        assert action.peer is not None
+        if isinstance(self.wires, Cluster):
+            return self.wires.message(rank, action.peer, self._message(rank, action))
+        return named_link(self.wires, SEND_LANE, LINK_LANE).cost(Kind.RS, self._message(rank, action))
+
+    def _exposed_halos(self, rank: int, action: Action, parts: int) -> float:
+        """Seconds by which the halos of a micro-batch are longer than the interiors beside them."""
+        seconds = 0.0
+        for layer in self.layout.layers(stage_of(action), self.program.layers):
+            border = self.program.borders[layer] if self.program.borders else None
+            forward = action.kind is Kind.HALO
+            size = 0.0 if border is None else border.forward if forward else border.backward
+            if border is not None and size:
+                times = self.profile.layers[layer]
+                interior = (1 - border.share) * (times.forward if forward else times.backward) / parts
+                seconds += max(0.0, self._halo(rank, action, size) - interior)
+        return seconds
+
+    def _halo(self, rank: int, action: Action, size: float) -> float:
+        if not isinstance(self.wires, Cluster):
+            return named_link(self.wires, HALO_LANE, LINK_LANE).cost(action.kind, size)
+        stage = stage_of(action)
+        replica, count = self.layout.place(stage, rank, action.index)[0], self.layout.tile_count(stage)
+        tiles = self.layout.holders(stage, action.index)[replica * count : (replica + 1) * count]
+        return max(self.wires.message(rank, peer, size) for peer in tiles if peer != rank)
+
+    def _message(self, rank: int, action: Action) -> float:
+        """Bytes of a message between stages."""
+        assert action.stage is not None and action.peer is not None
+        if is_token(action, self.layout):
+            return 0.0
+        other = action.stage + (1 if action.kind is Kind.SENDF else -1)
+        size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
+        return size * self.layout.overlaps(action.stage, rank, other, action.index).get(action.peer, 0.0)
+
+
+def stage_of(action: Action) -> int:
+    """The stage of an action of a pipeline program."""
+    if action.stage is None:
+        raise ValueError(f"{action} names no stage; every action of a pipeline program does")
+    return action.stage

@@ -1,0 +1,66 @@
+"""Ranks as threads: an engine over the in-process hub, for several reducers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import comm_core
+from commsched.backends.cpu import EngineBackend
+from commsched.backends.interface import Scaling
+from commsched.backends.ranks import Ranks
+from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.gather_gradients import GradientGathering
+from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.planning import Plan
+from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.step_state import StepState
+from scheduler.ir.link import Link
+from scheduler.policies import plan
+from tests.support import threads
+
+
+def hub_backend(hub: comm_core.Hub, rank: int, timeout: float = 200.0) -> EngineBackend:
+    """The engine over a hub; nothing of the runtime is needed."""
+    process_set: Any = SimpleNamespace(rank=lambda: rank, size=lambda: hub.size, ranks=None)
+    transport = comm_core.HubTransport(hub, rank)
+    transport.set_timeout(timeout)
+    return EngineBackend(Ranks(process_set), "hub", transport, timeout)
+
+
+def reducer_of(
+    model: nn.Module, backend: EngineBackend, policy: str = "dear", bucket_bytes: int = 2000
+) -> tuple[Reducer, Hooks]:
+    """A reducer of a model's gradients, planned for made-up times, and its hooks."""
+    named = list(model.named_parameters())
+    params, names = [p for _, p in named], tuple(name for name, _ in named)
+    facts = Model(names, tuple(p.numel() for p in params), tuple(p.dtype for p in params))
+    link, order, size = Link(alpha=1e-4, beta=1e-8), list(range(len(params))), backend.ranks.size
+    profile = facts.guess(order, link)
+    program = plan(profile, link, policy, ranks=size, bucket_bytes=bucket_bytes)
+    chosen = Plan(program, profile, link, (-1, *order))
+    layout = build_layout(facts.numels, facts.itemsizes, chosen.buckets(facts.itemsizes), size)
+    state = StepState(params, names, Scaling(after=1.0 / size), sums=False)
+    reducer = Reducer(state, backend, GradientGathering(state, backend))
+    kinds = {group: (facts.kind(group), torch.device("cpu")) for group in layout.lengths}
+    reducer.install(program, Buffers(layout, kinds))
+    return reducer, Hooks(reducer, model)
+
+
+def run_threads(size: int, body: Callable[[int, comm_core.Hub], Any], timeout: float = 400.0) -> list[Any]:
+    """``body(rank, hub)`` on one thread for each rank; its results, or the first exception of any."""
+    hub = comm_core.Hub(size)
+    return threads.run_threads(size, lambda rank: body(rank, hub), timeout)
+
+
+def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Summed in rank order, then scaled, as the direct exchange does it."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total * (1.0 / len(tensors))

@@ -1,0 +1,166 @@
+"""The torch carrier on one rank; staging GPU tensors through the CPU; names, and the recorded timeline."""
+
+import json
+
+import pytest
+import torch
+
+import commsched as hvd
+from commsched.collectives import process_sets
+from commsched.collectives.carrier import OperationNames
+from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.torch_carrier.operation import Operation, device_name
+from commsched.collectives.torch_carrier.operation_runner import OperationRunner
+from commsched.collectives.torch_carrier.timeline import Timeline
+from commsched.errors import CommError
+from commsched.process.groups import nccl_usable
+from commsched.process.launch import ALONE
+from commsched.process.rendezvous import meet
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The torch carrier on one rank."""
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    hvd.init()
+    yield hvd
+    hvd.shutdown()
+
+
+def staged(kind, tensors, outputs=(), **more):
+    """The result of an operation that runs through the CPU, as for a GPU that several ranks share."""
+    operation = Operation(kind, f"{kind}.x", 0, tuple(tensors), tuple(outputs), **more)
+    runner = OperationRunner(meet(ALONE), {0: [0]})
+    message = {"request": operation.request("here"), "joined": [], "splits": [operation.splits]}
+    message["rows"] = [[t.shape[0] for t in tensors]]
+    return runner._run_through_cpu(operation, message)
+
+
+def test_staging_fills_the_callers_outputs():
+    source, target = torch.arange(3.0), torch.zeros(3)
+    assert staged("allreduce", [source], [target], reduction=Reduction(ReduceOp.SUM, 2.0)) is target
+    assert target.tolist() == [0.0, 2.0, 4.0] and source.tolist() == [0.0, 1.0, 2.0]
+    results = staged(
+        "allreduce", [source, source], [source, target], grouped=True, reduction=Reduction(ReduceOp.SUM)
+    )
+    assert results[0] is source and results[1] is target
+    assert staged("broadcast", [source], [target], root=0) is target and torch.equal(target, source)
+
+
+def test_staging_makes_new_results():
+    rows = torch.arange(4.0).view(2, 2)
+    assert torch.equal(staged("allgather", [rows]), rows)
+    assert all(torch.equal(part, rows) for part in staged("allgather", [rows, rows], grouped=True))
+    assert torch.equal(staged("reducescatter", [rows], reduction=Reduction(ReduceOp.AVERAGE)), rows)
+    found, received = staged(
+        "alltoall", [rows], splits=[2], received_splits=torch.empty(0, dtype=torch.int64)
+    )
+    assert torch.equal(found, rows) and received.tolist() == [2] and received.dtype is torch.int64
+
+
+def joined_in(device):
+    """The coordinator's message to a joined rank about the others' all-reduce of GPU tensors."""
+    request = {"kind": "allreduce", "name": "x", "set": 0, "device": "cuda:a:0", "op": 1}
+    request |= {"shapes": [[2]], "dtypes": ["torch.float32"], "prescale": 1.0, "postscale": 1.0}
+    return {"request": request, "devices": ["cuda:a:0", device]}
+
+
+def test_the_zeros_of_a_joined_rank_are_on_the_cpu():
+    """They were on cuda:0, whatever GPU the rank had, or none."""
+    result = OperationRunner(meet(ALONE), {0: [0]}).run(None, joined_in("cpu"))
+    assert result.tolist() == [0.0, 0.0] and result.device.type == "cpu"
+
+
+def test_the_zeros_of_a_joined_rank_are_where_it_said():
+    runner = OperationRunner(meet(ALONE), {0: [0]})
+    runner.joined_on = torch.device("meta")
+    assert runner._zeros(joined_in("cuda:b:1")["request"]).tensors[0].device == runner.joined_on
+
+
+def test_nccl_needs_a_gpu_for_each_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert nccl_usable(["cuda:a:0", "cuda:a:1"])
+    assert not nccl_usable(["cuda:a:0", "cuda:a:0"]) and not nccl_usable(["cuda:a:0", "cpu"])
+
+
+def test_where_tensors_live_is_told():
+    assert device_name([], "host") == "cpu" and device_name([torch.ones(1)], "host") == "cpu"
+
+
+def test_alone_needs_no_other_process(alone):
+    assert (alone.rank(), alone.size(), alone.local_rank(), alone.cross_size()) == (0, 1, 0, 1)
+    handle = alone.allreduce_async(torch.ones(2), op=alone.Sum)
+    assert alone.poll(handle) and alone.synchronize(handle).tolist() == [1.0, 1.0]
+    assert alone.join() == 0 and alone.allgather_object("x") == ["x"]
+    with pytest.raises(CommError, match="dimension"):
+        alone.allgather(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="op must be"):
+        alone.allreduce(torch.ones(1), op=9)
+    with pytest.raises(ValueError, match="MPI"):
+        alone.mpi_threads_supported()
+    assert alone.engine_name() == "torch" and not alone.mpi_enabled() and alone.gloo_enabled()
+
+
+def test_process_sets_alone(alone):
+    with pytest.raises(ValueError, match="exists already"):
+        alone.add_process_set([0])
+    with pytest.raises(ValueError, match="from 0 to 0"):
+        alone.add_process_set([1])
+    assert alone.global_process_set.size() == 1 and process_sets.registered_id(alone.global_process_set) == 0
+
+
+def test_init_arguments(monkeypatch):
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    for wrong, text in (({"comm": [1]}, "must name all 1 ranks"), ({"process_sets": "static"}, "'dynamic'")):
+        with pytest.raises(ValueError, match=text):
+            hvd.init(**wrong)
+        assert not hvd.is_initialized()
+    hvd.init(comm=[0], process_sets="dynamic")
+    assert hvd.is_initialized()
+    hvd.shutdown()
+
+
+def test_names_count_per_kind_and_process_set():
+    operation_names = OperationNames()
+    names = [
+        operation_names.choose(kind, number, given)
+        for kind, number, given in (
+            ("allreduce", 0, None),
+            ("allreduce", 0, None),
+            ("allgather", 0, None),
+            ("allreduce", 1, None),
+            ("allreduce", 0, "mine"),
+        )
+    ]
+    assert names == ["noname.0.0", "noname.0.1", "noname.0.0", "noname.0.0", "mine"]
+    operation_names.restart()
+    assert operation_names.choose("allreduce", 0, None) == "noname.1.0"
+
+
+def test_timeline_of_operations(tmp_path):
+    path = tmp_path / "t.json"
+    timeline = Timeline(str(path), 0, mark_cycles=True)
+    start = timeline._start
+    timeline.operation("allreduce.a", "allreduce", start + 1.0, start + 1.5, start + 1.75)
+    timeline.operation("allreduce.a", "allreduce", start - 5.0, start + 2.0, start + 2.25)  # began before
+    timeline.close()
+    events = json.loads(path.read_text())
+    spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("NEGOTIATE_ALLREDUCE", pytest.approx(1.0e6), pytest.approx(0.5e6)),
+        ("ALLREDUCE", pytest.approx(1.5e6), pytest.approx(0.25e6)),
+        ("NEGOTIATE_ALLREDUCE", 0.0, pytest.approx(2.0e6)),
+        ("ALLREDUCE", pytest.approx(2.0e6), pytest.approx(0.25e6)),
+    ]
+    assert sum(e["name"] == "CYCLE_START" for e in events) == 2
+    assert any("start_time_since_epoch_in_micros" in e.get("args", {}) for e in events)
+
+
+def test_timeline_asked_for_as_in_horovod(monkeypatch, tmp_path):
+    monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "t.json"))
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="seen")
+    hvd.shutdown()
+    assert "allreduce.seen" in (tmp_path / "t.json").read_text()

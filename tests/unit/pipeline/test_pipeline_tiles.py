@@ -1,0 +1,102 @@
+"""Pipelines with stages on tiles, replicas and mirrored replicas, against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from commsched.pipeline import Pipeline
+from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.validate import validate
+from tests.support.pipeline_runs import momentum, on_threads
+
+CASES: list[Sequence[Placement]] = [
+    (Tiles((2, 2)), Samples()),
+    (Tiles((1, 2)), Tiles((2, 1)), Samples(2)),
+    (Samples(), Tiles((1, 3))),
+]
+
+
+def model() -> nn.Sequential:
+    """Convolutions, then a head: the last stage may run on tiles too, as its pooling is replicated."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
+    layers = [
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Conv2d(4, 5, 3, 2, 1),
+        nn.Sequential(nn.Conv2d(5, 5, 3), head),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def data(rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    dice = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 2, 13, 16, generator=dice).double(), torch.randint(3, (rows,), generator=dice))
+        for _ in range(3)
+    ]
+
+
+def one_process(rows: int) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    plain, losses = model(), []
+    optimizer = momentum(list(plain.parameters()))
+    for images, target in data(rows):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(images), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    images, target = data(rows)[0]
+    return losses, plain.state_dict(), F.cross_entropy(plain(images), target).item()
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("placements", CASES)
+@pytest.mark.parametrize("outside", [False, True])
+def test_tiles_are_one_process(
+    placements: Sequence[Placement], schedule: str, mirrored: bool, outside: bool
+) -> None:
+    """``outside``: the caller's optimizer steps with the gradients that the pipeline leaves."""
+    rows, replicas = 13, 1
+    expected, state, evaluated = one_process(rows)
+    start, batches = model(), data(rows)  # not on the threads, which share one random generator
+
+    def work(fabric: Any) -> Any:
+        pipeline = Pipeline(
+            copy.deepcopy(start),
+            schedule,
+            2,
+            (len(placements), replicas),
+            loss=F.cross_entropy,
+            optimizer=None if outside else momentum,
+            cuts=range(len(placements)),
+            placements=placements,
+            mirrored=mirrored,
+            bucket_bytes=256,
+            tile_options={"fuse_halo": "off"},
+            fabric=fabric,
+        )
+        validate(pipeline.program)
+        optimizer = momentum(list(pipeline.parameters())) if outside else None
+        losses = []
+        for batch in data(rows):
+            losses.append(pipeline.step(batch))
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = losses, pipeline.state_dict(), pipeline.evaluate(batches[0])
+        pipeline.close()
+        return found
+
+    for losses, weights, value in on_threads(sum(each.size for each in placements), work):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(value, evaluated, rtol=0, atol=1e-10)
+        for name, tensor in state.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10)

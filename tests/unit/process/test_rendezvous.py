@@ -1,0 +1,64 @@
+"""How ranks find addresses at which others reach them, and what signing in compares."""
+
+import socket
+
+import pytest
+
+from commsched.process.network import first_reachable, is_loopback, own_addresses
+from commsched.process.rendezvous import Record, _disagreement, _reachable_address
+
+
+def record(rank, size=2, own="10.0.0.1", master="10.0.0.1"):
+    return Record(rank, size, rank, f"host{rank}", own, master)
+
+
+def test_ranks_that_disagree_when_they_sign_in():
+    assert _disagreement(record(0), record(1), {}) is None
+    assert "told 2, rank 1 on host1 was told 3" in (_disagreement(record(0), record(1, size=3), {}) or "")
+    assert "both say they are rank 1" in (_disagreement(record(0), record(1), {1: record(1)}) or "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "own", "seen_by_other", "expected"),
+    [
+        (0, "127.0.0.1", "127.0.0.1", "127.0.0.1"),  # one host
+        (0, "127.0.0.1", "10.0.0.1", "10.0.0.1"),  # rank 0 dials itself, the others dial its card
+        (0, "192.168.0.9", "10.0.0.1", "10.0.0.1"),  # rank 0 has two cards: what the others dial is right
+        (1, "10.0.0.2", "10.0.0.1", "10.0.0.2"),  # another host
+        (1, "127.0.0.1", "10.0.0.1", "10.0.0.1"),  # rank 0's neighbour on the same host
+    ],
+)
+def test_the_address_others_can_reach(monkeypatch, rank, own, seen_by_other, expected):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    mine = record(rank, own=own, master=own)
+    first = mine if rank == 0 else record(0, own="127.0.0.1", master="127.0.0.1")
+    other = record(2, own="10.0.0.3", master=seen_by_other)
+    assert _reachable_address(mine, (first, mine, other)) == expected
+
+
+def test_own_addresses(monkeypatch):
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert own_addresses(one_host=True) == ["127.0.0.1"]
+    everywhere = own_addresses(one_host=False)
+    assert everywhere == ["127.0.0.1"] or not any(map(is_loopback, everywhere))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_addresses(one_host=True) == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard0")
+    with pytest.raises(RuntimeError, match="nosuchcard0"):
+        own_addresses(one_host=False)
+
+
+def test_nobody_answers():
+    with pytest.raises(RuntimeError, match="rank 0 did not answer on 127.0.0.1, port 1,"):
+        first_reachable(["127.0.0.1"], 1, timeout=0.2)
+
+
+def test_localhost_is_dialled_over_ipv4():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert first_reachable(["no-such-host.invalid", "localhost"], port, timeout=200) == (
+            "127.0.0.1",
+            "127.0.0.1",
+        )

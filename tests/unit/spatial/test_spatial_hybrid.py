@@ -1,0 +1,151 @@
+"""``spatial.Hybrid``: a pipeline whose layers are stages and whose gradients are added to the caller's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commsched import spatial
+from commsched.pipeline import Chain
+from scheduler.ir.placements import Placement
+from scheduler.validate import validate
+from tests.support.pipeline_runs import on_threads
+
+TILES, ONE, TWO = spatial.Tiles((1, 2)), spatial.Samples(), spatial.Samples(2)
+
+
+def stages(norm: bool = False) -> list[nn.Module]:
+    torch.manual_seed(0)
+    between = nn.BatchNorm2d(4, momentum=0.5) if norm else nn.ReLU()
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), between),
+        nn.Sequential(nn.Conv2d(4, 5, 3, 2, 1), nn.Tanh()),
+        nn.Sequential(nn.Conv2d(5, 5, 3), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)),
+    ]
+    return [layer.double() for layer in layers]
+
+
+def batch(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 2, 11, 14, generator=dice).double(), torch.randint(3, (rows,), generator=dice)
+
+
+def joined(layers: list[nn.Module]) -> list[nn.Module]:
+    return [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+
+
+CASES: list[tuple[str, list[Placement], dict[str, Any]]] = [
+    ("1f1b", [TILES, ONE], {}),
+    ("gpipe", [TILES, TWO], {}),
+    ("zero_bubble", [TILES, ONE], {"mirrored": True}),
+    ("interleaved", [TILES, ONE], {"virtual": 2}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "placements", "options"), CASES, ids=[case[0] for case in CASES])
+def test_gradients_of_uneven_batches_are_added_to_the_callers(
+    schedule: str, placements: list[Placement], options: dict[str, Any]
+) -> None:
+    """13 and 7 samples do not divide by the micro-batches, nor these by the ranks that share samples."""
+    start = stages() if schedule == "interleaved" else joined(stages())
+    plain = nn.Sequential(*copy.deepcopy(start))
+    expected = []
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for rows in (13, 7):
+        images, target = batch(rows)
+        loss = F.cross_entropy(plain(images), target)
+        loss.backward()
+        expected.append(loss.item())
+
+    def work(fabric: Any) -> Any:
+        mine = copy.deepcopy(start)
+        trainer = spatial.Hybrid(
+            mine,
+            placements,
+            loss=F.cross_entropy,
+            microbatches=3 - options.get("mirrored", 0),
+            schedule=schedule,
+            fuse_halo="off",
+            fabric=fabric,
+            **options,
+        )
+        validate(trainer.program)
+        for parameter in trainer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        losses = [trainer.step(*batch(rows)) for rows in (13, 7)]
+        grads = {number: [p.grad for p in mine[number].parameters()] for number in trainer.held}
+        trainer.close()
+        return losses, grads
+
+    seen = set()
+    for losses, grads in on_threads(sum(placement.size for placement in placements), work):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
+        for number, found in grads.items():
+            seen.add(number)
+            wanted = [p.grad for p in plain[number].parameters()]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert seen == set(range(len(start)))
+
+
+def test_each_direction_has_its_own_statistics() -> None:
+    """A rank is a tile of both: with one set of buffers, tiles of a replica would differ in evaluation."""
+    start, placements = joined(stages(norm=True)), [spatial.Tiles((1, 3)), ONE]
+    images, target = batch(4)
+    ways = [nn.Sequential(*copy.deepcopy(start)) for _ in range(2)]
+    evaluated = 0.0
+    for number, plain in enumerate(ways):
+        for image in images[2 * number : 2 * number + 2]:
+            plain(image[None])
+        plain.eval()
+        half = slice(2 * number, 2 * number + 2)
+        evaluated += F.cross_entropy(plain(images[half]), target[half]).item() / 2
+
+    def work(fabric: Any) -> float:
+        trainer = spatial.Hybrid(
+            copy.deepcopy(start),
+            placements,
+            loss=F.cross_entropy,
+            microbatches=2,
+            mirrored=True,
+            fuse_halo="off",
+            fabric=fabric,
+        )
+        trainer.step(images, target)
+        value = trainer.evaluate(images, target)
+        trainer.close()
+        return value
+
+    torch.testing.assert_close(on_threads(4, work), [evaluated] * 4, rtol=0, atol=1e-10)
+
+
+def test_elements_of_a_list_are_layers() -> None:
+    layers = [*joined(stages()), nn.Flatten(), nn.Sequential(nn.ReLU())]
+    assert Chain(layers, elements=True).names == ("0", "1", "2", "3")
+    assert len(Chain(layers)) == 4  # of the four modules with parameters inside
+
+
+@pytest.mark.parametrize(
+    ("count", "placements", "options", "said"),
+    [
+        (1, [TILES, ONE], {}, r"runs 2 stages on 2 placements, got 1 stages, 2 placements"),
+        (2, [ONE, ONE], {"schedule": "interleaved"}, r"runs 4 stages on 2 placements, got 2 stages"),
+        (2, [ONE, ONE], {"schedule": "2bw"}, r"begins a step before .* use a schedule like 1f1b"),
+        (2, [ONE, ONE], {"microbatches": 4}, r"3 rows in 4 micro-batches leave 0 for 1 replicas"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    count: int, placements: list[Placement], options: dict[str, Any], said: str
+) -> None:
+    def work(fabric: Any) -> None:
+        parts = joined(stages())[:count]
+        spatial.Hybrid(parts, placements, loss=F.cross_entropy, fabric=fabric, **options).step(*batch(3))
+
+    with pytest.raises(ValueError, match=said):
+        on_threads(sum(placement.size for placement in placements), work)
