@@ -12,15 +12,6 @@ CUDA_BUILT: bool
 def pack(tensors: Sequence[Tensor], buffer: Tensor, scale: float = 1.0) -> None:
     """Write scale * all tensors, flattened, one after the other, into the flat `buffer`; zero the rest."""
 
-def unpack(buffer: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
-    """Write scale * the parts of the flat `buffer` back into the tensors."""
-
-def scale_(values: Tensor, scale: float) -> None:
-    """Multiply the flat `values` in place."""
-
-def sum_in_order(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
-    """out = scale * (parts[0] + parts[1] + ...), added in this order, rounded once to out's type."""
-
 class Channel:
     """Point-to-point messages between the ranks of one engine."""
 
@@ -182,11 +173,6 @@ class RingTransport(Transport):
     def __init__(
         self, channel: Any, rank: int, size: int, segment_bytes: int = 262144, depth: int = 4
     ) -> None: ...
-
-class C10dTransport(Transport):
-    """The collectives of a c10d backend."""
-
-    def __init__(self, backend: Any) -> None: ...
 
 class PythonTransport(Transport):
     """The collectives of a Python object, called on the engine's thread, each blocking until it is done.

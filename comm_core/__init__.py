@@ -10,7 +10,6 @@ from comm_core._C import (
     CUDA_BUILT,
     HOST_TIMEOUT,
     C10dChannel,
-    C10dTransport,
     Channel,
     DirectTransport,
     Hub,
@@ -24,9 +23,6 @@ from comm_core._C import (
     abort_message,
     link_gate,
     pack,
-    scale_,
-    sum_in_order,
-    unpack,
 )
 from comm_core.engine import OPS, Engine, HubTransport
 from comm_core.errors import EngineError
@@ -38,7 +34,6 @@ __all__ = [
     "HOST_TIMEOUT",
     "OPS",
     "C10dChannel",
-    "C10dTransport",
     "Channel",
     "DirectTransport",
     "Engine",
@@ -58,9 +53,6 @@ __all__ = [
     "close_in_children",
     "link_gate",
     "pack",
-    "scale_",
-    "sum_in_order",
     "tcp_channel",
     "tcp_connections",
-    "unpack",
 ]

@@ -11,9 +11,6 @@ void bind_fusion(py::module_& m) {
   // Tensors are only read and written here, no Python object is touched: the GIL is free while the bytes move.
   using NoGil = py::call_guard<py::gil_scoped_release>;
   m.def("pack", &commsched::pack, py::arg("tensors"), py::arg("buffer"), py::arg("scale") = 1.0, NoGil());
-  m.def("unpack", &commsched::unpack, py::arg("buffer"), py::arg("tensors"), py::arg("scale") = 1.0, NoGil());
-  m.def("scale_", &commsched::scale_, py::arg("values"), py::arg("scale"), NoGil());
-  m.def("sum_in_order", &commsched::sum_in_order, py::arg("parts"), py::arg("out"), py::arg("scale") = 1.0, NoGil());
 }
 
 }  // namespace

@@ -2,15 +2,11 @@
 
 #include <ATen/Dispatch.h>
 
-#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 namespace commsched {
 namespace {
-
-// Sums are formed block by block in a small array of the wider type; this many elements stay in the first-level cache.
-constexpr int64_t kBlock = 1024;
 
 // The type that arithmetic between two storage types is done in: double if either is double, else float.
 template <typename A, typename B>
@@ -68,18 +64,6 @@ void convert(const at::Tensor& from, const at::Tensor& to, double scale) {
   });
 }
 
-template <typename Math, typename T>
-void sum_block(const std::vector<const T*>& parts, T* out, int64_t begin, int64_t end, Math scale) {
-  Math sums[kBlock];
-  const int64_t n = end - begin;
-  for (int64_t i = 0; i < n; ++i) sums[i] = static_cast<Math>(parts[0][begin + i]);
-  for (size_t p = 1; p < parts.size(); ++p) {
-    const T* part = parts[p] + begin;
-    for (int64_t i = 0; i < n; ++i) sums[i] += static_cast<Math>(part[i]);
-  }
-  for (int64_t i = 0; i < n; ++i) out[begin + i] = static_cast<T>(sums[i] * scale);
-}
-
 }  // namespace
 
 void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& buffer, double scale) {
@@ -91,47 +75,6 @@ void pack(const std::vector<at::Tensor>& tensors, const at::Tensor& buffer, doub
   }
   const size_t size = buffer.element_size();
   std::memset(static_cast<char*>(buffer.mutable_data_ptr()) + total * size, 0, (buffer.numel() - total) * size);
-}
-
-void unpack(const at::Tensor& buffer, const std::vector<at::Tensor>& tensors, double scale) {
-  check_fits(tensors, buffer);
-  int64_t offset = 0;
-  for (const auto& tensor : tensors) {
-    const auto part = buffer.narrow(0, offset, tensor.numel());
-    if (tensor.is_contiguous()) {
-      convert(part, tensor, scale);
-    } else {
-      const auto dense = at::empty(tensor.sizes(), tensor.options());
-      convert(part, dense, scale);
-      tensor.detach().copy_(dense);
-    }
-    offset += tensor.numel();
-  }
-}
-
-void scale_(const at::Tensor& values, double scale) {
-  check_flat(values, "the values");
-  if (scale != 1.0) convert(values, values, scale);
-}
-
-void sum_in_order(const std::vector<at::Tensor>& parts, const at::Tensor& out, double scale) {
-  check_flat(out, "the output");
-  TORCH_CHECK_VALUE(!parts.empty(), "there must be at least one part to add");
-  for (const auto& part : parts) {
-    check_flat(part, "each part");
-    TORCH_CHECK_VALUE(part.numel() == out.numel() && part.scalar_type() == out.scalar_type(), "each part must have ",
-                      out.numel(), " elements of ", out.scalar_type(), " as the output, but one has ", part.numel(), " of ",
-                      part.scalar_type());
-  }
-  DISPATCH(out.scalar_type(), [&] {
-    using Math = Wide<scalar_t, scalar_t>;
-    std::vector<const scalar_t*> pointers;
-    for (const auto& part : parts) pointers.push_back(part.const_data_ptr<scalar_t>());
-    auto* target = out.mutable_data_ptr<scalar_t>();
-    for (int64_t begin = 0; begin < out.numel(); begin += kBlock) {
-      sum_block<Math>(pointers, target, begin, std::min(begin + kBlock, out.numel()), static_cast<Math>(scale));
-    }
-  });
 }
 
 }  // namespace commsched

@@ -1,4 +1,4 @@
-// Pack and unpack: one thread's part of moving one chunk between a tensor and a bucket.
+// Pack: one thread's part of moving one chunk of a tensor into a bucket.
 #pragma once
 
 #include "vectors.h"
@@ -13,41 +13,21 @@ struct Chunk {
   Int64 count;
 };
 
-// Of what was written, before it was rounded to the bucket's type.
-struct Stats {
-  double squares;
-  double nonfinite;
-};
-
-template <typename Math>
-struct Tally {
-  Math squares = 0;
-  Int64 nonfinite = 0;
-
-  COMMSCHED_HD void add(Math x) {
-    squares += x * x;
-    nonfinite += is_finite(x) ? 0 : 1;
-  }
-};
-
-template <bool kTally, typename From, typename To, typename Math>
-COMMSCHED_HD void copy_one(const From& from, To* to, Math scale, Tally<Math>* tally) {
-  const Math value = static_cast<Math>(load_value(from)) * scale;
-  if (kTally) tally->add(value);
-  store_value(to, value);
+template <typename From, typename To, typename Math>
+COMMSCHED_HD void copy_one(const From& from, To* to, Math scale) {
+  store_value(to, static_cast<Math>(load_value(from)) * scale);
 }
 
-// to[i] = scale * from[i]: thread `thread` of `threads` does every so-manieth piece. The ranges are the same or apart.
-template <bool kTally, typename From, typename To, typename Math>
-COMMSCHED_HD void copy_range(const From* from, To* to, Int64 count, Math scale, int thread, int threads,
-                             Tally<Math>* tally) {
+// to[i] = scale * from[i]: each thread copies every `threads`-th piece. The ranges are the same or apart.
+template <typename From, typename To, typename Math>
+COMMSCHED_HD void copy_range(const From* from, To* to, Int64 count, Math scale, int thread, int threads) {
   // The smaller type fills 16 bytes, the larger one takes two or more accesses.
   constexpr int kWidth = 16 / smaller(sizeof(From), sizeof(To));
   constexpr int kUnroll = larger(1, 4 / larger(1, larger(sizeof(From), sizeof(To)) / smaller(sizeof(From), sizeof(To))));
   const Int64 head = unaligned_head<To, kWidth>(to, count);
   Int64 done = 0;
   if (is_aligned<From, kWidth>(from + head)) {
-    for (Int64 i = thread; i < head; i += threads) copy_one<kTally>(from[i], to + i, scale, tally);
+    for (Int64 i = thread; i < head; i += threads) copy_one(from[i], to + i, scale);
     const Int64 step = static_cast<Int64>(threads) * kWidth;
     Int64 i = head + static_cast<Int64>(thread) * kWidth;
     // All loads of a round are under way before the first one is used.
@@ -59,7 +39,7 @@ COMMSCHED_HD void copy_range(const From* from, To* to, Int64 count, Math scale, 
       for (int u = 0; u < kUnroll; ++u) {
         Vector<To, kWidth> stored;
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) copy_one<kTally>(loaded[u].at[k], stored.at + k, scale, tally);
+        for (int k = 0; k < kWidth; ++k) copy_one(loaded[u].at[k], stored.at + k, scale);
         store_vector<To, kWidth>(to + i + u * step, stored);
       }
     }
@@ -67,12 +47,12 @@ COMMSCHED_HD void copy_range(const From* from, To* to, Int64 count, Math scale, 
       const auto loaded = load_vector<From, kWidth>(from + i);
       Vector<To, kWidth> stored;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) copy_one<kTally>(loaded.at[k], stored.at + k, scale, tally);
+      for (int k = 0; k < kWidth; ++k) copy_one(loaded.at[k], stored.at + k, scale);
       store_vector<To, kWidth>(to + i, stored);
     }
     done = head + (count - head) / kWidth * kWidth;
   }
-  for (Int64 i = done + thread; i < count; i += threads) copy_one<kTally>(from[i], to + i, scale, tally);
+  for (Int64 i = done + thread; i < count; i += threads) copy_one(from[i], to + i, scale);
 }
 
 template <typename To>
@@ -81,26 +61,15 @@ COMMSCHED_HD void zero_range(To* to, Int64 count, int thread, int threads) {
 }
 
 // One thread's part of one chunk, into the bucket. A tensor that is not there (null) counts as zeros.
-template <bool kTally, typename From, typename To, typename Math>
+template <typename From, typename To, typename Math>
 COMMSCHED_HD void pack_chunk(const Chunk& chunk, const void* const* tensors, To* bucket, Math scale, int thread,
-                             int threads, Tally<Math>* tally) {
+                             int threads) {
   const From* from = static_cast<const From*>(tensors[chunk.tensor]);
   To* to = bucket + chunk.at;
   if (from == nullptr) {
     zero_range(to, chunk.count, thread, threads);
   } else {
-    copy_range<kTally>(from + chunk.offset, to, chunk.count, scale, thread, threads, tally);
-  }
-}
-
-// The way back. A tensor that is not there is left out.
-template <typename From, typename To, typename Math>
-COMMSCHED_HD void unpack_chunk(const Chunk& chunk, void* const* tensors, const From* bucket, Math scale, int thread,
-                               int threads) {
-  To* to = static_cast<To*>(tensors[chunk.tensor]);
-  Tally<Math> none;
-  if (to != nullptr) {
-    copy_range<false>(bucket + chunk.at, to + chunk.offset, chunk.count, scale, thread, threads, &none);
+    copy_range(from + chunk.offset, to, chunk.count, scale, thread, threads);
   }
 }
 

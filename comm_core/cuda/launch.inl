@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kMostArguments = 6;
+constexpr int kMostArguments = 4;
 
 struct Kernel {
   const char* name;
@@ -15,15 +15,9 @@ struct Kernel {
   int arguments;
 };
 
-#define COPY_ENTRIES(NAME, FROM, TO)                                      \
-  {"pack_" #NAME, reinterpret_cast<const void*>(&pack_##NAME), 6},        \
-      {"unpack_" #NAME, reinterpret_cast<const void*>(&unpack_##NAME), 5},
-#define UPDATE_ENTRIES(NAME, GRAD, WEIGHT)                            \
-  {"sgd_" #NAME, reinterpret_cast<const void*>(&sgd_##NAME), 5},      \
-      {"adam_" #NAME, reinterpret_cast<const void*>(&adam_##NAME), 5},
+#define COPY_ENTRIES(NAME, FROM, TO) {"pack_" #NAME, reinterpret_cast<const void*>(&pack_##NAME), 4},
 
-const Kernel kKernels[] = {COMMSCHED_COPIES(COPY_ENTRIES) COMMSCHED_UPDATES(UPDATE_ENTRIES){
-    "hold", reinterpret_cast<const void*>(&hold), 1}};
+const Kernel kKernels[] = {COMMSCHED_COPIES(COPY_ENTRIES){"hold", reinterpret_cast<const void*>(&hold), 1}};
 
 const Kernel* find(const char* name) {
   for (const Kernel& kernel : kKernels) {

@@ -118,27 +118,4 @@ COMMSCHED_HD void store_value(BFloat16* at, float x) {
 COMMSCHED_HD void store_value(Half* at, double x) { store_value(at, static_cast<float>(x)); }
 COMMSCHED_HD void store_value(BFloat16* at, double x) { store_value(at, static_cast<float>(x)); }
 
-// Neither infinite nor NaN: both have no difference to themselves.
-template <typename T>
-COMMSCHED_HD bool is_finite(T x) {
-  return x - x == T(0);
-}
-
-COMMSCHED_HD float root(float x) {
-#ifdef __CUDA_ARCH__
-  return sqrtf(x);
-#else
-  return __builtin_sqrtf(x);
-#endif
-}
-
-// By repeated squaring, so that every compiler gives the same bits.
-COMMSCHED_HD double power(double base, Int64 exponent) {
-  double result = 1.0;
-  for (; exponent > 0; exponent /= 2, base *= base) {
-    if (exponent % 2 != 0) result *= base;
-  }
-  return result;
-}
-
 }  // namespace commsched

@@ -19,7 +19,6 @@ from comm_core.cuda import BucketCopy, Region
 from commsched.backends.cpu import engine_backend, new_channel
 from commsched.backends.cuda_collectives import Collectives, collectives_for
 from commsched.backends.cuda_device import Device, Stream, device_of
-from commsched.backends.cuda_fused_update import FusedShards
 from commsched.backends.cuda_memory import Memory, memory_for
 from commsched.backends.cuda_peers import PeerConnections
 from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
@@ -41,7 +40,6 @@ _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
 class StreamBackend(Backend):
     """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU."""
 
-    shards_class = FusedShards
     can_step_early = False  # a thread of its own has no place in a device's streams
 
     def __init__(

@@ -20,7 +20,6 @@ import torch
 from commsched.backends.ranks import Ranks
 from commsched.optimizer.bucket_layout import ALIGN, Buffers
 from commsched.optimizer.layer_timing import Watch
-from commsched.optimizer.shards import Shards
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
 
@@ -95,7 +94,6 @@ class Backend(ABC):
     name: str  # of the transport, for reports
     ranks: Ranks
     device: torch.device
-    shards_class: type[Shards] = Shards
     can_step_early = True  # whether a thread of its own may update shards
 
     def room(self) -> AbstractContextManager[Any]:

@@ -1,8 +1,8 @@
 """Which transport carries the optimizer's buckets.
 
-``direct`` and ``ring`` exchange messages over TCP connections of their own, ``gloo`` and ``gloo-ring`` the
-same over torch's; ``c10d`` calls torch's collectives; ``horovod`` calls Horovod's operations. Horovod and the
-launcher keep start-up and control whatever moves the bytes.
+``direct`` and ``ring`` exchange messages over TCP connections of their own, ``gloo`` does the same as
+``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the launcher keep
+start-up and control whatever moves the bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from commsched.collectives.process_sets import ProcessSet
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 
-NAMES = ("direct", "ring", "gloo", "gloo-ring", "c10d", "horovod")
-OVER_GROUPS = ("gloo", "gloo-ring", "c10d")  # which do not notice that a host is lost
+NAMES = ("direct", "ring", "gloo", "horovod")
+OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
 
 # Direct sends every pair's share at once; from here on a ring's fewer connections win.
 _LARGEST_DIRECT = 8
@@ -47,12 +47,10 @@ def make_transport(
     transport: Any
     if chosen == "horovod":
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
-    elif chosen == "c10d":
-        transport = comm_core.C10dTransport(private_group(process_set, channel))
     else:
-        kind = comm_core.RingTransport if chosen.endswith("ring") else comm_core.DirectTransport
+        kind = comm_core.RingTransport if chosen == "ring" else comm_core.DirectTransport
         link: Any
-        if chosen.startswith("gloo"):
+        if chosen == "gloo":
             link = comm_core.C10dChannel(private_group(process_set, channel))
         else:
             link = data_channel(process_set, channel=channel)

@@ -51,7 +51,7 @@ def DistributedOptimizer(
     (found among the live objects otherwise). ``schedule`` is ``"auto"`` (measure, then plan), a policy's
     name, or a ``Program``. ``gather="parameters"`` shards the optimizer's state and work over the ranks;
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
-    precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``c10d`` or
+    precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``gloo`` or
     ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
     (or its file) to plan from instead of measuring.
 

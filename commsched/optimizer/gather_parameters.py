@@ -65,7 +65,7 @@ class ParameterGathering(Gathering):
             self._optimizer.__dict__["state"].update(self.whole_state())
         optimizer = self._optimizer, self._base, self.state.params
         where = buffers, self._rank, self.backend.ranks.size
-        self.shards = self.backend.shards_class(*optimizer, *where, masters=self._masters)
+        self.shards = Shards(*optimizer, *where, masters=self._masters)
         self.take_state()
         return self.shards.buffers
 

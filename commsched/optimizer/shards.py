@@ -120,22 +120,38 @@ class Shards:
         group_of = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
-        leaves: dict[int, list[nn.Parameter]] = defaultdict(list)
+        # Leaves without state stand apart: torch's fused SGD fails where only some have a momentum.
+        leaves: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
         for part in self.parts[bucket]:
             if used[part.param]:
                 part.begin_update()
-                leaves[group_of[id(self.params[part.param])]].append(part.leaf)
+                fresh = not self.state.get(part.leaf)
+                leaves[group_of[id(self.params[part.param])], fresh].append(part.leaf)
         groups = [
             {**optimizer.param_groups[number], "params": members}
-            for number, members in sorted(leaves.items())
+            for (number, _), members in sorted(leaves.items())
         ]
         if groups:
             self._scale([leaf.grad for members in leaves.values() for leaf in members])
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
             OptimizerView(optimizer, self._base, self.state).step(groups)
+            self._zero_skipped_momentum(leaf for (_, fresh), new in leaves.items() if fresh for leaf in new)
             self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
         for part in self.parts[bucket]:
             part.end_update()
+
+    def _zero_skipped_momentum(self, new: Iterable[nn.Parameter]) -> None:
+        """Zero the momentum of a first step that the device skipped.
+
+        torch's fused SGD allocates it uninitialised, and its kernel writes nothing if ``found_inf`` is set.
+        """
+        found_inf = self._optimizer.__dict__.get("found_inf")
+        if found_inf is None:
+            return
+        for leaf in new:
+            momentum = self.state[leaf].get("momentum_buffer")
+            if momentum is not None:
+                momentum.masked_fill_(found_inf.to(momentum.device) != 0, 0.0)
 
     def _keep_masters(self, updated: Iterable[Part]) -> None:
         """From its first update on, a master says more than the parameter: it belongs to the state."""
@@ -187,7 +203,10 @@ class Shards:
             cut = memory_order(value, param)[part.start : part.stop]
             widened = part.master is not None and cut.is_floating_point()
             return cut.to(torch.float32 if widened else cut.dtype, copy=True)
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A GPU's count may have come from another rank, where it lay on that rank's GPU.
+        return value.clone() if value.device.type == "cpu" else value.to(part.leaf.device, copy=True)
 
     def described_state(self) -> dict[int, dict[str, Any]]:
         """By parameter, the state of this rank's parts; of a tensor with the part's shape, only the dtype."""

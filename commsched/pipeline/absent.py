@@ -1,10 +1,11 @@
-"""Tensors that another stage computes: shape and type only; and which functions ask for no more than that."""
+"""Tensors that another stage computes: shape and type only. Lists of torch's functions by what they need."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ASKS_FOR_SHAPE = {
@@ -41,6 +42,17 @@ ASKS_FOR_VALUES = {
     torch.is_nonzero,
     Tensor.is_nonzero,
 }
+DRAWS = {
+    getattr(home, name)
+    for home, names in (
+        (torch, "rand randn randint randperm rand_like randn_like randint_like normal poisson bernoulli"),
+        (torch, "multinomial dropout"),
+        (Tensor, "bernoulli bernoulli_ uniform_ normal_ random_ exponential_ geometric_ multinomial"),
+        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    )
+    for name in names.split()
+}
+"""Functions that draw random numbers."""
 
 
 class Absent(Tensor):

@@ -46,7 +46,8 @@ class Pipeline:
 
     ``schedule``: a name (``scheduler.pipelines.names()``) or a program. ``mesh``: how many ranks one replica
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
-    ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
+    ``commsched partition``, which decides all that. ``cuts``: each stage's first layer, by number from 0
+    on or, from the second stage on, by a module's name. ``loss(outputs,
     targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
     gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
     stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
@@ -73,7 +74,7 @@ class Pipeline:
         optimizer: Factory | None,
         plan: PipelinePlan | str | Path | None = None,
         ranks: Sequence[Sequence[int]] | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Sequence[int | str] | None = None,
         inside: Iterable[type[nn.Module]] = (),
         example: Any = None,
         placement: str = "bubble",

@@ -61,9 +61,9 @@ def make_stages(
 def _on_tiles(
     layout: Layout, number: int, module: nn.Module, fabric: Fabric, options: Any
 ) -> dict[int, TiledModule]:
-    """By micro-batch, the module on the grid of tiles that computes it. Where a rank is a tile of the replica
-    and of the mirrored one, the second gets a copy of the module that shares its parameters. Each has buffers
-    of its own: all tiles of a replica must have the same.
+    """By micro-batch, the module on the grid of tiles that computes it. A rank that is a tile of the replica
+    and of the mirrored one gets a copy of the module for the second. The copy shares the parameters, not the
+    buffers: all tiles of a replica must have the same buffers.
     """
     tiles = layout.grid(number)
     if tiles is None:
@@ -84,7 +84,7 @@ def _on_tiles(
 
 
 def _parameters(module: nn.Module) -> dict[int, Any]:
-    """What a copy of the module shares with it, as ``deepcopy`` takes it."""
+    """The memo with which ``deepcopy`` makes a copy that shares the module's parameters."""
     return {id(parameter): parameter for parameter in module.parameters()}
 
 

@@ -11,10 +11,10 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from commsched.pipeline.arguments import Arguments
-from commsched.pipeline.stage_forward import ModuleForward
+from commsched.pipeline.stage_forward import ModuleForward, StageForward
 from commsched.pipeline.traced_forward import TracedForward
 
 
@@ -75,25 +75,39 @@ class Chain:
         return self.layer_sizes()
 
     def tied(self, cuts: Sequence[int]) -> dict[int, list[int]]:
-        """Trainable parameters (by id) that several stages use, and those stages."""
+        """Trainable parameters (by id) that several stages use, and those stages.
+
+        All ranks get them in the same order: they sum their gradients in it.
+        """
         users: dict[int, list[int]] = {}
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(self)])):
-            mine = {
-                id(p)
-                for layer in range(first, end)
-                for p in self.layer_parameters(layer).values()
-                if p.requires_grad
-            }
-            for key in mine:
+            mine = [p for layer in range(first, end) for p in self.layer_parameters(layer).values()]
+            for key in dict.fromkeys(id(p) for p in mine if p.requires_grad):
                 users.setdefault(key, []).append(stage)
         return {key: stages for key, stages in users.items() if len(stages) > 1}
 
-    def check_cuts(self, cuts: Sequence[int]) -> None:
-        if list(cuts) != sorted(set(cuts)) or not cuts or cuts[0] != 0 or cuts[-1] >= len(self):
+    def cuts(self, cuts: Sequence[int | str]) -> tuple[int, ...]:
+        """The first layer of each stage. ``cuts``: numbers from 0 on, or names of the modules with which the
+        later stages begin.
+        """
+        found = [self._layer_of(cut) if isinstance(cut, str) else cut for cut in cuts]
+        if cuts and isinstance(cuts[0], str) and found[0] != 0:
+            found = [0, *found]
+        if found != sorted(set(found)) or not found or found[0] != 0 or found[-1] >= len(self):
             raise ValueError(
                 f"cuts must start with 0, rise, and stay below the model's {len(self)} layers; got"
                 f" {list(cuts)}"
             )
+        return tuple(found)
+
+    def _layer_of(self, name: str) -> int:
+        for layer, own in enumerate(self.names):
+            if own == name or own.startswith(f"{name}."):
+                return layer
+        raise ValueError(
+            f"no layer is named {name!r} or stands in a module of that name; the layers are"
+            f" {', '.join(self.names)}"
+        )
 
     def even_cuts(self, stages: int) -> tuple[int, ...]:
         """Cuts that give every stage about as many layers."""
@@ -108,6 +122,16 @@ class Chain:
         borders. It shares the model's submodules and parameters.
         """
         return self._forward.stage(first, end)
+
+
+def reads(stage: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    """The modules that a stage calls, in that order, and the names of parameters that it reads itself."""
+    if isinstance(stage, StageForward):
+        return stage.reads()
+    assert isinstance(stage, fx.GraphModule)
+    nodes = stage.graph.nodes
+    called = [stage.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+    return called, [str(node.target) for node in nodes if node.op == "get_attr"]
 
 
 def _forward_of(
@@ -130,17 +154,16 @@ def split(
     model: nn.Module | Sequence[nn.Module],
     stages: int | None = None,
     *,
-    cuts: Sequence[int] | None = None,
+    cuts: Sequence[int | str] | None = None,
     inside: Iterable[type[nn.Module]] = (),
     example: Any = None,
 ) -> list[nn.Module]:
     """A model's stages as modules: in ``stages`` parts with about as many layers each, or from the layers
-    ``cuts`` on. What a later stage needs of an earlier one (skip connections, masks) is carried along: a
-    stage takes what is alive at its start as arguments and returns what is alive at its end as a tuple.
+    ``cuts`` on. Values that a later stage needs (skip connections, masks) are carried along: a
+    stage takes the values alive at its start as arguments and returns those alive at its end as a tuple.
     """
     chain = Chain(model, inside, example)
     if (stages is None) == (cuts is None):
         raise ValueError("split needs either stages= (how many) or cuts= (the first layer of each)")
-    chosen = chain.even_cuts(stages) if stages is not None else tuple(cuts or ())
-    chain.check_cuts(chosen)
+    chosen = chain.even_cuts(stages) if stages is not None else chain.cuts(cuts or ())
     return [chain.stage(first, end) for first, end in zip(chosen, [*chosen[1:], len(chain)])]

@@ -1,8 +1,8 @@
 """Stopping and going on in the middle of a run, with micro-batches in flight.
 
-Between two steps every rank stands at the same iteration. What is in flight then are messages that have been
-sent and not received, which are taken in first, and micro-batches between forward and backward, of which the
-inputs, the version's number and the state of the random numbers are kept: going on repeats their forward.
+Between two steps every rank stands at the same iteration. Messages that have been sent and not received are
+received first. Of micro-batches between forward and backward, the checkpoint keeps the inputs, the version's
+number and the state of the random numbers; resuming repeats their forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
-from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
+from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.stage import Head, Saved, Stage
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
 from scheduler.ir.actions import RECVS, Action, Kind
@@ -28,7 +29,7 @@ _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
 class Running(Protocol):
-    """What a checkpoint holds of a pipeline."""
+    """The parts of a pipeline that a checkpoint reads and writes."""
 
     program: Program
     rank: int

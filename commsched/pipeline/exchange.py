@@ -1,4 +1,4 @@
-"""What neighbouring stages exchange: activations forward and gradients back, on one rank or between two.
+"""Exchange between neighbouring stages: activations forward and gradients back, on one rank or between two.
 
 Each pair of ranks exchanges the part of a micro-batch that both hold: rows, tiles, or all of it.
 """
@@ -28,7 +28,7 @@ _TOKEN = Description(None, (Leaf((1,), torch.int8),))
 
 
 class Values(NamedTuple):
-    """What a stage has put out: tensors and constants, their structure, which of them get a gradient, and how
+    """A stage's output: tensors and constants, their structure, which of them get a gradient, and how
     tiles cut them here and in the next stage.
     """
 
@@ -114,7 +114,7 @@ class Exchange:
     # Towards the loss
 
     def arguments(self, number: int, micro: Micro) -> tuple[list[Any], Any, list[Cut | None]]:
-        """What stage ``number`` (not the first) computes a micro-batch from: leaves, structure, and cuts."""
+        """The inputs of a micro-batch in stage ``number`` (not the first): leaves, structure, and cuts."""
         if self.rank in self.layout.holders(number - 1, micro[0]):
             values = self.outputs[number - 1, micro]
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in values.leaves]
@@ -226,7 +226,7 @@ class Exchange:
         return self._shapes(action.stage - 1, action)
 
     def _shapes(self, stage: int, action: Action) -> Hashable:
-        """What decides the shapes of a stage's output between two ranks."""
+        """A key that is equal where a stage's output has the same shapes between two ranks."""
         share, mirrored = self.shares[action.shift], self.layout.mirrored(action.index)
         return stage, share.key, share.size(action.index), mirrored
 

@@ -1,4 +1,4 @@
-"""What carries a pipeline's traffic: ordered messages between two ranks, and transports for engines.
+"""Carriers of a pipeline's traffic: ordered messages between two ranks, and transports for engines.
 
 Between processes, short messages go over sockets and long ones over gloo, as in spatial parallelism; between
 threads, all go through queues.
@@ -37,7 +37,7 @@ class Lane(Protocol):
 
 
 class Fabric(Protocol):
-    """Where a pipeline runs: this rank among all, and how they reach each other."""
+    """The ranks that a pipeline runs on, and their connections."""
 
     rank: int
     size: int
@@ -59,7 +59,7 @@ class Fabric(Protocol):
 
 
 def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
-    """What can travel of them: vectors that are not empty."""
+    """The buffers that are not empty, as vectors."""
     return [buffer.view(-1) for buffer in buffers if buffer.numel()]
 
 

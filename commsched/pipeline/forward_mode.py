@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from commsched.pipeline.absent import (
     ASKS_FOR_SHAPE,
     ASKS_FOR_VALUES,
+    DRAWS,
     Absent,
     absent,
     among,
@@ -33,6 +34,7 @@ from commsched.pipeline.absent import (
     versions,
 )
 from commsched.pipeline.operations import Operations
+from commsched.pipeline.random_state import random_state, set_random_state
 
 _NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _INPUTS = "_commsched_inputs"  # attribute of a free result: the model's inputs that its values depend on
@@ -54,7 +56,8 @@ class ForwardMode(TorchFunctionMode):
     """Decides for each torch function whether it computes: those of ``layers`` do, in a dry run none.
 
     ``owners``: the layers of each parameter and buffer, by id. ``received``: values of earlier layers, by
-    number. ``inputs``: the place of each input tensor, by id.
+    number. ``inputs``: the place of each input tensor, by id. ``seed``: of the random numbers that free
+    operations draw, the same in all stages.
     """
 
     def __init__(
@@ -66,11 +69,14 @@ class ForwardMode(TorchFunctionMode):
         inputs: Mapping[int, int] | None = None,
         wanted: Sequence[int] = (),
         expected: Operations | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.owners, self.layers, self.device = owners, layers, device
         self.made: dict[int, Tensor] = dict(received or {})
         self.inputs, self.expected = inputs or {}, expected
+        self._seed = seed
+        self._drawn_state: list[Tensor] | None = None
         self.native = False  # whether all operations just compute, unnumbered
         self.wanted = frozenset(wanted)
         self.found = Operations()
@@ -120,7 +126,7 @@ class ForwardMode(TorchFunctionMode):
     def _free(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Every stage computes it. Its result remembers the inputs that it depends on."""
         places = self._places(tensors)
-        result = func(*args, **kwargs)
+        result = self._drawn(func, args, kwargs) if func in DRAWS else func(*args, **kwargs)
         if not places:
             return result
         if func in ASKS_FOR_VALUES:
@@ -132,6 +138,19 @@ class ForwardMode(TorchFunctionMode):
         target = tensors[0]
         if target._is_view() and getattr(func, "__name__", "").endswith("_"):
             _depend(target._base, places)  # type: ignore[arg-type]
+        return result
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random numbers that are the same in all stages, and no others than without them afterwards."""
+        self.found.draws = True
+        before = random_state(self.device)
+        if self._drawn_state is None:
+            torch.manual_seed(self._seed)
+        else:
+            set_random_state(self._drawn_state, self.device)
+        result = func(*args, **kwargs)
+        self._drawn_state = random_state(self.device)
+        set_random_state(before, self.device)
         return result
 
     def _decide(self, value: Any) -> None:

@@ -29,7 +29,7 @@ class FullState:
         for number in range(layout.stages):
             layers = layout.layers(number, len(chain))
             held |= set(chain.stage(layers.start, layers.stop).state_dict())
-        # What no stage computes with stays as it is.
+        # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in state.items() if key not in held}
 
     @property

@@ -1,4 +1,4 @@
-"""What the first stage computes from, and what turns the last stage's output into a loss."""
+"""The inputs of the first stage, and the targets of the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line trains: a function of the user's that makes model, loss and batches."""
+"""Jobs for the command line: a user's function makes model, loss and batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
 
 def load_job(text: str) -> Job:
-    """What ``module:function`` returns: a ``Job``, or a tuple of its fields."""
+    """Call ``module:function``, which returns a ``Job`` or a tuple of its fields."""
     module, _, function = text.partition(":")
     if not module or not function:
         raise ValueError(f"--job must look like package.module:function, got {text!r}")

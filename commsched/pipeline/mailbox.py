@@ -28,8 +28,8 @@ Sent = tuple[Action, Pending]
 
 
 class Outbox:
-    """Sends without waiting. What is sent stays in memory until ``answered`` tells that the other side has
-    it, or ``settle`` waits for what it must have taken by now.
+    """Sends without waiting. A message stays in memory until ``answered`` tells that the other side has it,
+    or ``settle`` waits until it has left.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -197,7 +197,7 @@ class Inbox:
 
 
 def _outline(leaves: Sequence[Any], grads: Sequence[bool]) -> list[Any]:
-    """What must not change from one micro-batch to the next: quicker to make than a description."""
+    """The shapes and types that all micro-batches must share; quicker to make than a description."""
     return [
         (tuple(leaf.shape), leaf.dtype, grad) if isinstance(leaf, Tensor) else leaf
         for leaf, grad in zip(leaves, grads, strict=True)

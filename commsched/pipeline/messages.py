@@ -1,4 +1,4 @@
-"""What messages between ranks are made of: tensors, and descriptions by which they can be received."""
+"""Messages between ranks: tensors, and descriptions by which they can be received."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """What is needed to receive a message: its structure (a pytree with the leaves' numbers) and leaves."""
+    """The structure of a message (a pytree with the leaves' numbers) and its leaves, for its receiver."""
 
     structure: Any
     leaves: tuple[Leaf, ...]
@@ -88,7 +88,7 @@ def _leaf(value: Any, grad: bool, cuts: Cuts) -> Leaf:
 
 
 def in_words(leaves: Sequence[Any]) -> str:
-    """What a stage was given, for its errors."""
+    """A stage's inputs, for its errors."""
     try:
         return str(Description.of(leaves, None, [False] * len(leaves)))
     except ValueError:

@@ -20,6 +20,7 @@ class Operations:
     last_moment: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
+    draws: bool = False  # whether operations that every stage computes draw random numbers
     events: list[tuple[str, int, int]] = field(default_factory=list)
     """"call" and "return" of a layer, and "read" of a parameter (by id) that this layer alone has."""
     inside: int = 0  # how many calls of layers are under way

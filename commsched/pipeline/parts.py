@@ -23,7 +23,7 @@ Cuts = tuple["Cut | None", "Cut | None"]
 Part = dict[int, Range]
 """Intervals by dimension; dimension 0 are the rows of a micro-batch."""
 Piece = tuple[tuple[int, int, int], ...]
-"""What to narrow a tensor to: dimension, start and stop. Empty: all of it."""
+"""A part of a tensor: dimension, start and stop of each ``narrow``. Empty: the whole tensor."""
 
 UNCUT: Cuts = (None, None)
 
@@ -68,7 +68,7 @@ def part_of(rows: Range, coord: Sequence[int], cuts: Cuts) -> Part:
 
 
 def common(mine: Part, its: Part) -> Piece:
-    """What is in both, counted from where ``mine`` begins."""
+    """The intersection of two parts, counted from where ``mine`` begins."""
     found = []
     for dim, (start, stop) in mine.items():
         low = min(max(start, its[dim][0]), stop)  # an empty piece lies within ``mine``, too

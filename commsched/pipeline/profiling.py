@@ -24,7 +24,7 @@ from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
 
 _REPEAT = 5
-# Small ones show the start-up. What lies between may still pass a limited link unhindered and hide its rate.
+# Small messages show the start-up. Medium ones may pass a limited link as a burst and hide its rate.
 _SIZES = (1 << 8, 1 << 10, 1 << 16, 1 << 18, 1 << 19)
 _SHORT_SIZES = (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 _MESSAGES, _BURST = 12, 1 << 19
@@ -104,7 +104,7 @@ def _median(values: list[float]) -> float:
 
 
 def message_link(fabric: Fabric, largest: float | None = None) -> Link:
-    """What a message from the first rank to the second costs, in seconds and seconds per byte; every rank
+    """Measure a message from the first rank to the second, in seconds and seconds per byte; every rank
     calls and gets it. Both ways at once, as RS and AG use it; links that let a burst pass are measured behind
     one: gradients come in large numbers. Short messages travel in another way, and are measured in it where
     none is longer than ``largest`` bytes.

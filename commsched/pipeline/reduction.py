@@ -23,7 +23,7 @@ from scheduler.ir.buckets import Bucket
 
 
 class Flat:
-    """Where the elements of a stage's parameters lie in the buckets of a program.
+    """Places of a stage's parameters in the buckets of a program.
 
     A bucket is a list of byte ranges of layers, a layer its parameters one after the other.
     """

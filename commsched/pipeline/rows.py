@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 
 def border(number: int, rows: int, parts: int) -> int:
-    """Where part ``number`` of ``rows`` rows starts: every rank rounds in the same way."""
+    """The first row of part ``number`` of ``rows`` rows; every rank rounds in the same way."""
     return number * rows // parts
 
 
@@ -43,7 +43,7 @@ def cut(tree: Any, rows: Range) -> Any:
 
 
 def shape_key(tree: Any) -> Hashable:
-    """What two batches have in common if all of a model's shapes are the same for both, but for the rows."""
+    """A key that is equal for two batches whose shapes differ in the number of rows alone."""
     return tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors(tree))
 
 

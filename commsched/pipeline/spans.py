@@ -11,8 +11,8 @@ from scheduler.ir.actions import Action
 
 
 class Span(NamedTuple):
-    """What was computed, from when to when (seconds of ``time.perf_counter``). ``waited``: the seconds that
-    this rank had waited for messages and sums until then, since it began.
+    """One computation and its time (seconds of ``time.perf_counter``). ``waited``: the seconds that this
+    rank had waited for messages and sums until then, since it began.
     """
 
     action: Action

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.parts import Cut
+from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.versions import Version, Versions
 from commsched.pipeline.weight_gradients import split_backward
 
@@ -26,8 +27,8 @@ Micro = tuple[int, int]
 
 @dataclass
 class Head:
-    """What turns the last stage's output into this replica's part of the mean loss. ``counts``: the value is
-    added to the step's; one tile of a replica does that, since all tiles have the same.
+    """Targets and weight of this replica's part of the mean loss. ``counts``: add the value to the step's
+    loss; one tile of a replica does that, since all tiles have the same value.
     """
 
     targets: Any
@@ -37,7 +38,7 @@ class Head:
 
 @dataclass
 class Saved:
-    """What a micro-batch leaves behind in a stage until its backward."""
+    """The state that a stage keeps of a micro-batch until its backward."""
 
     version: Version
     leaves: list[Any]
@@ -258,14 +259,3 @@ def flattened(output: Any, last: Any) -> tuple[list[Any], Any]:
     if type(output) is tuple and _is_flat(last, len(output)) and all(isinstance(x, Tensor) for x in output):
         return list(output), last
     return tree_flatten(output)
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """Where the random numbers stand: the host's, and the device's if it is a GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(state: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

@@ -15,6 +15,7 @@ from commsched.pipeline.forward_mode import ForwardMode, OtherOperations, StageE
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
 from commsched.pipeline.module_layers import Held, ModuleLayer, layers_of, reordered
 from commsched.pipeline.operations import Operations
+from commsched.pipeline.random_state import random_state, set_random_state
 
 
 class PartialForward:
@@ -100,7 +101,8 @@ class PartialForward:
 
 class StageForward(nn.Module):
     """Layers ``first`` to ``end - 1``: takes the model's arguments, or what the part before returned; returns
-    the values that cross its border with the model's inputs, or the model's output.
+    the values that cross its border, the model's inputs and the seed of shared random numbers, or the model's
+    output.
 
     Has the modules of its own layers under their names in the model, and shares them with it.
     """
@@ -138,31 +140,62 @@ class StageForward(nn.Module):
             assert own is not None
             own._parameters, own._buffers = held.module._parameters, held.module._buffers
 
+    def reads(self) -> tuple[list[nn.Module], list[str]]:
+        """The modules that it calls, and the names of parameters that it reads elsewhere."""
+        held = [part for number in self._stage_layers for part in self._stage_whole[0].layers[number].parts]
+        return [h.module for h in held if h.whole], [n for h in held if not h.whole for n in h.parameters()]
+
     def forward(self, *arguments: Any) -> Any:
         (whole,) = self._stage_whole
         first, end = self._stage_layers.start, self._stage_layers.stop
-        values, inputs = ((), self._stage_arguments.by_name(arguments)) if first == 0 else arguments
+        if first:
+            values, inputs, seeds = arguments
+        else:
+            values, inputs, seeds = (), self._stage_arguments.by_name(arguments), ()
         shaped = tree_map_only(Tensor, _filled, inputs)
         leaves, _ = tree_flatten(shaped)
+        random, buffers = random_state(self._stage_device), [(b, b.clone()) for b in self.buffers()]
         path: list[Any] = []
         while True:
             operations = whole.operations(shaped, self._stage_device, path)
-            received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
-            for number in operations.written & received.keys():
-                received[number] = received[number].clone()  # a leaf of autograd must not be written to
-            wanted, places = operations.crossing(end), _places(leaves)
-            mode = ForwardMode(
-                whole.owners(), self._stage_layers, self._stage_device, received, places, wanted, operations
-            )
+            if operations.draws and not first:
+                seeds = (_seeds(leaves),)
+            mode = self._mode(operations, values, leaves, seeds)
             try:
                 output = whole.run(mode, shaped)
                 break
             except OtherOperations:
                 path = mode.found.decisions
+                set_random_state(random, self._stage_device)
+                with torch.no_grad():
+                    for buffer, before in buffers:
+                        buffer.copy_(before)
         self._check(mode, operations)
         if end == len(whole.layers):
             return output
-        return tuple(mode.made[number] for number in wanted), self._carried(inputs, operations)
+        carried = self._carried(inputs, operations)
+        return tuple(mode.made[number] for number in operations.crossing(end)), carried, seeds
+
+    def _mode(
+        self, operations: Operations, values: Sequence[Tensor], leaves: list[Any], seeds: Sequence[Tensor]
+    ) -> ForwardMode:
+        """``values``: of the earlier stages. They are copied where the stage writes to them: autograd allows
+        no writing to a leaf.
+        """
+        first, end = self._stage_layers.start, self._stage_layers.stop
+        received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
+        for number in operations.written & received.keys():
+            received[number] = received[number].clone()
+        return ForwardMode(
+            self._stage_whole[0].owners(),
+            self._stage_layers,
+            self._stage_device,
+            received,
+            _places(leaves),
+            operations.crossing(end),
+            operations,
+            int(seeds[0][0]) if seeds else 0,
+        )
 
     def _check(self, mode: ForwardMode, expected: Operations) -> None:
         """All stages must have numbered alike."""
@@ -212,6 +245,12 @@ def _filled(leaf: Tensor) -> Tensor:
     if leaf.dim() > 1 and leaf.shape[1] == 0:
         return leaf.new_zeros((len(leaf), *leaf.shape[2:]))
     return leaf
+
+
+def _seeds(leaves: Sequence[Any]) -> Tensor:
+    """A new seed, once for each row: rows are what travels."""
+    rows = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return torch.randint(1 << 62, (1,)).expand(rows).contiguous()
 
 
 def _places(leaves: Sequence[Any]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What a pipeline's ranks do once, before the first step: choose the program, agree on it, share weights."""
+"""Start of a pipeline, once before the first step: choose the program, agree on it, share weights."""
 
 from __future__ import annotations
 
@@ -49,15 +49,14 @@ def generated(
     schedule: str,
     microbatches: int,
     mesh: tuple[int, int | Sequence[int]],
-    cuts: Sequence[int] | None,
+    cuts: Sequence[int | str] | None,
     options: dict[str, Any],
     **layout: Any,
 ) -> Program:
     """The program of a schedule by name; ``options`` are the schedule's own."""
     orders: Any = get(schedule)(mesh[0], microbatches, **options)
     stages = len({action.stage for order in orders for action in order})
-    chosen = chain.even_cuts(stages) if cuts is None else tuple(cuts)
-    chain.check_cuts(chosen)
+    chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
     return generate(
         schedule,
         mesh[0],

@@ -1,4 +1,4 @@
-"""What gradients and parameters on their way cost the computation beside them.
+"""Measures how far gradients and parameters on their way slow the computation beside them.
 
 On hosts whose processors also copy, sum and send, a replica computes more slowly while its RS and AG run. The
 planner must know by how much: on two cores, this is more than what the link itself costs.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Slot = tuple[dict[str, nn.Parameter | None], str]
-"""Where a module keeps a parameter."""
+"""A module's dictionary of parameters, and the key of one."""
 
 
 class Version:

@@ -53,7 +53,7 @@ def split_backward(
 def _whole_backward_later(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Grads, Callable[[], Grads]]:
-    """Where the graph has no such nodes: the way to the inputs is gone twice."""
+    """For graphs without such nodes: computes the gradients on the way to the inputs twice."""
     found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
     return found, lambda: torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
 

@@ -7,17 +7,28 @@
 >>> spatial.sum_gradients(model.parameters())
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from commsched.errors import CommError
 from commsched.spatial import ops
 from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradients, tile_bounds
 from commsched.spatial.explain import Report, explain
-from commsched.spatial.explain_stages import StagesReport, explain_stages
-from commsched.spatial.hybrid import Hybrid
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
 from scheduler.ir.placements import Samples, Tiles
+
+if TYPE_CHECKING:
+    from commsched.pipeline.explain_stages import StagesReport as StagesReport
+    from commsched.pipeline.explain_stages import explain_stages as explain_stages
+    from commsched.pipeline.hybrid import Hybrid as Hybrid
+
+# Tiles as stages of a pipeline: imported on first use, because pipelines import this package.
+_HOME = {"Hybrid": "hybrid", "StagesReport": "explain_stages", "explain_stages": "explain_stages"}
 
 __all__ = [
     "CommError",
@@ -45,3 +56,11 @@ __all__ = [
     "unshard",
     "use_mesh",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"commsched.pipeline.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import time
 
-from dnn_bench.cluster.cluster import CONGESTION, Cluster, Process
+from dnn_bench.cluster.cluster import CONGESTION, Cluster
 from dnn_bench.cluster.system import ClusterError
 from dnn_bench.told import tells
 
@@ -50,18 +49,9 @@ def main(arguments: list[str]) -> int:
     argv = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not argv:
         raise ClusterError("which command? python -m dnn_bench cluster --hosts 2 -- COMMAND")
+    from dnn_bench.launch import wait_for_all
+
     link = {"delay": options.delay, "congestion": options.congestion}
     with Cluster(options.hosts, options.link, **link, ssh=options.first_only) as cluster:
         processes = [cluster.run(0, argv)] if options.first_only else cluster.launch(argv)
         return wait_for_all(processes)
-
-
-def wait_for_all(processes: list[Process]) -> int:
-    """The first failure's exit code, at once, or 0 when all have ended well."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if failed := [code for code in codes if code]:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if all(code == 0 for code in codes):
-            return 0
-        time.sleep(0.05)

@@ -25,6 +25,7 @@ from dnn_bench.cluster import ssh as sshd
 from dnn_bench.cluster import system
 from dnn_bench.cluster.link import Link, links
 from dnn_bench.cluster.system import ClusterError, command, in_namespace
+from dnn_bench.rank_environment import rank_variables
 
 NETWORK = "10.77.0"
 MAX_HOSTS = 200
@@ -113,10 +114,8 @@ class Cluster:
         cores = ",".join(map(str, system.cores(host, len(self))))
         place = ["taskset", "-c", cores, "ip", "netns", "exec", self._namespace(host)]
         prefix = [*place, "unshare", "--uts", "sh", "-c", SET_HOSTNAME]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
-        process: Process = subprocess.Popen(
-            [*prefix, self.names[host], *argv], env=environment, **{"start_new_session": True, **popen}
-        )
+        popen = {"env": self.environment(env), "start_new_session": True, **popen}
+        process: Process = subprocess.Popen([*prefix, self.names[host], *argv], **popen)
         self._processes.append(process)
         return process
 
@@ -124,15 +123,17 @@ class Cluster:
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
     ) -> list[Process]:
         """Starts one process per host with the environment that torchrun would give it."""
-        size, port = str(len(self)), str(next(self._ports))
-        common = {"WORLD_SIZE": size, "MASTER_ADDR": self.addresses[0], "MASTER_PORT": port}
-        local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": size}
-        return [
-            self.run(
-                i, argv, {**common, **local, "RANK": str(i), "GROUP_RANK": str(i), **(env or {})}, **popen
-            )
-            for i in range(len(self))
-        ]
+        variables = self.rank_variables()
+        return [self.run(i, argv, {**own, **(env or {})}, **popen) for i, own in enumerate(variables)]
+
+    def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment of a program on a host: this process's, with `env` added."""
+        return {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
+
+    def rank_variables(self) -> list[dict[str, str]]:
+        """The variables of one rank on each host; each call names a port that no earlier job has used."""
+        size, port = len(self), next(self._ports)
+        return [rank_variables(rank, size, 0, 1, self.addresses[0], port) for rank in range(size)]
 
     def start_ssh(self) -> None:
         """Starts an sshd on every host, once. Programs that run already do not see the new /etc/ssh."""

@@ -23,7 +23,7 @@ def transports() -> dict[str, Baseline]:
     """Every transport by name."""
     ours = [
         Baseline(name, OURS, HERE + "Ours", f"commsched's {name} transport", {"transport": name}, "commsched")
-        for name in ("direct", "ring", "c10d")
+        for name in ("direct", "ring")
     ]
     gloo = Baseline("gloo", PEER, HERE + "Gloo", "torch.distributed's collectives")
     as_horovod = get("horovod")

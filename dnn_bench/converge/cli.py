@@ -97,7 +97,7 @@ def train_one(task: str, entry: Baseline, size: int, steps: int, name: str = "")
 
     from dnn_bench.converge.results import Run, digest, mean_losses
     from dnn_bench.converge.tasks import TaskJob
-    from dnn_bench.runner.place import ThisMachine
+    from dnn_bench.launch import ThisMachine
     from dnn_bench.runner.sets import RankSet
 
     job = TaskJob.make(task, size)

@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
-from tempfile import TemporaryFile
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dnn_bench import models
 from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
 from dnn_bench.pipeline.options import Options, Result
-from dnn_bench.runner.place import environment
-from dnn_bench.runner.ports import HeldPort
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate
 from scheduler.pipelines.planner.convert import read_plan
 from scheduler.pipelines.schedules.bundle import bundle_ranks
 
-WORKER = [sys.executable, "-m", "dnn_bench.pipeline.worker"]
-_LAUNCHED = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+WORKER = "dnn_bench.pipeline.worker"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -180,7 +176,7 @@ def main(arguments: list[str]) -> int:
     given = parse(arguments)
     try:
         options = options_of(given)
-        if any(name in os.environ for name in _LAUNCHED):
+        if launched():
             from dnn_bench.pipeline.worker import measure
 
             result = measure(options)
@@ -195,46 +191,32 @@ def main(arguments: list[str]) -> int:
 
 
 def _launch(given: argparse.Namespace, options: Options) -> Result | None:
-    """Starts this host's ranks and waits for them."""
+    """Start this host's ranks and return rank 0's result, if it is one of them."""
     size = size_of(options)
-    command = [*WORKER, json.dumps(asdict(options))]
-    with ExitStack() as stack, TemporaryFile("w+") as log:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="dnn_bench-")))
+        place: Place
         if given.link:
-            cluster = stack.enter_context(Cluster(size, given.link))
-            processes = cluster.launch(command, environment({}), **streams)
+            place = Hosts(stack.enter_context(Cluster(size, given.link)))
+        elif given.kind == "bundle" and given.world_size > 1:
+            place = ThisMachine(
+                size, host=given.rank, hosts=given.world_size, address=given.IP, port=given.port
+            )
         else:
-            port = stack.enter_context(closing(HeldPort())).number
-            processes = _here(given, size, port, command, streams)
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        log.seek(0)
-        said = log.read()
-    for line in said.splitlines():
-        if line.startswith("RESULT "):
-            return Result(**json.loads(line.removeprefix("RESULT ")))
-        if line.startswith("ERROR "):
-            raise ValueError(json.loads(line.removeprefix("ERROR ")))
-    if any(codes):
-        raise ValueError(f"the ranks ended with {codes}\n{said[:3000]}")
+            place = ThisMachine(size)
+        logs = [stack.enter_context((folder / f"rank.{i}.log").open("w+")) for i in range(size)]
+        processes = place.start(["-m", WORKER, str(folder), json.dumps(asdict(options))], logs)
+        stack.callback(end, processes)
+        codes = [process.wait() for process in processes]
+        answers = [json.loads(path.read_text()) for path in sorted(folder.glob("rank.*.json"))]
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise ValueError(errors[0])
+        if answers:
+            return Result(**answers[0]["result"])
+        if any(codes):
+            said = "\n".join(path.read_text() for path in sorted(folder.glob("rank.*.log")))
+            raise ValueError(f"the ranks ended with {codes}\n{said[:3000]}")
     return None
-
-
-def _here(given: argparse.Namespace, size: int, port: int, command: list[str], streams: Any) -> list[Any]:
-    """All ranks, or with bundles this host's."""
-    hosts = given.world_size if given.kind == "bundle" else 1
-    local = size // hosts
-    first = given.rank * local if hosts > 1 else 0
-    port = given.port if hosts > 1 else port
-    common = {**os.environ, **environment({}), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
-    common |= {"MASTER_ADDR": given.IP if hosts > 1 else "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(command, env={**common, "RANK": str(first + i), "LOCAL_RANK": str(i)}, **streams)
-        for i in range(local)
-    ]
 
 
 def described(result: Result) -> str:

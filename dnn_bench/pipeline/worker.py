@@ -1,16 +1,19 @@
-"""One rank of a measurement: profile, train, compare; rank 0 prints.
+"""One rank of a measurement: profile, train, compare.
 
-python -m dnn_bench.pipeline.worker OPTIONS (JSON), started as a rank of a job
+python -m dnn_bench.pipeline.worker FOLDER OPTIONS (JSON), started as a rank of a job; rank 0 leaves the
+result in FOLDER/rank.0.json
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,21 +228,17 @@ def _compare(result: Result, taken: Taken) -> None:
 
 
 def main() -> None:
-    options = Options(**json.loads(sys.argv[1]))
+    """Leave the result, or an error of the user's, in a file of this rank: outputs of ranks may mix."""
+    folder, options = sys.argv[1:]
     try:
-        result = measure(options)
+        result = measure(Options(**json.loads(options)))
+        answer: dict[str, Any] | None = None if result is None else {"result": result.__dict__}
     except ValueError as error:
-        # The user's: whoever started the ranks tells it in one line.
-        _answer("ERROR", str(error))
+        answer = {"error": str(error)}
         raise
-    if result is not None:
-        _answer("RESULT", result.__dict__)
-
-
-def _answer(kind: str, value: Any) -> None:
-    """Writes a line with one call. Ranks share a log, and an unbuffered `print` writes the newline apart."""
-    sys.stdout.write(f"{kind} {json.dumps(value)}\n")
-    sys.stdout.flush()
+    finally:
+        if answer is not None:
+            (Path(folder) / f"rank.{os.environ['RANK']}.json").write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

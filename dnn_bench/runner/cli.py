@@ -18,7 +18,7 @@ from dnn_bench.told import tells
 
 if TYPE_CHECKING:
     from dnn_bench.baselines import Baseline, Job
-    from dnn_bench.runner.place import Place
+    from dnn_bench.launch import Place
 
 WIDTH = 150  # of a table that goes to a file
 LIMITS = ["local", "floor", "wire"]  # measured always: the ratios and the shares need them
@@ -105,7 +105,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 @contextmanager
 def place_of(options: argparse.Namespace) -> Iterator[Place]:
-    from dnn_bench.runner.place import Hosts, ThisMachine
+    from dnn_bench.launch import Hosts, ThisMachine
 
     if options.local is not None:
         if options.local < 1:

@@ -11,9 +11,9 @@ import psutil
 
 from dnn_bench.baselines import Baseline, Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
+from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict
 from dnn_bench.runner.crew import Crew
-from dnn_bench.runner.place import Place
 from dnn_bench.runner.results import (
     FAILED,
     MISSING,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from dnn_bench.baselines import Baseline, Job
-from dnn_bench.runner.place import ROOT, Place
-from dnn_bench.runner.place import environment as rank_environment
+from dnn_bench.launch import Place, ThisMachine
 from dnn_bench.runner.sets import RankSet
 
 
@@ -58,11 +54,16 @@ class Crew:
         """The single-process result, by a process of its own, so that this one stays small."""
         if self._reference is None:
             path = Path(self._folder.name) / "reference.pt"
-            arguments = [str(path), str(size), json.dumps(job.to_dict())]
-            argv = [sys.executable, "-m", "dnn_bench.runner.worker", "--reference", *arguments]
-            variables = {**os.environ, **rank_environment({})}
-            done = subprocess.run(argv, cwd=ROOT, env=variables, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise ValueError(f"{job.model} cannot be trained in one process:\n{done.stderr[-2000:]}")
+            program = ["-m", "dnn_bench.runner.worker", "--reference"]
+            program += [str(path), str(size), json.dumps(job.to_dict())]
+            with path.with_suffix(".log").open("w+") as log:
+                (process,) = ThisMachine(1).start(program, log)
+                try:
+                    code = process.wait()
+                finally:
+                    process.kill()
+                log.seek(0)
+                if code != 0:
+                    raise ValueError(f"{job.model} cannot be trained in one process:\n{log.read()[-2000:]}")
             self._reference = path
         return self._reference

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Listener, wait
@@ -18,7 +17,7 @@ import psutil
 
 from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import Baseline
-from dnn_bench.runner.place import Place, Process
+from dnn_bench.launch import Place, Process
 
 START_TIMEOUT = 120.0
 
@@ -51,12 +50,14 @@ class RankSet:
     def start(self, timeout: float = START_TIMEOUT) -> None:
         """Returns when every rank has built its model and found the others."""
         described = [json.dumps(asdict(self.baseline)), json.dumps(self.job.to_dict())]
-        argv = [sys.executable, "-m", "dnn_bench.runner.worker", self.address, *described]
+        program = ["-m", "dnn_bench.runner.worker", self.address, *described]
         with (
             Listener(self.address, "AF_UNIX", backlog=self.place.size) as listener,
             self.log.open("w") as log,
         ):
-            self.processes = self.place.start(self.baseline, argv, log)
+            self.processes = self.place.start(
+                program, log, launcher=self.baseline.launcher, extra=self.baseline.environment
+            )
             deadline = time.monotonic() + timeout
             unranked = [self._accept(listener, deadline) for _ in range(self.place.size)]
             self.pids = [self._receive(connection, deadline) for connection in unranked]

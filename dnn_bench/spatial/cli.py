@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dnn_bench.launch import launched
 from dnn_bench.spatial.options import Plan, read
-from dnn_bench.spatial.start import launched, start
+from dnn_bench.spatial.start import start
 from dnn_bench.told import tells
 
 

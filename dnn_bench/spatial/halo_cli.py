@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.spatial.start import add_start_arguments, grid_of, launched, start
+from dnn_bench.launch import launched
+from dnn_bench.spatial.start import add_start_arguments, grid_of, start
 from dnn_bench.told import tells
 
 

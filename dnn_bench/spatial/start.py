@@ -1,25 +1,12 @@
-"""Who runs a spatial benchmark: the launcher's ranks, or ranks that the command starts itself."""
+"""How a spatial benchmark starts its ranks, and its grid of tiles."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from dnn_bench.cluster import Cluster
-from dnn_bench.cluster.cli import wait_for_all
-from dnn_bench.runner.place import environment
-
-LAUNCHED = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
-
-
-def launched() -> bool:
-    """Whether a launcher has started this process as a rank."""
-    return any(name in os.environ for name in LAUNCHED)
+from dnn_bench.launch import Hosts, ThisMachine, run
 
 
 def add_start_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,43 +20,16 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start(command: Sequence[str], ranks: int, options: argparse.Namespace) -> int:
-    """Runs ``python -m dnn_bench COMMAND...`` on ``ranks`` ranks; the exit status of the first that fails."""
-    argv = [sys.executable, "-m", "dnn_bench", *command]
-    variables = environment({}, options.threads)
-    if options.hosts is not None:
-        if options.hosts != ranks:
-            raise ValueError(
-                f"--hosts {options.hosts} runs {options.hosts} ranks, and this needs {ranks}; use --hosts"
-                f" {ranks}"
-            )
-        with Cluster(options.hosts, options.link, ssh=False) as cluster:
-            return wait_for_all(cluster.launch(argv, variables))
-    with _processes(argv, ranks, variables) as processes:
-        return wait_for_all(processes)
-
-
-@contextmanager
-def _processes(
-    argv: Sequence[str], ranks: int, variables: Mapping[str, str]
-) -> Iterator[list[subprocess.Popen]]:
-    """Ranks on this machine, with the environment that torchrun would give them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            argv, env={**os.environ, **variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    """Run ``python -m dnn_bench COMMAND...`` on ``ranks`` ranks; the exit status of the first that fails."""
+    program = ["-m", "dnn_bench", *command]
+    if options.hosts is None:
+        return run(ThisMachine(ranks, options.threads), program)
+    if options.hosts != ranks:
+        raise ValueError(
+            f"--hosts {options.hosts} runs {options.hosts} ranks, and this needs {ranks}; use --hosts {ranks}"
         )
-        for rank in range(ranks)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
+    with Cluster(options.hosts, options.link, ssh=False) as cluster:
+        return run(Hosts(cluster, options.threads), program)
 
 
 def grid_of(method: str, parts: int) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from typing import Any
 
 from dnn_bench.baselines import Baseline, Job, get
 from dnn_bench.cluster import Cluster
+from dnn_bench.launch import Hosts, ThisMachine
 from dnn_bench.runner.compare import Comparison, Effort, Watcher
 from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.memory import estimate
-from dnn_bench.runner.place import Hosts, ThisMachine
 from dnn_bench.runner.sets import RankSet
 from dnn_bench.suite.figures import link_for
 

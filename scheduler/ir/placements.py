@@ -1,4 +1,4 @@
-"""Where stages run: on tiles or on whole samples, in replicas, in one direction or in both."""
+"""Placements of stages: on tiles or on whole samples, in replicas, in one direction or in both."""
 
 from __future__ import annotations
 

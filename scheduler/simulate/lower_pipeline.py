@@ -106,7 +106,7 @@ class _Lowering:
             self.graph.edges.add((self.meetings[key], parts[0], 0))
 
     def _meeting(self, rank: int, action: Action) -> tuple[Kind, int, int, int] | None:
-        """What the members of a collective have in common, or the tiles that exchange halos."""
+        """The key that the members of a collective share, or the tiles that exchange halos."""
         stage = stage_of(action)
         if action.kind in HALOS:
             return action.kind, stage, action.index, self.layout.place(stage, rank, action.index)[0]
@@ -214,7 +214,7 @@ class _Lowering:
             self._wait(rank, action, (rank, Kind.AG, stage, bucket, -1), lag, part)
 
     def _sent(self, rank: int, action: Action) -> Name:
-        """What a send sends, or the send that a receive takes up."""
+        """The computation whose result a send sends, or the send that a receive takes up."""
         stage, peer = stage_of(action), action.peer
         assert peer is not None
         if is_token(action, self.layout) and action.kind in SENDS:
@@ -239,7 +239,7 @@ class _Lowering:
             self._wait(rank, action, (rank, Kind.RECVF, stage, token, peer))
 
     def _last_gradient(self, rank: int, stage: int) -> Name:
-        """What completes a stage's gradient; all else that adds to it stands before it in the same lane."""
+        """The action that completes a stage's gradient, the last of those that add to it."""
         order = self.program.kernel[rank][COMPUTE_LANE]
         return _name(rank, order[last_gradient(order, stage)])
 

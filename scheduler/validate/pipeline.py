@@ -122,7 +122,7 @@ def _queue(
 
 
 def _content(program: Program, action: Action) -> tuple[bool, int, int]:
-    """What a message carries: output or input gradient, of which stage and micro-batch."""
+    """The content of a message: output or input gradient, of which stage and micro-batch."""
     assert action.stage is not None
     layout, backward = program.layout, action.kind in (Kind.SENDB, Kind.RECVB)
     if action.index >= layout.microbatches:

@@ -1,4 +1,4 @@
-"""What belongs to a period of a program with stages: everything it does, once, and in which lane."""
+"""The actions of one period of a program with stages: each stands once, in its lane."""
 
 from __future__ import annotations
 

@@ -14,16 +14,17 @@ from typing import Any
 import psutil
 import pytest
 
-from dnn_bench import baselines
+from dnn_bench import baselines, fork_server
 from dnn_bench.baselines import Baseline, Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
-from dnn_bench.runner.place import ThisMachine
+from dnn_bench.launch import ThisMachine
 from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 JOB = Job("mlp_tiny", batch=32)
+WORKER = "dnn_bench.runner.worker"
 QUICK = Effort(repetitions=2, iterations=2)
 LOCAL = baselines.get("local")
 
@@ -55,12 +56,19 @@ def compare(
 
 
 def workers() -> list[int]:
-    """Ranks that are still there (started by this process or orphaned by a launcher)."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "dnn_bench.runner.worker" in (process.info["cmdline"] or []) and owned(process):
-            found.append(process.pid)
-    return found
+    """Ranks that still run: children of a fork server, or started (and perhaps orphaned) by a launcher."""
+    started = [process for process in psutil.process_iter() if WORKER in words_of(process)]
+    servers = [child for child in psutil.Process().children() if fork_server.__file__ in words_of(child)]
+    forked = [rank.pid for server in servers for rank in server.children() if words_of(rank)]
+    return forked + [process.pid for process in started if owned(process)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """The command line; none where the process has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def owned(process: psutil.Process) -> bool:
@@ -131,10 +139,10 @@ def test_a_machine_that_is_always_disturbed_takes_twice_as_long_at_most(
 def test_a_rank_that_dies_fails_only_its_baseline() -> None:
     class Killer(Watcher):
         def step(self, what: str) -> None:
+            if what == "starting ddp":
+                self.others = workers()
             if what == "timing ddp" and what not in self.steps:
-                victims = [
-                    pid for pid in workers() if '"name": "ddp"' in " ".join(psutil.Process(pid).cmdline())
-                ]
+                victims = [pid for pid in workers() if pid not in self.others]
                 assert len(victims) == 2
                 os.kill(victims[1], signal.SIGKILL)
                 # Gone when it is spoken to, which once ended the whole comparison with a broken pipe.

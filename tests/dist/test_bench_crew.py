@@ -12,7 +12,7 @@ from dnn_bench.runner import compare as module
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.memory import estimate
-from dnn_bench.runner.place import ThisMachine
+from dnn_bench.launch import ThisMachine
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 JOB = Job("mlp_tiny", batch=32)

@@ -10,7 +10,7 @@ from dnn_bench import baselines
 from dnn_bench.baselines import Job
 from dnn_bench.cluster import Cluster
 from dnn_bench.runner.compare import Comparison, Effort
-from dnn_bench.runner.place import Hosts
+from dnn_bench.launch import Hosts
 from tests.support.needs import HAS_HOROVOD, find, needs, needs_horovod, needs_root
 
 pytestmark = [

@@ -16,7 +16,7 @@ from dnn_bench import baselines
 from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
-from dnn_bench.runner.place import Hosts
+from dnn_bench.launch import Hosts
 from tests.support.checkout import make_path, make_script
 from tests.support.needs import needs, needs_root, skip_without_horovod
 
@@ -248,7 +248,7 @@ def test_only_horovodrun_and_mpirun_need_ssh(tmp_path: Path, monkeypatch: pytest
         assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1"
         message = "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
         with pytest.raises(MissingPeer, match=message):
-            Hosts(cluster).start(baselines.get("horovod"), ["true"], subprocess.DEVNULL)
+            Hosts(cluster).start(["-c", ""], subprocess.DEVNULL, launcher="horovod")
 
 
 @needs_ssh

@@ -14,7 +14,7 @@ from tests.support.launch import PATIENCE, RankResult, run_ranks, start_ranks
 pytestmark = pytest.mark.dist
 
 PROGRAM = Path(__file__).with_name("programs") / "engine_ranks.py"
-TRANSPORTS = ["tcp", "tcp-ring", "gloo", "gloo-ring", "collectives", "python"]
+TRANSPORTS = ["tcp", "tcp-ring", "gloo", "python"]
 
 
 def failed_after(result: RankResult) -> float:
@@ -29,7 +29,7 @@ def test_every_transport_sums(size: int) -> None:
         assert result.stdout == "right\n" * len(TRANSPORTS)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "tcp-ring", "gloo", "collectives"])
+@pytest.mark.parametrize("transport", ["tcp", "tcp-ring", "gloo"])
 def test_a_killed_rank_ends_the_others_with_a_reason(transport: str) -> None:
     with start_ranks(PROGRAM, 3, ["endless", transport]) as ranks:
         for rank in range(3):

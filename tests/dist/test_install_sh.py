@@ -207,7 +207,7 @@ def test_it_builds_once_and_again_only_when_something_changed(
     assert run() == []
 
     # What Python itself leaves beside sources, as soon as they are imported, is no reason to build.
-    compiled = checkout / "comm_core/cuda/__pycache__/update.cpython-311.pyc"
+    compiled = checkout / "comm_core/cuda/__pycache__/copies.cpython-311.pyc"
     compiled.parent.mkdir(parents=True)
     compiled.write_text("bytecode")
     assert run() == []

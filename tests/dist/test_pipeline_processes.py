@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dnn_bench.models import build
-from dnn_bench.runner.place import environment
+from dnn_bench.pipeline import cli
+from dnn_bench.rank_environment import environment
 from tests.support.cases import PROGRAMS, check, parameters
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
 from tests.support.rounding import rounding
@@ -44,7 +45,7 @@ def test_a_stage_that_ends_is_named(schedule: str, how: str, patience: int) -> N
 
 def run(*words: str) -> str:
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=400, env={**os.environ, **environment({})}
+        words, capture_output=True, text=True, timeout=400, env={**os.environ, **environment()}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -74,6 +75,21 @@ def test_profile_partition_train(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_answers_are_whole_though_outputs_of_ranks_mix(
+    schedule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers were lines in one log for all ranks, and a line of two ranks at once could not be read."""
+    monkeypatch.setattr(cli, "WORKER", "tests.support.pipeline_answers")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    status = cli.main(["--model", "mlp_tiny", "--schedule", schedule, "--json"])
+    said = capsys.readouterr()
+    if schedule == "gpipe":
+        assert (status, said.err) == (2, "dnn_bench pipeline: rank 0 refuses\n")
+    else:
+        assert status == 0 and json.loads(said.out)["losses"] == [1.0, 0.5]
+
+
 def test_a_measurement_beside_torchs_pipelines() -> None:
     common = ["--model", "mlp_tiny", "--steps", "3", "--warmup", "1", "--peer", "--json"]
     result = json.loads(run(sys.executable, "-m", "dnn_bench", "pipeline", *common))
@@ -89,7 +105,7 @@ def test_what_the_ranks_refuse_is_told_in_one_line() -> None:
     """Every rank's traceback used to be printed."""
     command = [sys.executable, "-m", "dnn_bench", "pipeline", "--model", "gpt2_tiny", "--schedule", "2bw"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment({})}
+        command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment()}
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "embedding.words.weight is used by stages [0, 1]" in done.stderr

@@ -65,8 +65,6 @@ def _transport(name: str, store: Any, rank: int, size: int, options: dict[str, i
     if kind == "tcp":
         return exchange(comm_core.tcp_channel(store, rank, size), rank, size, **options)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-    if kind == "collectives":
-        return comm_core.C10dTransport(backend)
     return exchange(backend, rank, size, **options)
 
 

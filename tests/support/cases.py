@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dnn_bench.runner.ports import HeldPort
+from dnn_bench.rank_environment import HeldPort
 from tests.support.launch import Ranks, start_ranks
 
 if TYPE_CHECKING:

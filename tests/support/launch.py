@@ -11,7 +11,7 @@ it needs. To act on ranks while they run:
         ranks.kill(1)
         results = ranks.wait(timeout=30)
 
-Ranks that no launcher starts come from a nursery where they can. Every process carries a mark in its
+Ranks that no launcher starts are forked where they can be. Every process carries a mark in its
 environment or, forked there, has a session of its own. Leaving the block kills all of them, however the
 launcher has regrouped them, and fails when `wait` had said that all was over and some were still there.
 """
@@ -36,8 +36,8 @@ from types import TracebackType
 
 import psutil
 
-from dnn_bench.runner.ports import HeldPort
-from tests.support import nursery
+from dnn_bench.launch import Process, popen, spawn_rank
+from dnn_bench.rank_environment import HeldPort, rank_variables
 from tests.support.needs import skip_without_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,22 +144,15 @@ class Ranks:
         self.over = False
         self.grace = 60.0  # seconds in which what the ranks have started must end, too
 
-    def start(self, index: int, environment: Mapping[str, str]) -> nursery.Forked | subprocess.Popen[bytes]:
-        output = self.folder / f"launcher.{index}.out"
-        if not self.prefix and nursery.can_fork(environment):
-            forked = nursery.spawn(index, self.arguments, environment, self.folder, output)
-            self.sessions.add(forked.pid)
-            return forked
-        with output.open("w") as file:
-            return subprocess.Popen(
-                [*self.prefix, sys.executable, *self.arguments],
-                env=environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def start(self, index: int, environment: Mapping[str, str]) -> Process:
+        with (self.folder / f"launcher.{index}.out").open("ab") as output:
+            if self.prefix:
+                command = [*self.prefix, sys.executable, *self.arguments]
+                return popen(command, environment, self.folder, output)
+            base = clean_environment()
+            process = spawn_rank(index, self.arguments, environment, base, self.folder, output)
+            self.sessions.add(process.pid)
+            return process
 
     def __enter__(self) -> Ranks:
         return self
@@ -244,12 +237,8 @@ class Ranks:
 
 def torchrun_environments(base: Mapping[str, str], nprocs: int, port: int) -> list[dict[str, str]]:
     """One environment per rank with the variables that torchrun sets."""
-    world = {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        {**base, **world, **master, "RANK": str(rank), "LOCAL_RANK": str(rank)} | explicit(base)
-        for rank in range(nprocs)
-    ]
+    found = [rank_variables(rank, nprocs, rank, nprocs, "127.0.0.1", port) for rank in range(nprocs)]
+    return [{**base, **own} | explicit(base) for own in found]
 
 
 def explicit(base: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "c10d_channel.h"
-#include "collective_transport.h"
+#include "dtypes.h"
 #include "engine/direct.h"
 #include "engine/engine.h"
 #include "engine/hub_channel.h"
@@ -190,9 +190,6 @@ void bind_transports(py::module_& m) {
   def_alone(transport, "all_reduce", Op::AR);
   bind_exchange<DirectTransport>(m, "DirectTransport");
   bind_exchange<RingTransport>(m, "RingTransport");
-  py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(m, "C10dTransport")
-      .def(py::init([](const py::object& backend) { return std::make_shared<C10dTransport>(as_backend(backend)); }),
-           py::arg("backend"));
   py::class_<PythonTransport, Transport, std::shared_ptr<PythonTransport>>(m, "PythonTransport")
       .def(py::init<py::object>(), py::arg("collectives"));
 }

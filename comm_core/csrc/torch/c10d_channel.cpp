@@ -20,8 +20,7 @@ std::vector<at::Tensor> as_bytes(const void* data, size_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(bytes)}, at::kByte)};
 }
 
-}  // namespace
-
+// Only the exception's text tells a time-out from a lost peer.
 EngineError backend_error(const std::exception& error, int peer) {
   // what_without_backtrace() is c10's; the trace would bury the sentence that matters.
   const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
@@ -29,6 +28,8 @@ EngineError backend_error(const std::exception& error, int peer) {
   const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
   return EngineError(late ? ErrorKind::timeout : ErrorKind::peer_lost, text, peer);
 }
+
+}  // namespace
 
 C10dChannel::C10dChannel(c10::intrusive_ptr<c10d::Backend> backend)
     : backend_(std::move(backend)), lanes_(2 * static_cast<size_t>(backend_->getSize())) {}

@@ -42,7 +42,4 @@ class C10dChannel : public Channel {
   std::string reason_;
 };
 
-// What a backend's exception means; its text is all there is to go by.
-EngineError backend_error(const std::exception& error, int peer);
-
 }  // namespace commsched

@@ -7,7 +7,7 @@ micro-batches in each direction; 2 and 3 are those of the mirrored replica:
     rank 0   0F0  1F2  1B2  .    0B0  .    0F1  1F3  1B3  .    0B1  .
     rank 1   0F2  1F0  1B0  .    0B2  .    0F3  1F1  1B1  .    0B3  .
 
-Each direction keeps no more micro-batches than the schedule does. Where both meet on a rank, backwards go
+Each direction keeps no more micro-batches than the schedule does. If both can run on a rank, backwards go
 first, then the oldest micro-batch, which frees memory. One sequence is made for all ranks, and each does its
 part of it in that order: whatever waits for something stands behind it, on every rank, so nothing waits for
 ever. Steps come last, in one order on all ranks, because a stage's gradient is complete at different times on

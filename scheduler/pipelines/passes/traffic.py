@@ -108,8 +108,8 @@ class Traffic:
                     yield Action(Kind.SENDF, index, action.stage, peer=peer, shift=action.shift)
 
     def _receives(self, rank: int) -> tuple[Action, ...]:
-        """What others send to this rank, in the order in which it is needed; from each peer in the order in
-        which that peer sends it, since a wire may deliver by order alone.
+        """The messages to this rank, in the order in which they are needed; from each peer in the order in
+        which that peer sends them, since a wire may deliver by order alone.
         """
         by_peer = {peer: iter(actions) for peer, actions in self.sent[rank].items()}
         coming = [(peer, action) for peer, actions in self.sent[rank].items() for action in actions]

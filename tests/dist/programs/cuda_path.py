@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
 from commsched.backends.cuda_device import Device, ImmediateDevice
-from commsched.backends.cuda_fused_update import FusedShards
 from commsched.backends.cuda_memory import RegisteredMemory
 from commsched.backends.cuda_streams import StreamBucket
 from commsched.backends.ranks import Ranks
@@ -23,7 +22,7 @@ from commsched.backends.cuda_collectives import Collectives
 from commsched.env import settings
 from commsched.collectives.private_groups import private_group
 from tests.support.cases import Me, case, main
-from tests.support.host_kernels import HostLauncher
+from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
@@ -89,15 +88,6 @@ def shards_learn_what_the_oracle_learns(me: Me) -> None:
     release(twin.optimizer)
 
 
-class NoQuestions(TorchDispatchMode):
-    """An error where the host would wait for a number that is on the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal"), f"{name} waits"
-        return func(*args, **(kwargs or {}))
-
-
 def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, fused=True)
 
@@ -135,41 +125,31 @@ def clipping_asks_the_device_nothing(me: Me) -> None:
 
 
 @case(ranks=(2,))
-def the_kernels_take_the_clip_factor(me: Me) -> None:
-    host = FusedShards.launcher = HostLauncher()
-    try:
-        twin = clipped(me, Mixed, fused_adam)
-        assert any(name.startswith("adam") for name, _ in host.launches), host.launches
-        release(twin.optimizer)
-    finally:
-        FusedShards.launcher = None
+def a_fused_update_takes_the_clip_factor(me: Me) -> None:
+    release(clipped(me, Mixed, fused_adam).optimizer)
 
 
 @case(ranks=(2,))
 def an_overflow_does_not_count_as_a_step(me: Me) -> None:
     """Through torch's own GradScaler, which leaves it to fused optimizers to skip the step."""
-    FusedShards.launcher = HostLauncher()
-    try:
-        twin = Twin(me, Mixed, fused_adam, transport="stream", gather="parameters", lag=0.0)
-        mine, theirs = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
-        for step in range(6):
-            factor = float("inf") if step in (0, 3) else 1.0
-            twin.backward(lambda m, rank, step=step, f=factor: loss(step)(m, rank) * f * mine.get_scale())
-            for scaler in (mine, theirs):
-                scaler.scale(torch.zeros(()))  # as a script's loss
-            twin.optimizer.synchronize()  # the scaler looks at whole gradients
-            mine.step(twin.optimizer)
-            mine.update()
-            theirs.step(twin.oracle.optimizer)
-            theirs.update()
-            twin.zero_grad()
-            twin.compare_update(f"step {step}", twin.terms)
-        for optimizer in (twin.optimizer, twin.oracle.optimizer):
-            counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
-            assert counts == {4}, counts
-        release(twin.optimizer)
-    finally:
-        FusedShards.launcher = None
+    twin = Twin(me, Mixed, fused_adam, transport="stream", gather="parameters", lag=0.0)
+    mine, theirs = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
+    for step in range(6):
+        factor = float("inf") if step in (0, 3) else 1.0
+        twin.backward(lambda m, rank, step=step, f=factor: loss(step)(m, rank) * f * mine.get_scale())
+        for scaler in (mine, theirs):
+            scaler.scale(torch.zeros(()))  # as a script's loss
+        twin.optimizer.synchronize()  # the scaler looks at whole gradients
+        mine.step(twin.optimizer)
+        mine.update()
+        theirs.step(twin.oracle.optimizer)
+        theirs.update()
+        twin.zero_grad()
+        twin.compare_update(f"step {step}", twin.terms)
+    for optimizer in (twin.optimizer, twin.oracle.optimizer):
+        counts = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        assert counts == {4}, counts
+    release(twin.optimizer)
 
 
 @case(ranks=(2,))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from comm_core import (
-    C10dTransport,
     DirectTransport,
     Engine,
     EngineError,
@@ -46,15 +45,13 @@ class GlooCollectives:
 
 
 def make_transport(kind: str, store: dist.Store) -> Transport:
-    exchange = RingTransport if kind.endswith("ring") else DirectTransport
     if kind.startswith("tcp"):
+        exchange = RingTransport if kind == "tcp-ring" else DirectTransport
         return exchange(tcp_channel(store, RANK, SIZE), RANK, SIZE, segment_bytes=4096)
     backend = dist.ProcessGroupGloo(store, RANK, SIZE, timedelta(seconds=TIMEOUT))
-    if kind == "collectives":
-        return C10dTransport(backend)
     if kind == "python":
         return PythonTransport(GlooCollectives(backend))
-    return exchange(backend, RANK, SIZE, segment_bytes=4096)
+    return DirectTransport(backend, RANK, SIZE, segment_bytes=4096)
 
 
 def make_engine(transport: Transport) -> tuple[Engine, list[torch.Tensor]]:

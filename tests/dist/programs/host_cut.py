@@ -65,7 +65,6 @@ short = ShortMessages(ME, connections, settings().timeout)
 halos = DistChannel(hvd.data_group(), timeout=settings().timeout, traffic=None)
 waits: dict[str, Callable[[], object]] = {
     "direct": trained("direct"),
-    "c10d": trained("c10d"),
     "gloo": trained("gloo"),
     "idle": mine([direct(), direct()], LITTLE),
     "full": mine([direct(), direct()], MUCH),

@@ -153,7 +153,7 @@ def other_transports_agree_within_rounding(me: Me) -> None:
     for build, steps in ((mlp64, 10), (Odd, 1)):
         expected = oracle_of(me, sgd, steps, build, loss_at)
         terms = terms_of(expected, steps) if build is mlp64 else me.size + 2
-        for transport in ("ring", "c10d"):
+        for transport in ("ring", "gloo"):
             prints = []
             for _ in range(2):
                 model = seeded(build)
@@ -224,7 +224,7 @@ def equals_large_batch_training(me: Me) -> None:
             plain.zero_grad()
             large(samples).square().mean().backward()
             plain.step()
-        for transport in ("direct", "ring", "c10d") if name == "nesterov" else ("direct",):
+        for transport in ("direct", "ring") if name == "nesterov" else ("direct",):
             model = seeded(mlp64)
             optimizer = hvd.DistributedOptimizer(
                 make(model.parameters()),

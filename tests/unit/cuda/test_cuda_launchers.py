@@ -171,12 +171,12 @@ def test_cupy_compiles_the_same_source_and_starts_it_on_the_stream(monkeypatch: 
     assert launcher is not None
     assert cupy.calls == [(SOURCE.read_text(), ("--std=c++17", f"-I{SOURCE.parent}"), "nvrtc")]
     cupy.calls.clear()
-    launcher.launch("pack_f32_f32", 1, 7, (8, 16, 24, 1.5, 0, 0), 99)
+    launcher.launch("pack_f32_f32", 1, 7, (8, 16, 24, 1.5), 99)
     launcher.launch("hold", 1, 1, (1000,), 99)
     around = [("device", 1), ("stream", 99)], [("end of stream", 99), ("end of device", 1)]
     assert cupy.calls == [
         *around[0],
-        ("pack_f32_f32", (7,), (256,), (8, 16, 24, 1.5, 0, 0)),
+        ("pack_f32_f32", (7,), (256,), (8, 16, 24, 1.5)),
         *around[1],
         *around[0],
         ("hold", (1,), (1,), (1000,)),
@@ -209,7 +209,7 @@ log = ctypes.create_string_buffer(size.value)
 nvrtc.nvrtcGetProgramLog(program, log)
 assert status == 0, log.value.decode()
 nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-assert size.value > 100_000
+assert size.value > 10_000
 """
 
 

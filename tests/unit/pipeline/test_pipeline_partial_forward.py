@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.stage_forward import ModuleForward
+from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
 
 WIDTH = 6
 
@@ -123,7 +124,7 @@ class Writes(Blocks):
         part = z[:, 1:3]
         part.mul_(0.5)
         F.relu(z, inplace=True)
-        padded = torch.zeros(z.shape[0], z.shape[1] + 1, WIDTH)
+        padded = torch.zeros(z.shape[0], z.shape[1] + 1, WIDTH, dtype=z.dtype)
         padded[:, : z.shape[1]] = z
         return self.head(self.blocks[3](padded) + kept.mean())
 
@@ -211,6 +212,19 @@ class Transposed(Blocks):
         return self.head(x)
 
 
+class RandomOrder(Blocks):
+    """Shuffles tokens at the beginning, puts them back at the end, and sometimes leaves a layer out."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.rand(untraceable(x).shape[:2]).argsort(1)
+        x = x.gather(1, order[..., None].expand_as(x))
+        for block in self.blocks:
+            y = block(x)
+            x = x if torch.rand([]) < 0.3 else y
+        back = order.argsort(1)
+        return x.gather(1, back[..., None].expand_as(x)), self.head(x)
+
+
 def loss_of(output: Any) -> Tensor:
     if isinstance(output, dict):
         output = output["logits"]
@@ -294,6 +308,21 @@ def test_operations_may_differ_from_batch_to_batch() -> None:
         torch.testing.assert_close(grad, gradients(oracle)[name], rtol=1e-5, atol=1e-6)
 
 
+def test_all_stages_draw_the_same_random_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = RandomOrder(), tokens(4)
+    chain = Chain(model)
+    for block in model.blocks:  # then only the order can change anything
+        block.linear.weight.data.zero_(), block.linear.bias.data.zero_()
+    first, second = chain.stage(0, 3), chain.stage(3, len(chain))
+    seeds = set()
+    for _ in range(5):
+        state = first(*chain.arguments(x))
+        seeds.add(int(state[2][0][0]))
+        assert torch.equal(second(*state)[0], x)
+    assert len(seeds) == 5
+
+
 def test_calls_of_other_stages_are_skipped_only_where_nothing_else_of_them_is_seen() -> None:
     for model, alone in ((Blocks(), True), (CachesInside(), False)):
         chain = Chain(model)
@@ -307,11 +336,11 @@ def test_calls_of_other_stages_are_skipped_only_where_nothing_else_of_them_is_se
 
 def test_only_shapes_travel_of_inputs_that_no_later_stage_reads() -> None:
     chain = Chain(Blocks())
-    (value,), inputs = chain.stage(0, 2)(*chain.arguments(tokens(3)))
+    (value,), inputs, _ = chain.stage(0, 2)(*chain.arguments(tokens(3)))
     assert value.shape == (3, 5, WIDTH) and inputs["x"].shape == (3, 0, 5, WIDTH)
     chain = Chain(MaskedBlocks())
     mask = torch.rand(3, 5) > 0.5
-    _, inputs = chain.stage(0, 2)(*chain.arguments({"x": tokens(3), "mask": mask}))
+    _, inputs, _ = chain.stage(0, 2)(*chain.arguments({"x": tokens(3), "mask": mask}))
     assert inputs["x"].shape == (3, 0, 5, WIDTH) and torch.equal(inputs["mask"], mask)
 
 
@@ -367,3 +396,37 @@ class EachTimeOther(Blocks):
 def test_what_cannot_be_cut_is_said_with_the_line(make: type[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         in_stages(Chain(make()), (0, 2), tokens())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "2bw", "wpipe"])
+@pytest.mark.parametrize("make", [MaskedBlocks, EncoderDecoder, TiedHead, Writes])
+def test_pipelines_train_them_like_one_process(make: type[nn.Module], schedule: str) -> None:
+    torch.manual_seed(0)
+    model, dice = make().double(), torch.Generator().manual_seed(1)
+    data = []
+    for number in range(4):
+        x = torch.randn(8, 5, WIDTH, generator=dice, dtype=torch.float64)
+        mask = torch.rand(8, 5, generator=dice) > (0.5 if number % 2 else -1.0)
+        data.append(({"x": x, "mask": mask} if make is MaskedBlocks else x, torch.zeros(8)))
+    tied = make is TiedHead
+    if tied and schedule in ("2bw", "wpipe"):
+        pytest.skip("asynchronous schedules refuse shared parameters")
+    options: dict[str, Any] = {"num_microbatches": 4, "example": data[0][0]}
+    weights, losses, pipeline = train(
+        model, data, 4, momentum, lambda output, _: loss_of(output), schedule=schedule, mesh=(2, 2), **options
+    )
+    wanted, expected = replayed(
+        model, data, pipeline.program, momentum, lambda output, _: loss_of(output), example=data[0][0]
+    )
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_cuts_by_name() -> None:
+    chain = Chain(Blocks())
+    assert chain.cuts(["blocks.1", "head"]) == (0, 1, 4) == chain.cuts([0, "blocks.1", 4])
+    assert chain.cuts(["blocks.0", "blocks.2"]) == (0, 2)
+    with pytest.raises(ValueError, match=r"no layer is named 'block.2'.*blocks.0, blocks.1"):
+        chain.cuts(["block.2"])
+    with pytest.raises(ValueError, match="must start with 0, rise"):
+        chain.cuts(["blocks.2", "blocks.1"])

@@ -54,8 +54,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """What `explain_stages` found; ``print`` it. ``borders``: for each stage on tiles, the bytes of the tile
-    that sends most, and the largest share of a tile's work that no halo travels beside.
+    """The result of `explain_stages`; ``print`` it. ``borders``: for each stage on tiles, the bytes of the
+    tile that sends most, and the largest share of a tile's work that no halo travels beside.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class _Counting(SilentChannel):
 
 @dataclass(frozen=True)
 class _Values:
-    """What enters or leaves a stage: tensors without data, of the size of all tiles and samples, how tiles
+    """A stage's inputs or outputs: tensors without data, with the size of all tiles and samples, how tiles
     cut each, and their structure.
     """
 
@@ -223,7 +223,7 @@ def _activations(
     values: _Values,
     cuts: Sequence[Cut | None],
 ) -> Iterator[Flow]:
-    """What the ranks of ``stage`` send those of the next one, which cuts it by ``cuts``."""
+    """Each message from a rank of ``stage`` to one of the next stage, which cuts the tensors by ``cuts``."""
     here, there = placements[stage], placements[stage + 1]
     for source, target in product(range(here.size), range(there.size)):
         forward = backward = 0

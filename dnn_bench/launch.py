@@ -1,0 +1,232 @@
+"""Starts the ranks of one program: on this machine, on emulated hosts, or through horovodrun.
+
+    place = ThisMachine(4)
+    processes = place.start(["-m", "dnn_bench.runner.worker", ...])
+
+Ranks are forked from processes that have imported torch (`fork_server`), except where horovodrun starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from dnn_bench import fork_server
+from dnn_bench.baselines.registry import MissingPeer
+from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.fork_server import Forked, ForkServer, Output
+from dnn_bench.rank_environment import HeldPort, environment, rank_variables
+
+Process = subprocess.Popen[Any] | Forked
+LAUNCHED = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return any(name in os.environ for name in LAUNCHED)
+
+
+class Place(Protocol):
+    """Where `size` ranks run; `rate` is a host's bytes per second, if it is known."""
+
+    size: int
+    rate: float | None
+
+    def start(
+        self,
+        program: Sequence[str],
+        output: Output = None,
+        *,
+        launcher: str = "",
+        extra: Mapping[str, str] | None = None,
+    ) -> list[Process]:
+        """Run `python PROGRAM...` as every rank of this machine, with `extra` variables.
+
+        `output` takes the output of all ranks; a list has one for each rank. With ``launcher="horovod"`` the
+        only process that is returned is horovodrun's.
+        """
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class ThisMachine:
+    """All ranks on this machine, talking over loopback; or this machine's part of a larger job.
+
+    `host` of `hosts` is this machine. The machines meet at `address` and `port`, which must be free on the
+    first.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        threads: int = 1,
+        *,
+        host: int = 0,
+        hosts: int = 1,
+        address: str = "127.0.0.1",
+        port: int | None = None,
+    ) -> None:
+        self.size, self.threads = size, threads
+        self.rate: float | None = None
+        self._local = size // hosts
+        self._first = host * self._local
+        self._address, self._port = address, port
+        self._held: list[HeldPort] = []  # one for each start: the port of an earlier one may still be in use
+
+    def start(
+        self,
+        program: Sequence[str],
+        output: Output = None,
+        *,
+        launcher: str = "",
+        extra: Mapping[str, str] | None = None,
+    ) -> list[Process]:
+        base = {**os.environ, **environment(self.threads)}
+        if launcher == "horovod":
+            command = horovodrun(self.size, f"localhost:{self.size}", program)
+            return [popen(command, base | dict(extra or {}), Path.cwd(), output)]
+        port = self._port or self._hold_port()
+        processes = []
+        for local in range(self._local):
+            rank = self._first + local
+            own = rank_variables(rank, self.size, local, self._local, self._address, port)
+            stream = output[local] if isinstance(output, list) else output
+            variables = base | dict(extra or {}) | own
+            processes.append(spawn_rank(local, program, variables, base, output=stream))
+        return processes
+
+    def _hold_port(self) -> int:
+        self._held.append(HeldPort())
+        return self._held[-1].number
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "this machine", "ranks": self.size}
+
+
+class Hosts:
+    """One rank on each host of an emulated cluster."""
+
+    def __init__(self, cluster: Cluster, threads: int = 1) -> None:
+        self.cluster, self.size, self.threads = cluster, len(cluster), threads
+        rates = [link.bytes_per_second for link in cluster.links]
+        self.rate = None if min(rates) == float("inf") else min(rates)
+        self._servers: dict[int, ForkServer] = {}  # by host, in its network
+
+    def start(
+        self,
+        program: Sequence[str],
+        output: Output = None,
+        *,
+        launcher: str = "",
+        extra: Mapping[str, str] | None = None,
+    ) -> list[Process]:
+        variables = environment(self.threads) | dict(extra or {})
+        if launcher == "horovod":
+            command = horovodrun(self.size, self.cluster.hosts_argument(), program)
+            self._need_ssh()
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            return [self.cluster.run(0, command, variables, **streams)]
+        processes: list[Process] = []
+        for host, own in enumerate(self.cluster.rank_variables()):
+            stream = output[host] if isinstance(output, list) else output
+            processes.append(self._start_rank(host, program, variables | own, stream))
+        return processes
+
+    def _start_rank(
+        self, host: int, program: Sequence[str], variables: Mapping[str, str], output: Output
+    ) -> Process:
+        base = self.cluster.environment(environment(self.threads))
+        environ = self.cluster.environment(variables)
+        if not fork_server.can_fork(environ, base):
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            return self.cluster.run(host, [sys.executable, *program], variables, **streams)
+        if host not in self._servers:  # the cluster ends it with everything else on its hosts
+            self._servers[host] = ForkServer(base, partial(self.cluster.run, host))
+        return self._servers[host].spawn(program, environ, Path.cwd(), output)
+
+    def _need_ssh(self) -> None:
+        """horovodrun starts ranks on other hosts by ssh; other launchers run without it."""
+        try:
+            self.cluster.start_ssh()
+        except ClusterError as error:
+            raise MissingPeer(f"horovodrun reaches other hosts by ssh, and {error}") from None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "emulated hosts",
+            "hosts": self.size,
+            "links": [str(link) for link in self.cluster.links],
+            "congestion": self.cluster.congestion,
+        }
+
+
+def spawn_rank(
+    index: int,
+    program: Sequence[str],
+    variables: Mapping[str, str],
+    base: Mapping[str, str],
+    folder: Path | None = None,
+    output: Output = None,
+) -> Process:
+    """Run `python PROGRAM...` on this machine, in a session of its own, with these variables and no others.
+
+    It is forked by the server of the environment `base` if `variables` differ from it only where that is
+    safe.
+    """
+    folder = folder or Path.cwd()
+    if fork_server.can_fork(variables, base):
+        return fork_server.server(index, base).spawn(program, variables, folder, output)
+    return popen([sys.executable, *program], variables, folder, output)
+
+
+def popen(
+    command: Sequence[str], variables: Mapping[str, str], folder: Path, output: Output = None
+) -> Process:
+    """The same for any command, without forking."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    return subprocess.Popen(command, env=variables, cwd=folder, start_new_session=True, **streams)
+
+
+def horovodrun(size: int, hosts: str, program: Sequence[str]) -> list[str]:
+    """The command that starts `python PROGRAM...` on `size` ranks of these hosts."""
+    beside = Path(sys.executable).with_name("horovodrun")
+    found = str(beside) if beside.exists() else shutil.which("horovodrun")
+    if found is None:
+        raise MissingPeer("horovodrun is not installed, without which Horovod cannot be started")
+    options = ["--disable-cache", "--gloo", "-np", str(size), "-H", hosts]
+    return [found, *options, sys.executable, *program]
+
+
+def wait_for_all(processes: Sequence[Process]) -> int:
+    """Wait until one fails or all have ended well; returns the first failure's exit status or 0."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if failed := [code for code in codes if code]:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+
+
+def run(place: Place, program: Sequence[str]) -> int:
+    """Run `python PROGRAM...` on all ranks of a place and leave none behind; returns as `wait_for_all`."""
+    processes = place.start(program)
+    try:
+        return wait_for_all(processes)
+    finally:
+        end(processes)
+
+
+def end(processes: Sequence[Process]) -> None:
+    """Kill what still runs, and wait for it."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(10)
