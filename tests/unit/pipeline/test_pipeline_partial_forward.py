@@ -126,7 +126,7 @@ class Writes(Blocks):
         F.relu(z, inplace=True)
         padded = torch.zeros(z.shape[0], z.shape[1] + 1, WIDTH, dtype=z.dtype)
         padded[:, : z.shape[1]] = z
-        return self.head(self.blocks[3](padded) + kept.mean())
+        return self.head(self.blocks[3](padded) + kept[:, :1].tanh())
 
 
 class Statistics(nn.Module):
