@@ -1,0 +1,89 @@
+"""Models that nobody here wrote, cut into stages and trained: the same as in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from commsched.pipeline.chain import Chain
+from tests.models.zoo import CUT, TRAINED, loss_of, made
+from tests.support.pipeline_runs import replayed, sgd, train
+
+pytestmark = pytest.mark.models
+
+SYNCHRONOUS, ASYNCHRONOUS = ("gpipe", "1f1b", "zero_bubble"), ("2bw", "wpipe")
+
+
+def rows_of(name: str) -> int:
+    return 4
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", CUT)
+def test_stages_give_the_models_loss_and_gradients(name: str, stages: int) -> None:
+    model, inputs = made(CUT[name], 2)
+    oracle = copy.deepcopy(model)
+    whole = loss_of(oracle(**inputs) if isinstance(inputs, dict) else oracle(inputs))
+    whole.backward()
+    chain = Chain(model, example=inputs)
+    cuts = chain.even_cuts(min(stages, len(chain)))
+    state: Any = chain.arguments(inputs)
+    borders = []
+    for first, end in zip(cuts, [*cuts[1:], len(chain)], strict=True):
+        sent = [x for x in tree_leaves(state) if isinstance(x, Tensor)]
+        arguments = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), state)
+        came = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        borders.append(list(zip(sent, came, strict=True)))
+        state = chain.stage(first, end)(*arguments)
+    loss = loss_of(state)
+    loss.backward()
+    for border in reversed(borders[1:]):
+        grads = [(x, y.grad) for x, y in border if y.grad is not None]
+        torch.autograd.backward([x for x, _ in grads], [grad for _, grad in grads])
+    assert torch.equal(loss, whole)
+    wanted = dict(oracle.named_parameters())
+    for key, parameter in model.named_parameters():
+        expected = wanted[key].grad
+        if expected is None:
+            assert parameter.grad is None, key
+            continue
+        # A value that several stages read has its gradient summed in another order.
+        worst, scale = (parameter.grad - expected).abs().max(), expected.abs().max().clamp(min=1e-6)
+        assert worst <= 1e-5 * scale, (key, float(worst / scale))
+    for one, other in zip(model.buffers(), oracle.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", [*SYNCHRONOUS, *ASYNCHRONOUS])
+@pytest.mark.parametrize("name", TRAINED)
+def test_pipelines_train_like_one_process(name: str, schedule: str, ranks: int) -> None:
+    """Losses of five steps; asynchronous schedules like the replay of their delays."""
+    language = name in ("gpt2", "t5")
+    # Asynchronous schedules refuse parameters that several stages share.
+    make = TRAINED[name](tie_word_embeddings=False) if language else TRAINED[name]()
+    model, _ = made(make, 4)
+    if name == "t5" and schedule in ASYNCHRONOUS:
+        pytest.skip("T5's encoder and decoder share their embedding, which asynchronous schedules refuse")
+    torch.manual_seed(1)
+    _, inputs = make()
+    data = [(inputs(8 if schedule == "wpipe" else 4), torch.zeros(8 if schedule == "wpipe" else 4)) for _ in range(5)]
+    parts = 4 if schedule == "wpipe" or ranks == 4 else 2
+    weights, losses, pipeline = train(
+        model,
+        data,
+        ranks,
+        sgd,
+        loss_of,
+        schedule=schedule,
+        num_microbatches=parts,
+        mesh=(ranks, 1),
+        example=data[0][0],
+    )
+    _, expected = replayed(model, data, pipeline.program, sgd, loss_of, example=data[0][0])
+    assert losses == pytest.approx(expected, rel=1e-5)
