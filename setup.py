@@ -1,15 +1,13 @@
 """Builds `comm_core._C` from comm_core/csrc and, when nvcc is found, `comm_core._cuda` from comm_core/cuda.
 
 Environment:
-  COMMSCHED_WITH_CUDA=0|1  leave CUDA out / insist on it (fails when nvcc is missing). Default: when found.
+  COMMSCHED_WITH_CUDA=0|1  0: build without CUDA; 1: fail without nvcc. Default: CUDA if nvcc is found.
   COMMSCHED_CUDA_ARCHS     compute capabilities, e.g. "90". Default: "80;90".
-                           The last one's PTX goes in too, for newer GPUs.
-  NVCC, CUDA_HOME          where nvcc is, when it is not on PATH.
+                           PTX of the last one is added, for newer GPUs.
+  NVCC, CUDA_HOME          path of nvcc, or folder with bin/nvcc, where nvcc is not on PATH.
 
-The CUDA sources include no torch header and take addresses and streams as numbers, so they compile
-beside a CPU
-build of torch too; the CUDA runtime is linked statically, so that the extension loads where there is no
-CUDA at all.
+The CUDA sources include no torch header and take addresses and streams as numbers, so that they compile with
+a CPU build of torch too. The CUDA runtime is linked statically, so that the extension loads without CUDA.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ ROOT = Path(__file__).resolve().parent
 
 
 def sources(folder: str, suffix: str) -> list[str]:
-    """Paths relative to the checkout, sorted, as setuptools asks for them."""
+    """Return the folder's files with this suffix, sorted, relative to the checkout as setuptools requires."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(f"*{suffix}"))
 
 
 def newest(folder: str) -> float:
-    """When a C++ or CUDA file of the folder was last changed."""
+    """Return when a CUDA source or header of the folder was last changed."""
     kinds = (".cu", ".h", ".inl")
     return max(path.stat().st_mtime for path in (ROOT / folder).rglob("*") if path.suffix in kinds)
 
 
 def find_nvcc() -> str | None:
-    """The nvcc to use, or None for a build without CUDA; honours COMMSCHED_WITH_CUDA."""
+    """Return the nvcc to use, or None for a build without CUDA."""
     wanted = os.environ.get("COMMSCHED_WITH_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"COMMSCHED_WITH_CUDA must be 0, 1 or unset, not {wanted!r}")
@@ -58,7 +56,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_library_folder(nvcc: str) -> str:
-    """nvcc may be a wrapper script, so ask it where its toolkit is instead of looking beside it."""
+    """Ask nvcc for the folder of its libraries: nvcc may be a wrapper script outside of its toolkit."""
     dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
     for line in dry_run.stderr.splitlines():
         if line.startswith("#$ TOP="):
@@ -72,15 +70,15 @@ def cuda_library_folder(nvcc: str) -> str:
 
 
 class Build(BuildExtension):
-    """BuildExtension that first compiles the CUDA sources by calling nvcc itself.
+    """BuildExtension that compiles the CUDA sources with nvcc itself.
 
-    torch's own CUDA path links libtorch_cuda, which a CPU build of torch does not have.
+    torch's CUDAExtension links libtorch_cuda, which a CPU build of torch does not have.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        # An editable install compiles in a folder that pip throws away. In one that stays ninja compiles only
-        # what has changed. A torch of another version has other headers at the same paths.
+        # pip deletes the folder in which an editable install compiles. In a permanent one, ninja compiles
+        # changed files only. Each torch version has its own, because headers differ at the same paths.
         self.build_temp = str(
             ROOT / "build" / f"objects-{sys.implementation.cache_tag}-torch{torch.__version__}"
         )
@@ -88,7 +86,7 @@ class Build(BuildExtension):
     def build_extension(self, ext: CppExtension) -> None:
         if ext.name == "comm_core._cuda":
             nvcc = find_nvcc()
-            assert nvcc is not None  # else there were no such extension
+            assert nvcc is not None  # the extension is only added where nvcc was found
             ext.extra_objects += [self.compile_cuda(nvcc, source) for source in cuda_sources()]
             ext.library_dirs.append(cuda_library_folder(nvcc))
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
@@ -118,7 +116,7 @@ def extension(name: str, files: list[str], **more: Any) -> CppExtension:
         files,
         include_dirs=[str(ROOT / "comm_core/csrc"), str(ROOT / "comm_core/cuda")],
         depends=sources("comm_core", ".h") + sources("comm_core", ".inl"),
-        # -g0: Python's own flags ask for debug information, which is most of the file and of the time.
+        # -g0: Python's own flags ask for debug information, most of the file's size and compile time.
         extra_compile_args=["-O3", "-g0", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"],
         **more,
     )

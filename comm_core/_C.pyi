@@ -24,7 +24,7 @@ class TcpChannel(Channel):
     """Own connections between the ranks; comm_core.tcp_channel() makes one."""
 
 class TcpMesh:
-    """Listens for the other ranks, so that its address can be told to them before join()."""
+    """Listens for the other ranks, which need its host and port before any rank calls join()."""
 
     def __init__(self, rank: int, size: int, host: str) -> None: ...
     @property
@@ -47,11 +47,13 @@ class TcpMesh:
         timeout_seconds: float = 300.0,
         host_timeout_seconds: float = 25.0,
     ) -> list[tuple[int, int]]:
-        """The same, as file descriptors that belong to the caller: data and keepalive for each rank, -1 for
-        this one."""
+        """Connect like join(), but return file descriptors that the caller closes.
+
+        There is a pair (data, keepalive) for each rank, and (-1, -1) for this one.
+        """
 
 def abort_message(work: Any) -> None:
-    """End a c10d group's send or receive, for whoever waits for it: its wait() then returns False."""
+    """Abort a c10d group's send or receive: a thread in its wait() returns False."""
 
 HOST_TIMEOUT: float
 
@@ -59,53 +61,55 @@ def set_keepalive(descriptor: int, seconds: float) -> None:
     """Make an idle TCP connection fail when the other host's kernel has not answered for about `seconds`."""
 
 def peer_address(descriptor: int) -> str:
-    """The address of a connection's other end, for errors."""
+    """Return the address of a connection's other end, for errors."""
 
 def lost_host(descriptor: int, address: str) -> str:
-    """What is wrong with the host behind a keepalive connection that poll() reports; "" where its process has
-    ended."""
+    """Return why the host of a keepalive connection is lost, "" if only its process has ended.
+
+    Call it for a connection that poll() reports.
+    """
 
 class HubChannel(Channel):
     """One rank's end of a Hub."""
 
 class Traffic(Enum):
-    """What a message is, the most urgent first."""
+    """The kind of a message; lower numbers are more urgent."""
 
     halo = 0
     activation = 1
     gradient = 2
 
 class LinkGate:
-    """Lets halos go before activations, and activations before gradients."""
+    """Delays less urgent messages of this process while more urgent ones are on the link."""
 
     def begin(self, traffic: Traffic, bytes: int, patience: float) -> int:
-        """A message starts, once nothing more urgent is on its way; less urgent ones now wait for `end`.
+        """Wait until no more urgent message is in flight, then let this one start; return a number for end().
 
-        They do so for `patience` seconds at most. Returns the number for `end`.
+        Less urgent messages wait for end(), but at most `patience` seconds.
         """
 
     def end(self, number: int) -> None: ...
     def passing(self, traffic: Traffic, bytes: int) -> None:
-        """A message starts, in its turn, that nobody has to wait for."""
+        """Wait like begin(), then let a message start for which no other message waits."""
 
     def held_back(self) -> int:
-        """How many messages have asked for the link and wait for more urgent ones."""
+        """Return how many messages wait for more urgent ones."""
 
     def record(self, on: bool) -> None:
-        """Keep what happens from now on; off forgets it."""
+        """Record messages from now on; with `on=False` stop and discard the records."""
 
     def passages(self, clear: bool = True) -> npt.NDArray[np.void]:
-        """The messages since `record`.
+        """Return the messages since record().
 
-        Fields: traffic (the number of a Traffic), waiting (more urgent ones that were on their way when it
+        Fields: traffic (the number of a Traffic), waiting (number of more urgent messages in flight when it
         started), asked, start, end (seconds of time.monotonic()) and bytes.
         """
 
 def link_gate() -> LinkGate:
-    """The gate of this process."""
+    """Return the gate of this process."""
 
 class Hub:
-    """Joins ranks that are threads of one process, for tests; can delay, lose or cut off what one sends."""
+    """Connects ranks that are threads of one process, for tests; can delay or lose a rank's messages."""
 
     def __init__(self, size: int) -> None: ...
     @property
@@ -122,7 +126,7 @@ class Hub:
     ) -> None: ...
 
 class Transport:
-    """Carries out single operations; the methods here run one at once, outside of any engine."""
+    """Carries out single operations for an engine; its methods run one directly, without an engine."""
 
     @property
     def rank(self) -> int: ...
@@ -202,32 +206,32 @@ class Engine:
         needs_update: bool = False,
         name: str = "",
     ) -> int:
-        """Describe a bucket, between steps only; returns its number.
+        """Add a bucket and return its number. Call it between steps only.
 
         `reduce` is the flat gradient buffer, its length a multiple of the number of ranks;
-        `gather` is what AG fills (default: `reduce`).
+        `gather` is the buffer that the AG fills (default: `reduce`).
         """
 
     def clear_buckets(self) -> None: ...
     def install(self, plan: Sequence[tuple[str, int]]) -> None:
-        """Replace the plan, between steps only: ("RS"|"AG"|"AR"|"UPDATE", bucket), in the link's order."""
+        """Replace the plan, in link order: ("RS"|"AG"|"AR"|"UPDATE", bucket). Call it between steps only."""
 
     def begin_step(self) -> int:
-        """The next step's operations may run, each as soon as its bucket is marked; returns its number."""
+        """Start the next step and return its number; each operation runs once its bucket is marked."""
 
     def mark_ready(self, bucket: int) -> None:
-        """The bucket's gradients are complete, and the engine's until its AG is done."""
+        """Declare the bucket's gradients complete. Do not touch its buffers until its AG is done."""
 
     def mark_updated(self, bucket: int) -> None:
-        """This rank's shard of the bucket's parameters is updated, so it may be gathered."""
+        """Declare this rank's shard of the bucket's parameters updated, so that its AG may run."""
 
     def rs_done(self, bucket: int, step: int | None = None) -> bool: ...
     def ag_done(self, bucket: int, step: int | None = None) -> bool: ...
     def wait_rs(self, bucket: int, timeout: float | None = None, step: int | None = None) -> None:
-        """Block until the bucket's sum is there.
+        """Block until the bucket's RS is done.
 
-        `step` is by default the one begun last. Without `timeout` it fails when nothing
-        happens for the engine's own time-out.
+        `step` is by default the one begun last. Without `timeout` it fails once the engine has made no
+        progress for its own time-out.
         """
 
     def wait_ag(self, bucket: int, timeout: float | None = None, step: int | None = None) -> None: ...
@@ -236,11 +240,11 @@ class Engine:
 
     def abort(self, reason: str) -> None: ...
     def close(self) -> None:
-        """End the thread and abort what is in flight. Never hangs."""
+        """End the thread and abort operations in flight. Never hangs."""
 
     def error(self) -> str | None: ...
     def events(self, clear: bool = True) -> npt.NDArray[np.void]:
-        """The operations done lately.
+        """Return the operations completed since the last clearing call.
 
         Fields: step, op (index into OPS), bucket, ready, start, end (seconds of time.monotonic()) and bytes
         (sent by this rank).

@@ -1,7 +1,7 @@
 """comm_core moves bytes: the engine that runs a plan of collectives without the GIL, and the fusion kernels.
 
-It knows nothing of schedules: `docs/engine.md` says how a gradient travels through it.
-`CUDA_BUILT` says whether the CUDA sources were compiled in.
+It does not depend on schedules; `docs/engine.md` describes the way of a gradient through it. `CUDA_BUILT` is
+True where the CUDA sources were compiled in.
 """
 
 import torch  # noqa: F401  (loads the libraries that the extension is linked against)

@@ -1,5 +1,5 @@
 def launch(kernel: str, device: int, blocks: int, arguments: tuple[int | float, ...], stream: int) -> None:
-    """Start a kernel; arguments are addresses or integers, and doubles. Makes the device the current one."""
+    """Start a kernel and make `device` the current one. Arguments are addresses, integers or doubles."""
 
 def unfit(device: int) -> str | None:
-    """Why the device cannot run these kernels, None where it can."""
+    """Return why the device cannot run these kernels, None if it can."""

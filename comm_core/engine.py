@@ -1,4 +1,4 @@
-"""The engine as Python sees it: the C++ class, closed when the interpreter ends."""
+"""The C++ engine, closed when the interpreter ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import weakref
 
 from comm_core import _C
 
-# What the numbers in the field `op` of Engine.events() stand for.
+# The field `op` of Engine.events() is an index into this.
 OPS = ("RS", "AG", "AR", "UPDATE")
 
 
 class Engine(_C.Engine):
-    """Runs a plan of reduce-scatters and all-gathers on a thread of its own, once per step, without the GIL.
+    """Runs a plan of reduce-scatters and all-gathers once per step, on a thread of its own without the GIL.
 
-    Every call may come from any thread. The first failure is kept: from then on marks and waits raise it.
+    Any thread may call its methods. After the first failure every mark and every wait raises that error.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Engine(_C.Engine):
 def HubTransport(
     hub: _C.Hub, rank: int, segment_bytes: int = 1 << 18, depth: int = 4, ring: bool = False
 ) -> _C.Transport:
-    """The transport of one rank of an in-process hub: tests run several engines in one process with it."""
+    """Return the transport of one rank of an in-process hub, for tests with several engines in a process."""
     kind = _C.RingTransport if ring else _C.DirectTransport
     return kind(hub.channel(rank), rank, hub.size, segment_bytes=segment_bytes, depth=depth)
 
@@ -41,7 +41,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    # An engine's thread must not outlive the interpreter: a Python transport would call into nothing.
+    # An engine's thread must end before the interpreter does: a Python transport calls into it.
     for engine in list(_open_engines):
         engine.close()
 

@@ -1,12 +1,13 @@
-"""What the engine raises."""
+"""The exception that the engine raises."""
 
 from __future__ import annotations
 
 
 class EngineError(RuntimeError):
-    """A failure of the communication engine, with where it happened; -1 and "" stand for "does not apply".
+    """A failure of the communication engine and its place; -1 and "" stand for "does not apply".
 
-    `kind` is "timeout", "peer_lost", "aborted", "mismatch" (another rank does something else) or "usage".
+    `kind` is "timeout", "peer_lost", "aborted", "mismatch" (another rank runs a different operation) or
+    "usage".
     """
 
     def __init__(

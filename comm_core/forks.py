@@ -1,7 +1,7 @@
-"""Forked children close their copies of this process's connections.
+"""Closes this process's connections in forked children.
 
-A child that lives on (a DataLoader's worker) would keep the connections open after this process has died, and
-no other rank would notice the death. `comm_core._C` does the same for its own sockets.
+A forked child that outlives this process (a DataLoader's worker) would keep the connections open, and no
+other rank would notice that this one has ended. `comm_core._C` closes its own sockets in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _connections: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_in_children(connection: AnyClosable) -> AnyClosable:
-    """Returns `connection` (a socket, a Connection of multiprocessing), which forked children will close."""
+    """Return `connection` (a socket or multiprocessing Connection); forked children close their copy."""
     _connections.add(connection)
     return connection
 
@@ -29,7 +29,7 @@ def close_in_children(connection: AnyClosable) -> AnyClosable:
 def _close_all() -> None:
     for connection in list(_connections):
         with suppress(OSError):
-            connection.close()  # only this process's descriptor: it sends nothing, as shutdown() would
+            connection.close()  # unlike shutdown(), closes only this process's descriptor and sends nothing
 
 
 os.register_at_fork(after_in_child=_close_all)

@@ -1,4 +1,4 @@
-"""Joins the ranks of one job by TCP connections of their own, agreed on through a c10d store."""
+"""TCP connections between the ranks of one job, which find each other through a c10d store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from comm_core.forks import close_in_children
 class Host:
     """The host at the other end of `keepalive`, a connection that carries no data.
 
-    Its kernel answers for it, whatever its processes do; without an answer for about `timeout_seconds` the
-    connection fails, and poll() says so.
+    The host's kernel answers TCP keepalive probes, however busy its processes are. Without an answer for
+    about `timeout_seconds` the connection fails, and poll() reports it.
     """
 
     def __init__(self, keepalive: socket.socket | Connection, timeout_seconds: float) -> None:
@@ -30,13 +30,13 @@ class Host:
         _C.set_keepalive(keepalive.fileno(), timeout_seconds)
 
     def lost(self) -> str:
-        """What is wrong with the host, "" where nothing is or its process has ended."""
+        """Return why the host is lost; "" if it is not, or if only its process has ended."""
         self._lost = self._lost or _C.lost_host(self.keepalive.fileno(), self.address)
         return self._lost
 
 
 class TcpConnection(NamedTuple):
-    """One rank's connection to another, and the host that it leads to."""
+    """A connection to another rank, and that rank's host."""
 
     data: socket.socket
     host: Host
@@ -50,13 +50,13 @@ def tcp_channel(
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
 ) -> _C.TcpChannel:
-    """The channel of this rank; every one of the `size` ranks that share `store` must make it.
+    """Connect this rank to all others. Each of the `size` ranks must call, with the same `store`.
 
-    `address` is where the other ranks reach this one; by default the address from which this rank reaches the
-    host of the store. The store must be this channel's own: wrap a shared one in a PrefixStore. A host that
-    does not answer for `host_timeout_seconds` is an error, whatever its ranks compute meanwhile.
+    Wrap a shared store in a PrefixStore, so that no two channels use the same keys. `address` is where the
+    other ranks reach this one; by default the address from which this rank reaches the store's host. The
+    channel fails once a host's kernel has not answered for `host_timeout_seconds`.
     """
-    mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
+    mesh, addresses, token = _exchange_addresses(store, rank, size, address, timeout_seconds)
     return mesh.join(addresses, token, timeout_seconds, host_timeout_seconds)
 
 
@@ -68,21 +68,21 @@ def tcp_connections(
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
 ) -> list[TcpConnection | None]:
-    """The same connections as sockets: a pair for each rank, None for this one."""
-    mesh, addresses, token = _met(store, rank, size, address, timeout_seconds)
+    """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one."""
+    mesh, addresses, token = _exchange_addresses(store, rank, size, address, timeout_seconds)
     connected = mesh.connect(addresses, token, timeout_seconds, host_timeout_seconds)
     return [_connection(*pair, host_timeout_seconds) if min(pair) >= 0 else None for pair in connected]
 
 
 def _connection(data: int, keepalive: int, host_timeout_seconds: float) -> TcpConnection:
-    first, second = (close_in_children(socket.socket(fileno=number)) for number in (data, keepalive))
-    return TcpConnection(first, Host(second, host_timeout_seconds))
+    sockets = [close_in_children(socket.socket(fileno=number)) for number in (data, keepalive)]
+    return TcpConnection(sockets[0], Host(sockets[1], host_timeout_seconds))
 
 
-def _met(
+def _exchange_addresses(
     store: Store, rank: int, size: int, address: str | None, timeout_seconds: float
 ) -> tuple[_C.TcpMesh, list[tuple[str, int]], str]:
-    """This rank's end of a mesh, every rank's address, and the token that keeps strangers out."""
+    """Return this rank's mesh, every rank's address, and a token that rejects connections of other jobs."""
     mesh = _C.TcpMesh(rank, size, address or ("127.0.0.1" if size == 1 else _own_address(store)))
     store.set(f"address/{rank}", f"{mesh.host} {mesh.port}")
     if rank == 0:
@@ -93,7 +93,8 @@ def _met(
             store.wait([f"address/{peer}"], timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
             raise EngineError(
-                f"rank {peer} did not come within {timeout_seconds:g} s; look at its output, did it end?",
+                f"rank {peer} did not publish its address within {timeout_seconds:g} s; look for an error in"
+                " its output",
                 kind="timeout",
                 rank=rank,
                 peer=peer,
@@ -114,5 +115,5 @@ def _own_address(store: Any) -> str:
         )
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing: it only asks the routing table
+        probe.connect(target)  # a datagram socket sends nothing here: it only looks up the route
         return str(probe.getsockname()[0])

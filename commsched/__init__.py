@@ -8,82 +8,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from commsched.collectives.compression import Compression as Compression
-    from commsched.collectives.data_movement import allgather as allgather
-    from commsched.collectives.data_movement import allgather_async as allgather_async
-    from commsched.collectives.data_movement import alltoall as alltoall
-    from commsched.collectives.data_movement import alltoall_async as alltoall_async
-    from commsched.collectives.data_movement import broadcast as broadcast
-    from commsched.collectives.data_movement import broadcast_ as broadcast_
-    from commsched.collectives.data_movement import broadcast_async as broadcast_async
-    from commsched.collectives.data_movement import broadcast_async_ as broadcast_async_
-    from commsched.collectives.data_movement import grouped_allgather as grouped_allgather
-    from commsched.collectives.data_movement import grouped_allgather_async as grouped_allgather_async
-    from commsched.collectives.handles import barrier as barrier
-    from commsched.collectives.handles import join as join
-    from commsched.collectives.handles import poll as poll
-    from commsched.collectives.handles import synchronize as synchronize
-    from commsched.collectives.initialization import ccl_built as ccl_built
-    from commsched.collectives.initialization import cross_rank as cross_rank
-    from commsched.collectives.initialization import cross_size as cross_size
-    from commsched.collectives.initialization import cuda_built as cuda_built
-    from commsched.collectives.initialization import ddl_built as ddl_built
-    from commsched.collectives.initialization import engine_name as engine_name
-    from commsched.collectives.initialization import gloo_built as gloo_built
-    from commsched.collectives.initialization import gloo_enabled as gloo_enabled
-    from commsched.collectives.initialization import init as init
-    from commsched.collectives.initialization import is_initialized as is_initialized
-    from commsched.collectives.initialization import local_rank as local_rank
-    from commsched.collectives.initialization import local_size as local_size
-    from commsched.collectives.initialization import mpi_built as mpi_built
-    from commsched.collectives.initialization import mpi_enabled as mpi_enabled
-    from commsched.collectives.initialization import mpi_threads_supported as mpi_threads_supported
-    from commsched.collectives.initialization import nccl_built as nccl_built
-    from commsched.collectives.initialization import rank as rank
-    from commsched.collectives.initialization import rocm_built as rocm_built
-    from commsched.collectives.initialization import shutdown as shutdown
-    from commsched.collectives.initialization import size as size
-    from commsched.collectives.initialization import start_timeline as start_timeline
-    from commsched.collectives.initialization import stop_timeline as stop_timeline
-    from commsched.collectives.model_state import broadcast_optimizer_state as broadcast_optimizer_state
-    from commsched.collectives.model_state import broadcast_parameters as broadcast_parameters
-    from commsched.collectives.objects import allgather_object as allgather_object
-    from commsched.collectives.objects import broadcast_object as broadcast_object
-    from commsched.collectives.private_groups import data_group as data_group
-    from commsched.collectives.process_sets import ProcessSet as ProcessSet
-    from commsched.collectives.process_sets import add_process_set as add_process_set
-    from commsched.collectives.process_sets import global_process_set as global_process_set
-    from commsched.collectives.process_sets import remove_process_set as remove_process_set
-    from commsched.collectives.reductions import Adasum as Adasum
-    from commsched.collectives.reductions import Average as Average
-    from commsched.collectives.reductions import Max as Max
-    from commsched.collectives.reductions import Min as Min
-    from commsched.collectives.reductions import Product as Product
-    from commsched.collectives.reductions import Sum as Sum
-    from commsched.collectives.reductions import allreduce as allreduce
-    from commsched.collectives.reductions import allreduce_ as allreduce_
-    from commsched.collectives.reductions import allreduce_async as allreduce_async
-    from commsched.collectives.reductions import allreduce_async_ as allreduce_async_
-    from commsched.collectives.reductions import grouped_allreduce as grouped_allreduce
-    from commsched.collectives.reductions import grouped_allreduce_ as grouped_allreduce_
-    from commsched.collectives.reductions import grouped_allreduce_async as grouped_allreduce_async
-    from commsched.collectives.reductions import grouped_allreduce_async_ as grouped_allreduce_async_
-    from commsched.collectives.reductions import grouped_reducescatter as grouped_reducescatter
-    from commsched.collectives.reductions import grouped_reducescatter_async as grouped_reducescatter_async
-    from commsched.collectives.reductions import reducescatter as reducescatter
-    from commsched.collectives.reductions import reducescatter_async as reducescatter_async
-    from commsched.collectives.reductions import sparse_allreduce_async as sparse_allreduce_async
-    from commsched.collectives.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from commsched.errors import CommError as CommError
-    from commsched.errors import HorovodInternalError as HorovodInternalError
-    from commsched.optimizer.deferred_updates import register_separable as register_separable
-    from commsched.optimizer.distributed import DistributedOptimizer as DistributedOptimizer
-    from commsched.optimizer.explanation import explain as explain
-    from commsched.optimizer.explanation import operations as operations
-    from commsched.optimizer.shards import register_elementwise as register_elementwise
+if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ imports at run time
+    from commsched.collectives.compression import *
+    from commsched.collectives.data_movement import *
+    from commsched.collectives.handles import *
+    from commsched.collectives.initialization import *
+    from commsched.collectives.model_state import *
+    from commsched.collectives.objects import *
+    from commsched.collectives.private_groups import *
+    from commsched.collectives.process_sets import *
+    from commsched.collectives.reductions import *
+    from commsched.collectives.sync_batch_norm import *
+    from commsched.errors import *
+    from commsched.optimizer.deferred_updates import *
+    from commsched.optimizer.distributed import *
+    from commsched.optimizer.explanation import *
+    from commsched.optimizer.shards import *
 
-# Module -> the public names that it defines, as above.
+# Module -> the public names that it defines.
 _HOMES = {
     "commsched.collectives.compression": "Compression",
     "commsched.collectives.data_movement": """

@@ -1,7 +1,7 @@
-"""Every environment variable that commsched itself defines, as documented fields of one dataclass read once.
+"""The environment variables that commsched defines, as documented fields of one dataclass that is read once.
 
-What launchers set (``HOROVOD_RANK``, ``RANK``, ``OMPI_COMM_WORLD_RANK``, ...) is read in
-``process/launch.py``.
+``process/launch.py`` reads the variables that launchers set (``HOROVOD_RANK``, ``RANK``,
+``OMPI_COMM_WORLD_RANK``, ...).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 
-def _setting(variable: str, default: object, doc: str, choices: tuple[str, ...] = ()) -> object:
-    """One field: which variable it is read from, what it means and, where it is an enumeration, what is
-    allowed."""
+def _setting(variable: str, default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
+    """Return a dataclass field that is read from `variable`; empty `choices` allow any value."""
     return field(default=default, metadata={"variable": variable, "doc": doc, "choices": choices})
 
 
@@ -22,51 +22,51 @@ def _setting(variable: str, default: object, doc: str, choices: tuple[str, ...] 
 class Settings:
     """commsched's settings; ``python -c 'import commsched.env as e; print(e.describe())'`` prints them."""
 
-    timeout: float = _setting(  # type: ignore[assignment]
-        "COMMSCHED_TIMEOUT",
-        300.0,
-        "seconds after which a rank that waits for another gives up with CommError",
+    timeout: float = _setting(
+        "COMMSCHED_TIMEOUT", 300.0, "seconds that a rank waits for another one before it raises CommError"
     )
-    host_timeout: float = _setting(  # type: ignore[assignment]
+    host_timeout: float = _setting(
         "COMMSCHED_HOST_TIMEOUT",
         25.0,
-        "seconds after which a host that does not answer counts as lost; its ranks may compute for longer",
+        "seconds without an answer from a host's kernel after which the host counts as lost, however long its"
+        " ranks may compute",
     )
-    runtime: str = _setting(  # type: ignore[assignment]
+    runtime: str = _setting(
         "COMMSCHED_RUNTIME",
         "",
-        "which engine carries the collectives; unset: horovod under horovodrun, else torch",
+        "library that carries out the collectives; unset: horovod under horovodrun, else torch",
         ("", "horovod", "torch"),
     )
-    launcher: str = _setting(  # type: ignore[assignment]
+    launcher: str = _setting(
         "COMMSCHED_LAUNCHER",
         "",
-        "whose variables to believe where several launchers' are set",
+        "launcher whose variables are read when those of several are set",
         ("", "horovodrun", "torchrun", "mpirun", "none"),
     )
-    master_addr: str = _setting(  # type: ignore[assignment]
-        "COMMSCHED_MASTER_ADDR", "", "address of rank 0, where the launcher can not tell it (rarely needed)"
+    master_addr: str = _setting(
+        "COMMSCHED_MASTER_ADDR", "", "address of rank 0, for launchers that do not provide it (rarely needed)"
     )
-    master_port: int = _setting(  # type: ignore[assignment]
+    master_port: int = _setting(
         "COMMSCHED_MASTER_PORT", 0, "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR"
     )
-    transport: str = _setting(  # type: ignore[assignment]
-        "COMMSCHED_TRANSPORT", "", "how the optimizer moves bytes; unset: chosen for the device"
+    transport: str = _setting(
+        "COMMSCHED_TRANSPORT", "", "transport of the optimizer's buckets; unset: chosen for the device"
     )
-    timeline: str = _setting(  # type: ignore[assignment]
+    timeline: str = _setting(
         "COMMSCHED_TIMELINE",
         "",
-        "file in which the optimizer records what every rank computed and sent (chrome://tracing)",
+        "file to which the optimizer writes when each rank computed and communicated (chrome://tracing)",
     )
-    nccl_register: str = _setting(  # type: ignore[assignment]
+    nccl_register: str = _setting(
         "COMMSCHED_NCCL_REGISTER",
         "",
-        "1: the optimizer's buckets stand in memory registered with NCCL; the same on all ranks",
+        "1: allocate the optimizer's buckets in memory registered with NCCL; set it on all ranks alike",
         ("", "0", "1"),
     )
 
 
-def _parse(variable: str, text: str, default: object) -> object:
+def _parse(variable: str, text: str, default: Any) -> Any:
+    """Convert `text` to the type of `default`."""
     if isinstance(default, str):
         return text
     try:
@@ -79,8 +79,8 @@ def _parse(variable: str, text: str, default: object) -> object:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`; ``ValueError`` names a variable whose value is not allowed."""
-    values: dict[str, object] = {}
+    """Return the settings in `environ`; ``ValueError`` names a variable whose value is not allowed."""
+    values: dict[str, Any] = {}
     for item in fields(Settings):
         variable, choices = item.metadata["variable"], item.metadata["choices"]
         text = environ.get(variable, "").strip()
@@ -90,18 +90,17 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         if choices and value not in choices:
             raise ValueError(f"{variable} must be one of {', '.join(filter(None, choices))}, but is {text!r}")
         values[item.name] = value
-    return Settings(**values)  # type: ignore[arg-type]
+    return Settings(**values)
 
 
 @functools.cache
 def settings() -> Settings:
-    """The settings of this process, read from ``os.environ`` on the first call and again by every
-    ``init()``."""
+    """Return this process's settings. The first call and every ``init()`` read ``os.environ``."""
     return read_settings(os.environ)
 
 
 def describe() -> str:
-    """One line per variable: name, default and meaning."""
+    """Return one line per variable: name, default and meaning."""
     return "\n".join(
         f"{f.metadata['variable']:<24} {f.default!r:<8} {f.metadata['doc']}" for f in fields(Settings)
     )

@@ -148,7 +148,7 @@ class Hosts:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             return self.cluster.run(host, [sys.executable, *program], variables, **streams)
         if host not in self._servers:  # the cluster ends it with everything else on its hosts
-            self._servers[host] = ForkServer(base, partial(self.cluster.run, host))
+            self._servers[host] = ForkServer.start(base, partial(self.cluster.run, host))
         return self._servers[host].spawn(program, environ, Path.cwd(), output)
 
     def _need_ssh(self) -> None:
@@ -174,6 +174,7 @@ def spawn_rank(
     base: Mapping[str, str],
     folder: Path | None = None,
     output: Output = None,
+    errors: Output = None,
 ) -> Process:
     """Run `python PROGRAM...` on this machine, in a session of its own, with these variables and no others.
 
@@ -182,15 +183,20 @@ def spawn_rank(
     """
     folder = folder or Path.cwd()
     if fork_server.can_fork(variables, base):
-        return fork_server.server(index, base).spawn(program, variables, folder, output)
-    return popen([sys.executable, *program], variables, folder, output)
+        return fork_server.server(index, base).spawn(program, variables, folder, output, errors)
+    return popen([sys.executable, *program], variables, folder, output, errors)
 
 
 def popen(
-    command: Sequence[str], variables: Mapping[str, str], folder: Path, output: Output = None
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path,
+    output: Output = None,
+    errors: Output = None,
 ) -> Process:
     """The same for any command, without forking."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    errors = output if errors is None else errors
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
     return subprocess.Popen(command, env=variables, cwd=folder, start_new_session=True, **streams)
 
 

@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def environment(threads: int = 1) -> dict[str, str]:
     """Variables for every rank: its threads, and this checkout importable."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path not in ("", str(ROOT))]
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
 
 
 def rank_variables(

@@ -1,4 +1,4 @@
-# Sourced by install.sh, horovod.sh, dist.sh and tests/run: where things are, and how to speak.
+# Sourced by install.sh, horovod.sh, matrix.sh, dist.sh and tests/run: paths, messages, logged steps.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CACHE=${COMMSCHED_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/commsched}
@@ -11,17 +11,17 @@ fail() {
     exit 1
 }
 
-# attempt NAME WHAT COMMAND...: runs the command with its output in a log, and returns its status.
+# attempt NAME TITLE COMMAND...: runs the command, writes its output to the log NAME, returns its status.
 attempt() {
-    local log=$LOGS/$1.log what=$2 begin=$SECONDS
+    local log=$LOGS/$1.log title=$2 begin=$SECONDS
     shift 2
     mkdir -p "$LOGS"
-    say "$what ..."
+    say "$title ..."
     "$@" >"$log" 2>&1 </dev/null || return
-    say "$what: done in $((SECONDS - begin)) s"
+    say "$title: done in $((SECONDS - begin)) s"
 }
 
-# step NAME WHAT COMMAND...: an attempt that must succeed; shows the log's tail when it fails.
+# step NAME TITLE COMMAND...: like attempt, but shows the end of the log and exits if the command fails.
 step() {
     attempt "$@" && return
     tail -n 25 "$LOGS/$1.log" >&2
@@ -30,7 +30,8 @@ step() {
 
 may_install_debian_packages() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 
-# A machine that has just started often updates itself. `install` waits for that; `update` does not, so it is tried again.
+# A machine that has just started often updates itself and holds apt's locks. `install` waits for them; `update` does not,
+# so repeat it.
 install_debian_packages() {
     local pause
     for pause in 5 10 20 40 0; do
@@ -41,7 +42,7 @@ install_debian_packages() {
     DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
 }
 
-# The environment in use: an active virtualenv or conda environment, else .venv in the checkout.
+# Sets ENVIRONMENT and PYTHON: the active virtualenv or conda environment, else .venv in the checkout.
 find_environment() {
     ENVIRONMENT=${VIRTUAL_ENV:-${CONDA_PREFIX:-$ROOT/.venv}}
     PYTHON=$ENVIRONMENT/bin/python
@@ -51,13 +52,13 @@ find_environment() {
     fi
 }
 
-# Nothing is to be written outside the checkout and the cache: pip and matplotlib would write below HOME.
+# Redirects the caches that pip and matplotlib would write below HOME.
 keep_home_clean() {
     export PIP_CACHE_DIR=$CACHE/pip MPLCONFIGDIR=$CACHE/matplotlib
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 }
 
-# The variables that change how Horovod is built; those that only matter at run time must not cause a new build.
+# The variables that change how Horovod is built. Those for run time are left out, so that they cause no new build.
 horovod_build_variables() {
     env | grep -E '^HOROVOD_(GPU|NCCL|CUDA|ROCM|CPU|MPI|GLOO|WITH|WITHOUT|BUILD|CMAKE)' | sort || true
 }

@@ -2,9 +2,10 @@
 
     python docker/cuda_toolkit.py NVCC FOLDER
 
-nvcc may be a wrapper script, or come without headers and libcudart. The toolkit that nvcc names is searched
-first, then the wheels that a CUDA build of torch brings: nvidia/cuda_runtime and its neighbours (CUDA 12), or
-nvidia/cu13 (CUDA 13). FOLDER gets the unversioned names that linkers look for, which wheels leave out.
+nvcc may be a wrapper script, or come without headers and libcudart. The toolkit that nvcc reports is searched
+first, then the wheels that come with a CUDA build of torch: nvidia/cuda_runtime and its neighbours (CUDA 12),
+or nvidia/cu13 (CUDA 13). Wheels lack the unversioned library names that linkers need: FOLDER gets links with
+these names.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ HEADER = "cuda_runtime.h"
 
 
 def toolkit(nvcc: str) -> Path | None:
-    """The folder that nvcc takes headers and libraries from, in its own words."""
+    """Return the folder from which nvcc takes headers and libraries, as nvcc reports it."""
     dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
     tops = [line.removeprefix("#$ TOP=").strip() for line in dry_run.stderr.splitlines() if "TOP=" in line]
     return Path(tops[0]).resolve() if tops else None
 
 
 def wheel_folders() -> list[Path]:
-    """The folders of all nvidia wheels in this environment, the one with the runtime first."""
+    """Return the folders of all nvidia wheels in this environment, the one with the runtime first."""
     found = find_spec("nvidia")
     places = [Path(place) for place in found.submodule_search_locations or []] if found else []
     folders = [folder for place in places for folder in sorted(place.iterdir()) if folder.is_dir()]
@@ -38,7 +39,7 @@ def includes(folders: list[Path]) -> list[Path]:
 
 
 def cudart(folders: list[Path]) -> Path | None:
-    """The shared runtime library, under its plain name or a versioned one."""
+    """Return the shared runtime library, under its plain name or a versioned one."""
     for folder in folders:
         for place in (folder / "lib64", folder / "lib"):
             if names := sorted(place.glob("libcudart.so*"), key=lambda path: len(path.name)):
@@ -47,7 +48,7 @@ def cudart(folders: list[Path]) -> Path | None:
 
 
 def variables(nvcc: str, links: Path) -> dict[str, str]:
-    """`links` gets lib/libcudart.so and bin/nvcc: the folder stands for the toolkit's root."""
+    """Create lib/libcudart.so and bin/nvcc in `links` and return variables that use it as a toolkit."""
     top = toolkit(nvcc)
     folders = [*([top] if top else []), *wheel_folders()]
     headers, library = includes(folders), cudart(folders)

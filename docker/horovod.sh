@@ -3,7 +3,7 @@
 #
 # Builds a wheel of Horovod for PYTHON and its torch, unless the cache has it, and prints the wheel's path.
 # With --where only prints where the wheel is or would be. Environment: see install.sh --help.
-# Exit status 3: the wheel cannot be built here, as one line has said.
+# Exit status 3: the wheel cannot be built here; a line on stderr names the log.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 keep_home_clean
@@ -28,7 +28,7 @@ PY
     eval "$probe"
 }
 
-# Sets options (what the build is given) and wheel (where it belongs).
+# Sets options (variables for the build) and wheel (its path in the cache).
 choose_options() {
     options=(HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1)
     local features=gloo
@@ -49,7 +49,7 @@ choose_options() {
     wheel+=/horovod-$VERSION-${tag%%-*}-${tag%%-*}-linux_${tag#*-}.whl
 }
 
-# torch brings NCCL as a wheel whose library has no unversioned name, which the linker asks for.
+# NCCL comes with torch as a wheel, whose library lacks the unversioned name that the linker needs.
 point_at_nccl() {
     [ -n "$nccl_home" ] && [ -z "${HOROVOD_NCCL_HOME:-}" ] || return 0
     mkdir -p "$work/nccl/lib"
@@ -58,7 +58,7 @@ point_at_nccl() {
     options+=("HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED)
 }
 
-# Horovod's sources ask for C++14; the headers of torch need more.
+# Horovod's CMakeLists.txt set C++14; torch's headers need a newer standard.
 raise_cxx_standard() {
     local file
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
@@ -68,7 +68,7 @@ raise_cxx_standard() {
     done
 }
 
-# nvcc may be a script far from its toolkit, or stand alone beside the wheels that hold headers and libcudart.
+# nvcc may be a script outside of its toolkit, or come without headers and libcudart, which are then in wheels.
 point_at_cuda() {
     local nvcc found
     [ -n "$torch_cuda" ] && [ -z "${HOROVOD_CUDA_HOME:-}" ] && nvcc=$(command -v nvcc) || return 0

@@ -7,25 +7,24 @@ usage() {
     cat <<'TEXT'
 usage: docker/install.sh [--help]
 
-Makes everything that commsched needs, and does nothing where nothing has changed. It uses the active virtualenv or
-conda environment, else .venv in the checkout; keeps a torch that is there, else installs one; builds Horovod from its
-sources and keeps the wheel in a cache; builds this project as an editable install.
+Installs everything that commsched needs; ends at once if nothing has changed since its last run. Uses the active
+virtualenv or conda environment, else .venv in the checkout; keeps an installed torch, else installs one; builds Horovod
+from its sources and caches the wheel; builds this project as an editable install.
 
 Needs: Python 3.10 or newer with its headers and venv, a C++ compiler, Open MPI (openmpi-bin and libopenmpi-dev on
-Debian, which it installs when it runs as root). Where Horovod cannot be built, it goes on without: torchrun and mpirun
-start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for Horovod; tests/run
-installs those.
+Debian, installed automatically when run as root). Where Horovod cannot be built, continues without it: torchrun and
+mpirun then start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for Horovod;
+tests/run installs those.
 
 Environment:
-  COMMSCHED_CACHE             the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
-  COMMSCHED_PYTHON            the Python that .venv is made with (default: the first that fits on PATH)
-  COMMSCHED_TORCH             what is installed where torch is missing (default: with a GPU, or with
-                              COMMSCHED_WITH_CUDA=1, the newest that is supported, torch>=2.6,<2.16; without one
-                              torch==2.13.0, the newest with a CPU build)
-  COMMSCHED_WITHOUT_MPI=1     Horovod with Gloo alone, no MPI
-  COMMSCHED_WITHOUT_HOROVOD=1 no Horovod: torchrun and mpirun start the ranks
-  COMMSCHED_WITH_CUDA=0|1     leave CUDA out / insist on it (default: when nvcc is found)
-  HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), as its other build variables are
+  COMMSCHED_CACHE             folder of the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
+  COMMSCHED_PYTHON            Python to make .venv with (default: the first on PATH that is new enough)
+  COMMSCHED_TORCH             requirement to install where torch is missing (default: torch>=2.6,<2.16 with a GPU or
+                              COMMSCHED_WITH_CUDA=1, else torch==2.13.0, the newest release with a CPU build)
+  COMMSCHED_WITHOUT_MPI=1     build Horovod without MPI, with Gloo only
+  COMMSCHED_WITHOUT_HOROVOD=1 do not install Horovod: torchrun and mpirun start the ranks
+  COMMSCHED_WITH_CUDA=0|1     0: build without CUDA; 1: fail where nvcc is missing (default: CUDA if nvcc is found)
+  HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), like its other build variables
 TEXT
 }
 
@@ -33,11 +32,11 @@ check_switch() {
     case ${!1:-0} in 0 | 1) ;; *) fail "$1 must be 0, 1 or unset, not '${!1}'" ;; esac
 }
 
-# --- what is there already -------------------------------------------------------------------------------------------
+# --- what is installed already -------------------------------------------------------------------------------------------
 
 site_packages() { echo "$ENVIRONMENT"/lib/python3.*/site-packages; }
 
-# Everything that the built extension depends on: where it lives, sources, torch, and how it is to be built.
+# Prints all that the built extension depends on: paths, sources, torch and build options.
 project_key() {
     cd "$ROOT"
     echo "$ROOT" "$ENVIRONMENT" "$(site_packages)"/torch-*.dist-info "${COMMSCHED_WITH_CUDA:-}" "${COMMSCHED_CUDA_ARCHS:-}"
@@ -47,14 +46,14 @@ project_key() {
         \( -path 'comm_core/c*' -o -path 'comm_core/*.h' -o ! -path 'comm_core/*' \) -print0 | sort -z | xargs -0 sha256sum
 }
 
-# All of that and Horovod.
+# Prints all that the whole environment depends on: the project and Horovod.
 whole_key() {
     project_key
     echo "${COMMSCHED_WITHOUT_MPI:-0}" "${COMMSCHED_WITHOUT_HOROVOD:-0}" "$(site_packages)"/horovod-*.dist-info
     horovod_build_variables
 }
 
-# stamped NAME: the key that NAME_key gives was left by an earlier run that succeeded.
+# stamped NAME: succeeds if the last successful run had the key that NAME_key prints now.
 stamped() { [ "$("$1_key" | sha256sum)" = "$(cat "$ROOT/build/stamps/$1" 2>/dev/null)" ]; }
 
 stamp() {
@@ -115,29 +114,29 @@ make_environment() {
     [ ! -x "$PYTHON" ] || return 0
     local base
     base=$(find_python)
-    # A torch that comes with the base Python, as in PyTorch's own images, is kept by looking through to it.
-    local through=()
-    if "$base" -I -c 'import torch' 2>/dev/null; then through=(--system-site-packages); fi
-    step venv "making $ENVIRONMENT with $base" "$base" -m venv --clear "${through[@]}" "$ENVIRONMENT"
+    # Use a torch of the base Python, as PyTorch's own images have it.
+    local site_packages=()
+    if "$base" -I -c 'import torch' 2>/dev/null; then site_packages=(--system-site-packages); fi
+    step venv "making $ENVIRONMENT with $base" "$base" -m venv --clear "${site_packages[@]}" "$ENVIRONMENT"
 }
 
 has_module() { "$PYTHON" -I -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$1'))"; }
 
-# Every tool that a build without isolation needs; cffi would otherwise be fetched by Horovod's setup.py.
+# The tools for builds without isolation, and cffi, which Horovod's setup.py would download otherwise.
 install_build_tools() {
     has_module pip || step pip "getting pip" "$PYTHON" -m ensurepip
     step build-tools "getting the build tools" "$PYTHON" -m pip install \
         'setuptools>=77.0.3' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
 }
 
-# Releases after 2.13 have no CPU build: they bring several GB that a machine without a GPU cannot use.
+# Releases after 2.13 have no CPU build: they install several GB that a machine without a GPU cannot use.
 default_torch() {
     local gpu=${COMMSCHED_WITH_CUDA:-}
     [ -n "$gpu" ] || { nvidia-smi >/dev/null 2>&1 && gpu=1; }
     if [ "$gpu" = 1 ]; then echo "torch>=2.6,<2.16"; else echo "torch==2.13.0"; fi
 }
 
-# Not has_module: an installation that was interrupted leaves modules without metadata.
+# Reads the metadata, because an interrupted installation leaves importable modules without metadata.
 torch_requirement() {
     "$PYTHON" -I -c 'from importlib.metadata import version; print("torch==" + version("torch"))' 2>/dev/null
 }
@@ -150,7 +149,7 @@ install_torch() {
 
 horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }
 
-# do_without_horovod STATUS: an older one, built for another torch, goes too: it could not be imported.
+# do_without_horovod STATUS: removes an older Horovod, which was built for another torch and cannot be imported.
 do_without_horovod() {
     [ "$1" = 3 ] || exit "$1"
     if has_module horovod; then
@@ -159,7 +158,7 @@ do_without_horovod() {
     say "going on without Horovod: torchrun starts the ranks (to try again: rm '$ROOT/build/stamps/whole')"
 }
 
-# A Horovod that this script did not install is kept. Its own is replaced once torch or the options have changed.
+# Keeps a Horovod that this script did not install; replaces its own one once torch or the options have changed.
 install_horovod() {
     [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
     local mark=$ENVIRONMENT/.commsched-horovod wheel
@@ -183,7 +182,7 @@ install_horovod() {
 install_project() {
     ! project_is_installed || return 0
     rm -f "$ROOT/build/stamps/project"
-    # Naming the torch that is there keeps pip from replacing one that is too old: that is for its owner to decide.
+    # Require the installed torch, so that pip fails for one that is too old instead of replacing it.
     local torch
     torch=$(torch_requirement)
     step project "building commsched (a minute or two)" \
@@ -192,7 +191,7 @@ install_project() {
     stamp project
 }
 
-# The first plan compiles the search's kernels, into the checkout: better now than while ranks wait for it.
+# The first plan compiles the search's kernels and caches them in the checkout: do it now, while no ranks wait for it.
 compile_kernels() {
     say "compiling the scheduler's kernels ..."
     "$PYTHON" >"$LOGS/kernels.log" 2>&1 -c '
@@ -208,7 +207,7 @@ for gather in ("gradients", "parameters"):
 case ${1:-} in
 --help | -h) usage && exit ;;
 '') ;;
-*) fail "unknown argument '$1'; docker/install.sh --help says what there is" ;;
+*) fail "unknown argument '$1'; docker/install.sh takes only --help" ;;
 esac
 for switch in COMMSCHED_WITHOUT_MPI COMMSCHED_WITHOUT_HOROVOD COMMSCHED_WITH_CUDA; do check_switch $switch; done
 find_environment

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docker/matrix.sh: builds and tries the project with several versions of torch, each in an environment of its own.
+# docker/matrix.sh: builds and tests the project with several versions of torch, each in an environment of its own.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -7,16 +7,16 @@ usage() {
     cat <<'TEXT'
 usage: docker/matrix.sh [--keep] [--horovod] VERSION...
 
-For each VERSION of torch (2.6 means the newest 2.6.x) copies the checkout to build/matrix/VERSION, lets
-docker/install.sh make an environment there, and runs a few tests of real processes: two ranks under torchrun and
-every exact comparison of DistributedOptimizer on two ranks, a pipeline, images split over ranks. Prints one row per
-VERSION at the end. Exit status: 0 when every VERSION passed, 1 when one failed, 2 for a wrong argument.
+For each VERSION of torch (2.6 means the newest 2.6.x) copies the checkout to build/matrix/VERSION, runs
+docker/install.sh there and then a few tests with real processes: two ranks under torchrun, every exact comparison of
+DistributedOptimizer on two ranks, a pipeline, images split over ranks. Prints one row per VERSION at the end. Exit
+status: 0 if every VERSION passed, 1 if one failed, 2 for a wrong argument.
 
   --keep      keep the copies and environments for the next run (a CUDA build of torch takes up to 9 GB)
   --horovod   build Horovod too (several minutes for each VERSION)
 
-Environment: see docker/install.sh --help. COMMSCHED_WITH_CUDA is 0 here unless set. COMMSCHED_MATRIX_GB (16) is
-the space that must be free before each VERSION.
+Environment: see docker/install.sh --help. COMMSCHED_WITH_CUDA defaults to 0 here. COMMSCHED_MATRIX_GB is the disk
+space that must be free before each VERSION, in GB (default: 16).
 
 example: docker/matrix.sh 2.6 2.10 2.13 2.15
 TEXT
@@ -28,17 +28,17 @@ SMOKE=(
     tests/dist/test_pipeline_processes.py::test_profile_partition_train
     tests/dist/test_spatial_processes.py
 )
-# Of the tests with a number of ranks in brackets, those with two.
+# Selects the tests with two ranks: their names end with the number of ranks in brackets.
 TWO_RANKS='test_torchrun or test_profile_partition_train or 2]'
-# A build of torch for CUDA and its wheels, unpacked, while pip still holds the downloads.
+# Enough for a CUDA build of torch, unpacked, and pip's downloads of it.
 NEEDED_GB=${COMMSCHED_MATRIX_GB:-16}
 
 wrong() {
-    say "error: $*; docker/matrix.sh --help says what there is"
+    say "error: $*; see docker/matrix.sh --help"
     exit 2
 }
 
-# As git sees the checkout: tracked files and new ones, without builds. An environment and objects of an earlier run stay.
+# Copies tracked and untracked files, but no ignored ones. Keeps the environment and objects of an earlier run.
 copy_checkout() {
     mkdir -p "$1"
     find "$1" -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
@@ -48,7 +48,7 @@ copy_checkout() {
 
 free_gb() { df -Pk "$ROOT" | awk 'NR == 2 { print int($4 / 1048576) }'; }
 
-# run_in FOLDER COMMAND...: with the folder's own environment, whatever environment is active.
+# run_in FOLDER COMMAND...: runs it with the folder's own environment, even if another one is active.
 run_in() {
     local folder=$1
     shift
@@ -57,7 +57,7 @@ run_in() {
         OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 "$@"
 }
 
-# Sets result, found (torch and Python as they were installed), build and tests (seconds).
+# Sets result, found (versions of torch and Python), build and tests (both in seconds).
 try_version() {
     local version=$1 folder=$ROOT/build/matrix/$1 begin=$SECONDS python
     local requirement="torch==$version"

@@ -1,4 +1,4 @@
-"""Which backend moves an optimizer's buckets: the engine on the CPU, or streams on a GPU."""
+"""Chooses the backend that moves an optimizer's buckets: the C++ engine on a CPU, streams on a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from commsched.backends.interface import Backend
 from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 
-# Two more names in the place of a transport: in-stream, also for CPU tensors; gradients one by one.
+# Further values of `transport`: streams, also for CPU tensors; no buckets, each gradient reduced by itself.
 STREAM, PLAIN = "stream", "plain"
 
 
 def wanted_transport(transport: str | Backend | None) -> str | None:
-    """The transport asked for by argument or environment; None where a backend was given."""
+    """Return the transport that the argument or the environment names; None for a backend."""
     if isinstance(transport, Backend):
         return None
     return (transport or settings().transport or "").lower() or None
@@ -25,9 +25,10 @@ def wanted_transport(transport: str | Backend | None) -> str | None:
 def backend_for(
     params: Sequence[torch.Tensor], transport: str | Backend | None, process_set: ProcessSet
 ) -> Backend:
-    """The backend for where these parameters are; ``transport="stream"`` treats CPU tensors as a GPU's.
+    """Return the backend for the parameters' device. Collective.
 
-    A backend in the place of a transport is taken as it is: emulations bring their own. Collective.
+    ``transport="stream"`` uses streams for CPU tensors too. A backend passed as the transport is returned as
+    it is, which emulations use.
     """
     if isinstance(transport, Backend):
         return transport

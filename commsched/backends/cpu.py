@@ -1,4 +1,4 @@
-"""Buckets in the host's memory: the C++ engine moves them on a thread of its own."""
+"""The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from commsched.process import failure_monitor
 
 # Elements per rank of the message that precedes each timed one.
 _FILLER = 1 << 16
-# Each optimizer has its own connections: messages of two engines must never meet. The optimizers of one
-# process set are made in the same order on all of its ranks, as everything collective is.
+# Each optimizer has its own connections, so that messages of two engines cannot mix. All ranks of a process
+# set make its optimizers in the same order, so that the numbers agree.
 _channels: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 
 def new_channel(process_set: ProcessSet) -> int:
-    """A number that no other connections of this process set have."""
+    """Return a number that no other connections of this process set use."""
     return next(_channels[epoch(), registered_id(process_set)])
 
 
 class _Translated:
-    """A context that turns the engine's errors into ``CommError``. It costs less than a generator would."""
+    """A context manager that turns the engine's errors into ``CommError``; cheaper than a generator."""
 
     def __enter__(self) -> None:
         pass
@@ -110,7 +110,7 @@ class EngineBackend(Backend):
             return self.engine.ag_done(bucket)
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """Only while the engine has nothing to do or waits for an update: both use the transport."""
+        """All-gather now. The engine must be idle or wait for an update: both use the transport."""
         self._outside += 1
         with translated:
             self._transport.all_gather(buffer, step=-self._outside)
@@ -121,7 +121,7 @@ class EngineBackend(Backend):
         seconds = []
         with translated:
             for _ in range(3):
-                # Shaped links let a burst through after a pause; behind other traffic, the rate shows.
+                # A shaped link sends at full speed after a pause: this message uses that burst up.
                 transport.all_gather(filler)
                 start = time.monotonic()
                 transport.reduce_scatter(data)
@@ -140,10 +140,10 @@ class EngineBackend(Backend):
 
 
 def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBackend:
-    """The engine over new connections among the ranks of a process set. Collective."""
+    """Return the engine over new connections among the ranks of a process set. Collective."""
     timeout = settings().timeout
     name, carrier = make_transport(transport, process_set, new_channel(process_set), timeout)
     backend = EngineBackend(Ranks(process_set), name, carrier, timeout)
-    if name in OVER_GROUPS:  # the other transports notice a lost rank themselves, and can say what failed
+    if name in OVER_GROUPS:  # the other transports notice a lost rank themselves
         failure_monitor.register(backend, process_set.ranks or ())
     return backend

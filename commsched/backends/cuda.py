@@ -1,8 +1,7 @@
-"""Buckets in a device's memory: streams and NCCL move them, the host waits for nothing.
+"""The backend for buckets in a GPU's memory: streams and NCCL move them, and the host does not wait.
 
-The flags, which say what every rank's host has done, stay on the host: a CPU backend sums them, so that
-reading them never waits for the device, and a lost rank is noticed by the others' hosts while their devices
-hang.
+The flags, which hold what every rank's host has done, stay on the host and a CPU backend sums them. So
+reading them never waits for the GPU, and the hosts notice a lost rank while their GPUs hang.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from commsched.optimizer.layer_timing import Watch
 from commsched.process import failure_monitor
 
 _TIMED_EXCHANGES = 5
-# Seconds that a script that ends with an exception waits for its GPU: other ranks may never come.
+# Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
 _PATIENCE_AFTER_AN_ERROR = 5.0
 _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
 
@@ -65,7 +64,7 @@ class StreamBackend(Backend):
     # -- failures --------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Where the host waits for the GPU, this ends the wait."""
+        """End every wait with an error, also the host's waits for the GPU."""
         self._fail(reason)
         warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
@@ -120,9 +119,7 @@ class StreamBackend(Backend):
         self._stream_of.clear()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        """The gradient stays where autograd has put it until its bucket is complete: then one launch packs
-        the bucket.
-        """
+        """Remember the gradient: one launch packs all of a bucket's gradients when the bucket is complete."""
         self._stream_of[param] = self.streams.current()
         if grad.data_ptr() == slot.data_ptr():
             return
@@ -137,7 +134,7 @@ class StreamBackend(Backend):
             slot.copy_(offered)
 
     def mark_ready(self, bucket: int) -> None:
-        """Packs the gradients that were put, on the current stream; the bucket travels behind that."""
+        """Pack the bucket's gradients on the current stream; the bucket is sent behind that."""
         if bucket >= self._first_flags:
             self.host.mark_ready(bucket - self._first_flags)
             return
@@ -163,7 +160,7 @@ class StreamBackend(Backend):
         return self._flat[slot.group].narrow(0, slot.offset, slot.numel)
 
     def _join_streams(self, params: Sequence[int]) -> None:
-        """Gradients may come from several streams: the current one waits for the others."""
+        """Make the current stream wait for every stream on which a gradient was computed."""
         current = self.streams.current()
         for stream in dict.fromkeys(self._stream_of[i] for i in params if i in self._stream_of):
             if stream != current:
@@ -199,8 +196,9 @@ class StreamBackend(Backend):
         self._home = self.streams.current()
 
     def updates_issued(self) -> None:
-        """The stream of the user's steps waits for updates on another one: whoever finds a parameter complete
-        later, on the usual stream, does not.
+        """Make the stream of the user's steps wait for updates that were started on another stream.
+
+        Code that later finds a parameter complete, on the usual stream, does not wait for it.
         """
         current = self.streams.current()
         if current != self._home:
@@ -216,7 +214,7 @@ class StreamBackend(Backend):
             self.host.gather_now(buffer)
 
     def exchange_seconds(self, size: int) -> float:
-        """The mean of several exchanges behind each other."""
+        """Return the mean duration of several consecutive exchanges."""
         unit = self.ranks.size * 64
         data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
         device, collectives = self.streams, self.collectives
@@ -235,14 +233,16 @@ class StreamBackend(Backend):
         return self.schedule.events(clear)
 
     def watch(self) -> Watch:
-        """Every moment is a mark on the stream: the host is ahead of the device and knows no times. Waits
-        cannot be told from work.
+        """Return a recorder whose moments are marks on the stream.
+
+        The host runs ahead of the GPU and cannot take the times itself. Marks do not separate waits from
+        work.
         """
         device = self.streams
         return Watch(lambda: device.record(device.current()), device.moment, sees_waits=False)
 
     def close(self, orderly: bool = True) -> None:
-        """Waits for what travels; the group's connections and memory are given back."""
+        """Wait for operations in flight, then close the group's connections and free its memory."""
         patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
         if self._failure is None and not self.streams.finished(patience):
             self._fail(f"rank {self.ranks.rank}: the GPU did not end its communication within {patience:g} s")
@@ -257,7 +257,7 @@ class StreamBackend(Backend):
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
-    """A backend over new connections; ``transport`` carries the flags. Collective."""
+    """Return a backend over new connections; ``transport`` is for the flags. Collective."""
     host, timeout = engine_backend(process_set, transport), settings().timeout
     streams, channel = device_of(device), new_channel(process_set)
     collectives = collectives_for(host.ranks, streams, channel)

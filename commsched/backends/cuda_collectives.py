@@ -17,9 +17,8 @@ from commsched.backends.ranks import Ranks
 from commsched.backends.transports import make_transport
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import private_group
-from commsched.collectives.torch_carrier.operation import device_name
 from commsched.env import settings
-from commsched.process.groups import nccl_usable
+from commsched.process.groups import device_name, nccl_usable
 
 
 class Collectives(Protocol):
@@ -33,14 +32,14 @@ class Collectives(Protocol):
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Ends operations in flight, because another rank is gone. From any thread."""
+        """End operations in flight, because another rank is gone. May be called from any thread."""
 
     def close(self) -> None:
-        """Ends the group's connections; nothing is in flight any more."""
+        """Close the group's connections. No operation may be in flight."""
 
 
 class NcclCollectives:
-    """In the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
+    """Runs in the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
 
     name, scales = "nccl", False
 
@@ -51,7 +50,7 @@ class NcclCollectives:
         self._reduce = ReduceScatterOptions()
         self._gather = AllgatherOptions()
         for options in (self._reduce, self._gather):
-            # On the caller's stream itself; a torch that does not know this uses its own stream and joins it.
+            # Use the caller's stream; older versions of torch use their own stream and join it.
             if hasattr(options, "asyncOp"):
                 options.asyncOp = False
 
@@ -87,7 +86,7 @@ class NcclCollectives:
 
 
 class StagedCollectives:
-    """Through the host's memory and a CPU transport; blocks. For CPU tensors, and ranks that share a GPU."""
+    """Runs through the host's memory and a CPU transport, and blocks; for CPU tensors and shared GPUs."""
 
     name, scales = "staged", True
 
@@ -121,9 +120,7 @@ class StagedCollectives:
 
 
 def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:
-    """NCCL where every rank has a GPU of its own; made through the store on which the ranks met, under
-    whichever launcher.
-    """
+    """Return NCCL's collectives if every rank has a GPU of its own, else those through the host."""
     example = torch.empty(0, device=device.device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))
     if nccl_usable(names):

@@ -1,6 +1,6 @@
-"""The operations on streams and events that the order of communication needs.
+"""The operations on streams and events that ordered communication needs.
 
-``CudaDevice`` uses torch's. ``ImmediateDevice`` stands for CPU tensors: every operation is done when its call
+``CudaDevice`` uses torch's. ``ImmediateDevice`` serves CPU tensors: every operation is done when its call
 returns, so nothing waits. Tests have a device of their own that runs streams in any legal order.
 """
 
@@ -29,26 +29,26 @@ class Device(ABC):
 
     @abstractmethod
     def current(self) -> Stream:
-        """The stream on which the calling thread computes."""
+        """Return the stream on which the calling thread computes."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """Puts a mark behind everything that is on the stream now, and returns it."""
+        """Put a mark behind all operations on the stream and return it."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Makes later operations on the stream run after the mark. Never blocks the host."""
+        """Make later operations on the stream run after the mark. Does not block the host."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within it, operations go onto this stream."""
+        """Return a context in which operations go onto this stream."""
 
     @abstractmethod
     def has_passed(self, event: Event) -> bool:
-        """Whether everything before the mark is done."""
+        """Return whether everything before the mark is done."""
 
     def finished(self, patience: float) -> bool:
-        """Waits until the communication stream has done all it has now; False after ``patience`` seconds."""
+        """Wait until the communication stream has finished; False after ``patience`` seconds."""
         end, latest = self.record(self.comm), time.monotonic() + patience
         while not self.has_passed(end):
             if time.monotonic() > latest:
@@ -58,15 +58,15 @@ class Device(ABC):
 
     @abstractmethod
     def moment(self, event: Event) -> float:
-        """When the mark was passed, in seconds of ``time.monotonic()``; waits for it."""
+        """Wait for the mark; return when it was passed, in seconds of ``time.monotonic()``."""
 
     @abstractmethod
     def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keeps the tensor's memory from being reused before the stream has done all it has now."""
+        """Do not reuse the tensor's memory before the stream has finished all operations it has now."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether operations are only recorded now, to be run later (CUDA graphs)."""
+        """Return whether operations are recorded into a CUDA graph and not run."""
 
 
 class CudaDevice(Device):
@@ -115,7 +115,7 @@ class CudaDevice(Device):
 
 
 class ImmediateDevice(Device):
-    """The CPU, where operations are done at once. Marks are moments."""
+    """The CPU, where operations end when their calls return. Marks are times."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.comm = device, "host"

@@ -19,35 +19,34 @@ from commsched.backends.ranks import Ranks, ranks_text
 from commsched.env import settings
 from commsched.errors import CommError
 
-# Seconds.
-_PATIENCE_AT_THE_END = 5.0
+_PATIENCE_AT_THE_END = 5.0  # seconds
 
 
 class Memory:
     """torch's memory, which needs no registration."""
 
     def room(self) -> AbstractContextManager[Any]:
-        """The context in which the next plan's buckets are allocated."""
+        """Return the context in which the next plan's buckets are allocated."""
         return nullcontext()
 
     def take_over(self) -> None:
-        """Replaces the former plan's buckets by the next one's, which are all allocated."""
+        """Free the former plan's buckets, after those of the next plan were allocated."""
 
     def forget(self) -> None:
-        """Called when the group has been aborted, which ends its registrations too."""
+        """Drop the registrations, which ended when the group was aborted."""
 
     def close(self) -> None:
-        """Gives registered memory back."""
+        """Free registered memory."""
 
 
 def can_register(group: Any, device: torch.device) -> bool:
-    """Whether this torch, NCCL and GPU can register memory with the ``ProcessGroupNCCL``."""
+    """Return whether torch, NCCL and the GPU can register memory with the ``ProcessGroupNCCL``."""
     known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
     return known and bool(group.supports_tensor_alloc(device))
 
 
 class RegisteredMemory(Memory):
-    """``group`` is a ``ProcessGroupNCCL``."""
+    """Memory registered with ``group``, a ``ProcessGroupNCCL``."""
 
     def __init__(self, group: Any, collectives: Collectives, device: Device, timeout: float) -> None:
         self._group, self._device, self._timeout = group, device, timeout
@@ -76,11 +75,11 @@ class RegisteredMemory(Memory):
         self._registered = None
 
     def close(self) -> None:
-        # Not long: after an exception other ranks may never come; the registration then ends with the group.
+        # Wait briefly: after an exception other ranks may never join. Closing the group deregisters too.
         self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
 
     def _give_back(self, patience: float) -> bool:
-        """Waits for the communication stream first: until it has ended NCCL reads and writes this memory."""
+        """Free the former pool, but wait for the communication stream first, whose operations use it."""
         if self._registered is None:
             return True
         if not self._device.finished(patience):

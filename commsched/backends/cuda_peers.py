@@ -1,7 +1,7 @@
 """Notices that another rank is gone while this rank's host waits for its GPU.
 
-In ``loss.item()`` the host waits for kernels that wait for another rank, and cannot look at a connection. The
-failure monitor's thread looks instead, at connections that carry nothing but a farewell.
+In ``loss.item()`` the host waits for kernels that wait for another rank, and reads no connection. The failure
+monitor's thread probes connections that carry no data but a farewell message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FAREWELL = b"!"
 
 
 class PeerConnections:
-    """``connections``: one for each rank, None for this one; ``other_failure`` tells all other failures."""
+    """``connections``: one for each rank, None for this one; ``other_failure`` returns other failures."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class PeerConnections:
             self._poll.register(number, select.POLLIN)
 
     def problem(self) -> str | None:
-        """Why the collectives of this rank cannot end, None where nothing is wrong. Returns at once."""
+        """Return why the collectives of this rank cannot end, or None. Does not block."""
         with self._lock:
             if not self._peers:
                 return None  # closed
@@ -50,7 +50,7 @@ class PeerConnections:
             return problem
 
     def _ending(self, peer: int, connection: TcpConnection) -> str | None:
-        """What is wrong with a connection that poll() reports: nothing, after a farewell."""
+        """Return what is wrong with a connection that poll() reports; None after a farewell."""
         lost = connection.host.lost()
         if lost:
             return f"rank {self._rank}: rank {peer} is lost: its {lost}"
@@ -63,7 +63,7 @@ class PeerConnections:
         )
 
     def close(self, farewell: bool) -> None:
-        """With a ``farewell`` this rank leaves in good order; without one the others abort their waits."""
+        """Close the connections. Without a ``farewell`` the other ranks then abort their waits."""
         with self._lock:
             for _, connection in self._peers.values():
                 with suppress(OSError):

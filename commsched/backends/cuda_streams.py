@@ -1,8 +1,8 @@
-"""Operations in-stream: each is put onto the communication stream in the plan's order.
+"""Puts the collectives of a step onto the communication stream, in the plan's order.
 
-This happens as soon as all operations before it are there and its own input has an event. The stream runs
-them one after the other, each behind its input's event; whoever needs a result makes its stream wait for the
-result's event. The host waits for nothing::
+The host enqueues an operation once all earlier ones are enqueued and an event marks its input. The stream
+runs the operations one after the other, each after its input's event. A stream that needs a result waits for
+the result's event, so that the host never waits::
 
     backward stream   B3 pack(0)* B2 pack(1)* B1
                                |          |
@@ -44,7 +44,7 @@ _RECORD = np.dtype(
 
 @dataclass
 class StreamBucket:
-    """``data`` is reduced (as ``wire``, where that is another type), ``gather`` or ``data`` is gathered."""
+    """``data`` is reduced (as ``wire``, if that has another type); ``gather``, else ``data``, is gathered."""
 
     data: torch.Tensor
     wire: torch.Tensor | None = None
@@ -71,7 +71,7 @@ class StreamSchedule:
         self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
 
     def install(self, order: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
-        """Replaces the order of every step, between two steps."""
+        """Replace the order of every step, between two steps."""
         self.order, self.buckets = list(order), list(buckets)
         self._next = len(self.order)
 
@@ -95,11 +95,11 @@ class StreamSchedule:
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
     def mark_ready(self, bucket: int) -> None:
-        """The bucket's gradients may travel behind all that is on the current stream now."""
+        """Allow the bucket's gradients to be sent behind all operations on the current stream."""
         self._mark(bucket, "ready")
 
     def mark_updated(self, bucket: int) -> None:
-        """The same for the bucket's updated parameters."""
+        """Allow the bucket's updated parameters to be sent behind all operations on the current stream."""
         self._mark(bucket, "updated")
 
     def _mark(self, bucket: int, what: str) -> None:
@@ -118,7 +118,7 @@ class StreamSchedule:
         return "reduced" if self.buckets[bucket].gather is None else "updated"
 
     def wait_reduced(self, bucket: int) -> None:
-        """Later operations on the current stream find this rank's shard reduced."""
+        """Make the current stream wait until this rank's shard is reduced."""
         self._wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
@@ -135,9 +135,7 @@ class StreamSchedule:
             )
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """An all-gather outside of the order, behind what was started so far: every rank calls at the same
-        place.
-        """
+        """All-gather outside of the plan, behind all operations started so far. Collective."""
         device, current = self.device, self.device.current()
         device.wait(device.comm, device.record(current))
         with device.on(device.comm), torch.no_grad():
@@ -146,7 +144,7 @@ class StreamSchedule:
         device.uses(buffer, device.comm)
 
     def is_gathered(self, bucket: int) -> bool:
-        """Whether the device has gathered the bucket."""
+        """Return whether the device has gathered the bucket."""
         event = self.buckets[bucket].events.get("gathered")
         return event is not None and self.device.has_passed(event)
 
@@ -191,9 +189,7 @@ class StreamSchedule:
     # -- the log ---------------------------------------------------------------------------------------------
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        """The operations of the steps before this one, as ``comm_core.Engine.events`` returns them; moments
-        are the device's.
-        """
+        """Return the operations of earlier steps like ``comm_core.Engine.events()``, in device times."""
         done = [entry for entry in self._log if entry[0] < self.step]
         rows = []
         for step, op, bucket, *marks, size in done:

@@ -1,9 +1,9 @@
-"""What a reducer needs from whatever moves its buckets between the ranks.
+"""The interface between a reducer and the backend that moves its buckets between the ranks.
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
-are gathered) and gathered. The numbers behind those of the layout's buckets stand for the flags: small
-tensors of int32 on the host, summed over the ranks in every step.
+are gathered) and gathered. The flags are further buckets, numbered behind those of the layout: small int32
+tensors on the host that are summed over the ranks in every step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scheduler.ir.program import Program
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors before and after the sum over the ranks, and the type in which gradients travel."""
+    """Factors before and after the sum over the ranks, and the type in which gradients are sent."""
 
     before: float = 1.0
     after: float = 1.0
@@ -50,7 +50,7 @@ class StepWork:
 def step_work(
     program: Program, buffers: Buffers, flags: int, ranks: int, gathered: Buffers | None, scaling: Scaling
 ) -> StepWork:
-    """The program with ``flags`` flags behind its backward; with ``early_step``, also some behind each RS."""
+    """Return the program with ``flags`` flags after its backward, and with ``early_step`` after each RS."""
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
@@ -59,7 +59,7 @@ def step_work(
 
 
 def link_order(program: Program) -> list[tuple[str, int]]:
-    """The program's order on the link, flags included.
+    """Return the program's order on the link, flags included.
 
     The flags are known when the backward has ended, which is when the first layer's gradients are complete.
     They stand right behind those, not behind the last reduction: a schedule may put that one late, behind
@@ -84,7 +84,7 @@ def link_order(program: Program) -> list[tuple[str, int]]:
 
 
 def padded(count: int, ranks: int) -> int:
-    """The next length that gives every rank a whole number of aligned elements."""
+    """Return the next length that gives every rank a whole number of aligned elements."""
     return -(-max(count, 1) // (ranks * ALIGN)) * ranks * ALIGN
 
 
@@ -97,60 +97,60 @@ class Backend(ABC):
     can_step_early = True  # whether a thread of its own may update shards
 
     def room(self) -> AbstractContextManager[Any]:
-        """The context in which the memory of the next buckets is allocated."""
+        """Return the context in which the memory of the next buckets is allocated."""
         return nullcontext()
 
     @abstractmethod
     def install(self, work: StepWork) -> None:
-        """Replaces the work of every step, between two steps."""
+        """Replace the work of every step, between two steps."""
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Allows the next step's operations to run, each as soon as its bucket is marked."""
+        """Allow the next step's operations to run, each as soon as its bucket is marked."""
 
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
     @abstractmethod
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        """Makes ``grad`` the content of the parameter's slot by the time its bucket travels."""
+        """Write ``grad`` into the parameter's slot before the bucket is sent."""
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
-        """Writes the gradient that was put last into ``slot`` now, because another is added to it."""
+        """Write the last gradient of `put()` into ``slot`` now, because another one is added to it."""
 
     @abstractmethod
     def mark_ready(self, bucket: int) -> None:
-        """Hands over a bucket whose gradients are complete."""
+        """Hand over a bucket whose gradients are complete."""
 
     @abstractmethod
     def mark_updated(self, bucket: int) -> None:
-        """Hands over a bucket of parameters, this rank's shard of which is updated."""
+        """Hand over a bucket of parameters of which this rank's shard is updated."""
 
     @abstractmethod
     def wait_reduced(self, bucket: int) -> None:
-        """Returns when this rank's shard may be read (on a GPU: by what is put onto the current stream)."""
+        """Return when this rank's shard may be read (on a GPU: by later operations on the current stream)."""
 
     @abstractmethod
     def wait_gathered(self, bucket: int) -> None:
-        """The same for the whole bucket."""
+        """Return when the whole bucket may be read, as `wait_reduced()` does for a shard."""
 
     @abstractmethod
     def is_gathered(self, bucket: int) -> bool:
-        """Whether ``wait_gathered`` would return at once."""
+        """Return whether ``wait_gathered`` would return at once."""
 
     def step_ended(self) -> None:
-        """Called at the end of the user's ``step()``, in its thread."""
+        """React to the end of the user's ``step()``; called in its thread."""
 
     def updates_issued(self) -> None:
-        """Called when parameters have been completed, in the thread that needed them."""
+        """React to the completion of parameters; called in the thread that needed them."""
 
     # -- outside of the steps --------------------------------------------------------------------------------
 
     @abstractmethod
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """An all-gather outside of the step's work. Collective."""
+        """Run an all-gather outside of the step's operations. Collective."""
 
     def gather_scalars(self, value: torch.Tensor) -> torch.Tensor:
-        """Every rank's number, in rank order, on the number's device. Collective."""
+        """Return every rank's number, in rank order, on the number's device. Collective."""
         numbers = value.new_zeros(self.ranks.size)
         numbers[self.ranks.rank] = value
         self.gather_now(numbers)
@@ -158,20 +158,20 @@ class Backend(ABC):
 
     @abstractmethod
     def exchange_seconds(self, size: int) -> float:
-        """Seconds of one RS or AG of a message of ``size`` bytes. Collective."""
+        """Return the seconds of one RS or AG of a message of ``size`` bytes. Collective."""
 
     @abstractmethod
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        """The operations done lately: step, op (index into ``OPS``), bucket, ready, start, end and bytes."""
+        """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""
 
     def watch(self) -> Watch:
-        """A recorder of one iteration's moments, on the clock of ``events``."""
+        """Return a recorder of one iteration's moments, on the clock of ``events()``."""
         return Watch()
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Ends every wait with an error, now and later. From any thread."""
+        """End every wait with an error, now and later. May be called from any thread."""
 
     @abstractmethod
     def close(self, orderly: bool = True) -> None:
-        """Ends connections and threads. ``orderly``: the script did not end with an exception."""
+        """End connections and threads; ``orderly`` is False after an exception in the script."""

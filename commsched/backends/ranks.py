@@ -23,15 +23,15 @@ class Ranks:
         self._root = min(process_set.ranks) if process_set.ranks else 0
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         return broadcast_object(value, self._root, "commsched.agreement", self.process_set)
 
     def all_values(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         return gather_objects(value, "commsched.agreement", self.process_set)
 
     def agree(self, what: str, value: str, advice: str) -> None:
-        """Raises ``CommError`` on every rank unless all have the same value."""
+        """Raise ``CommError`` on every rank unless all have the same value."""
         values = self.all_values(value)
         others = [rank for rank, other in enumerate(values) if other != values[0]]
         if others:
@@ -43,7 +43,7 @@ class Ranks:
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
-        """The sum or mean of a gradient that is sparse on at least one rank."""
+        """Return the sum or mean of a gradient that is sparse on at least one rank."""
         from commsched.collectives.reductions import Average, Sum, sparse_allreduce_async
 
         if grad is None:

@@ -22,14 +22,12 @@ from commsched.env import settings
 NAMES = ("direct", "ring", "gloo", "horovod")
 OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
 
-# Direct sends every pair's share at once; from here on a ring's fewer connections win.
+# Up to this many ranks `direct` is faster; beyond it, the fewer connections of a ring win.
 _LARGEST_DIRECT = 8
 
 
 def choose(name: str | None, size: int) -> str:
-    """The transport asked for by argument or ``COMMSCHED_TRANSPORT``, else the fastest one for so many
-    ranks.
-    """
+    """Return the transport of argument or ``COMMSCHED_TRANSPORT``, else the fastest for ``size`` ranks."""
     wanted = (name or settings().transport or "auto").lower()
     if wanted == "auto":
         return "direct" if size <= _LARGEST_DIRECT else "ring"
@@ -41,7 +39,7 @@ def choose(name: str | None, size: int) -> str:
 def make_transport(
     name: str | None, process_set: ProcessSet, channel: int, timeout: float
 ) -> tuple[str, Any]:
-    """The transport's name and object. Collective: every rank of the process set must call."""
+    """Return the transport's name and object. Collective: every rank of the process set must call."""
     rank, size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
     chosen = choose(name, size)
     transport: Any
@@ -60,7 +58,7 @@ def make_transport(
 
 
 class HorovodCollectives:
-    """Horovod's operations as the engine's Python transport wants them: blocking, into given tensors."""
+    """Horovod's operations with the interface of the engine's Python transport: blocking, in place."""
 
     def __init__(self, process_set: ProcessSet) -> None:
         if carrier().name != "horovod":

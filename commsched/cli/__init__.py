@@ -1,5 +1,6 @@
-"""The command ``commsched``. Each subcommand is a module here with ``add_arguments(parser)`` and
-``run(arguments)``.
+"""The command ``commsched``.
+
+Each subcommand is the module of its name, with ``add_arguments(parser)`` and ``run(arguments)``.
 """
 
 from __future__ import annotations
@@ -9,37 +10,45 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Name -> module and its line in the help. Only the module that is asked for is imported: none may slow the
-# others.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("commsched.cli.plan", "make a plan for a profile and a link"),
-    "simulate": ("commsched.cli.simulate", "compare policies on a profile; scaling tables"),
-    "show": ("commsched.cli.show", "print, check or draw a plan"),
-    "profile": ("commsched.cli.profile", "measure a model layer by layer"),
-    "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
-    "convert": ("commsched.cli.convert", "a plan as AshPipe's files, or AshPipe's files as a plan"),
-    "train": ("commsched.cli.train", "train in stages, as a plan says"),
+# Name -> one line of help. Only the module of the called subcommand is imported, which keeps the others fast.
+COMMANDS = {
+    "plan": "make a plan for a profile and a link",
+    "simulate": "compare policies on a profile, also over numbers of ranks",
+    "show": "print, check or draw a plan",
+    "profile": "measure a model layer by layer",
+    "partition": "cut a model into the stages of a pipeline",
+    "convert": "write a plan as AshPipe's files, or a plan from them",
+    "train": "train a model in the stages of a plan",
 }
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends the default to an option's help, unless it is None or a switch that is off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        off = action.default is None or action.default is False
+        return action.help if off else super()._get_help_string(action)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; 0 on success, 2 after an error of the user's, which is told in one line."""
+    """Run one subcommand. Return 0, or 2 after a wrong argument or file, reported in one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
-    module = import_module(COMMANDS[words[0]][0])
-    parser = argparse.ArgumentParser(f"commsched {words[0]}", description=COMMANDS[words[0]][1])
+    parser = argparse.ArgumentParser(
+        f"commsched {words[0]}", description=COMMANDS[words[0]], formatter_class=_HelpFormatter
+    )
+    module = import_module(f"commsched.cli.{words[0]}")
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     try:
-        return int(module.run(arguments) or 0)
+        module.run(arguments)
     except ValueError as error:
         print(f"commsched {words[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`head`, a pager) has seen enough.
-        sys.stderr.close()
-        return 0
+        sys.stderr.close()  # the reader (`head`, a pager) has closed the pipe: print no traceback
+    return 0
 
 
 def _top_level(words: Sequence[str]) -> int:
@@ -47,7 +56,7 @@ def _top_level(words: Sequence[str]) -> int:
         "commsched", description="Schedules communication of data-parallel training."
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (_, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         commands.add_parser(name, help=line)
     parser.parse_args(words or ["--help"])
     return 0

@@ -1,4 +1,4 @@
-"""Writes a plan as PipeDream's and AshPipe's files (gpus=N.txt, hybrid_conf.json), or reads these."""
+"""Write a plan as PipeDream's and AshPipe's files (gpus=N.txt, hybrid_conf.json), or read such files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 
 from commsched.cli import options
 from commsched.cli.output import console
+from scheduler import profiles
 from scheduler.formats.graph_txt import Graph
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
@@ -14,28 +15,28 @@ from scheduler.pipelines.planner.convert import expecting, read_plan, write_file
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--plan", metavar="FILE", help="of `commsched partition`: write AshPipe's files")
-    source.add_argument("--conf", metavar="FILE", help="a hybrid_conf.json: write a plan; with --graph")
+    source.add_argument("--plan", metavar="FILE", help="plan to write as AshPipe's files")
+    source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json, to write as a plan; with --graph")
     parser.add_argument(
         "--profile",
         metavar="P",
-        help="with --plan: what was partitioned (.json, graph.txt or a shipped name)",
+        help="with --plan: the profile that was partitioned, as a file (.json, graph.txt) or a shipped name",
     )
-    parser.add_argument("--graph", metavar="FILE", help="with --conf: the partitioned graph, gpus=N.txt")
+    parser.add_argument("--graph", metavar="FILE", help="with --conf: the partitioned graph (gpus=N.txt)")
     parser.add_argument(
         "--link",
         metavar="L",
-        help="with --conf: simulate what the plan takes, with such wires between devices",
+        help="with --conf: record the step time that a simulation expects over such links between devices",
     )
     parser.add_argument(
-        "--schedule", help="with --conf: run the stages by this schedule (default: the file's, or ashpipe)"
+        "--schedule", help="with --conf: schedule of the plan (default: the one in the file, else ashpipe)"
     )
     parser.add_argument(
         "--output",
         "-o",
         required=True,
         metavar="PATH",
-        help="the folder of the two files, or the plan's file",
+        help="with --plan: folder for the two files; with --conf: file for the plan",
     )
 
 
@@ -47,11 +48,11 @@ def run(arguments: argparse.Namespace) -> None:
         for path in write_files(plan, _graph(arguments.profile), arguments.output):
             out.print(f"written to {path}", markup=False, highlight=False)
         return
-    own = {"schedule": arguments.schedule} if arguments.schedule else {}
-    plan = read_plan(arguments.conf, arguments.graph, **own)
+    schedule = {"schedule": arguments.schedule} if arguments.schedule else {}
+    plan = read_plan(arguments.conf, arguments.graph, **schedule)
     if arguments.link:
-        wires = Cluster.flat(max(plan.devices) + 1, options.load_link(arguments.link))
-        plan = expecting(plan, Graph.load(arguments.graph).profile(plan.model), wires)
+        cluster = Cluster.flat(max(plan.devices) + 1, options.load_link(arguments.link))
+        plan = expecting(plan, Graph.load(arguments.graph).profile(plan.model), cluster)
     plan.save(arguments.output)
     out.print(f"written to {arguments.output}", markup=False, highlight=False)
 
@@ -61,12 +62,12 @@ def _check(arguments: argparse.Namespace) -> None:
     needed = allowed[0]
     source = "--plan" if arguments.plan else "--conf"
     if getattr(arguments, needed) is None:
-        raise ValueError(f"{source} needs --{needed}: the other file does not say which layers there are")
+        raise ValueError(f"{source} needs --{needed}: the other file does not list the layers")
     for name in ("profile", "graph", "link", "schedule"):
         if name not in allowed and getattr(arguments, name) is not None:
-            raise ValueError(f"--{name} does not belong to {source}")
+            raise ValueError(f"--{name} does not belong to {source}; leave it out")
 
 
 def _graph(text: str) -> Graph:
-    """The profile's own graph where it has one, else a chain of its layers."""
-    return Graph.load(text) if text.endswith(".txt") else Graph.chain(options.load_profile(text))
+    """Load the graph of a graph.txt; make a chain of the layers of any other profile."""
+    return Graph.load(text) if text.endswith(".txt") else Graph.chain(profiles.find(text))

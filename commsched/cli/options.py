@@ -7,46 +7,62 @@ from typing import Any
 
 from scheduler import policies, profiles
 from scheduler.ir.link import ALGORITHMS, Level, Link, Network
-from scheduler.ir.profile import Profile
 
 DEFAULT_RANKS = 2
 ALL_REDUCE_POLICIES = ("wfbp", "mgwfbp", "bytescheduler")
-"""Policies without a place between RS and AG, where shards could be updated."""
+"""Policies that cannot update shards, because they have no point between RS and AG."""
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument(
-        "--profile",
-        required=required,
-        metavar="P",
-        help=f"a profile's file (.json or graph.txt) or one of: {', '.join(profiles.names())}",
-    )
+    add_profile(parser, "", required)
     parser.add_argument(
         "--link",
         required=required,
         metavar="L",
-        help="alpha=SECONDS,beta=SECONDS_PER_BYTE of one RS or AG, 10gbit or FILE.json; see also --ranks",
+        help="cost of one RS or AG (with --ranks: of one message on a rank's own link), as"
+        " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json",
     )
     parser.add_argument(
-        "--algorithm", choices=ALGORITHMS, default="ring", help="of the collectives, with --ranks"
+        "--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives"
+    )
+    add_hosts(parser, "ranks")
+
+
+def add_profile(parser: argparse.ArgumentParser, of: str, required: bool = True) -> None:
+    parser.add_argument(
+        "--profile",
+        required=required,
+        metavar="P",
+        help=f"profile{of}: a file (.json or graph.txt) or one of {', '.join(profiles.names())}",
+    )
+
+
+def add_hosts(parser: argparse.ArgumentParser, members: str) -> None:
+    parser.add_argument(
+        "--per-host", type=int, metavar="N", help=f"{members} that share one host's --link (default: 1)"
     )
     parser.add_argument(
-        "--per-host", type=int, default=1, metavar="N", help="ranks that share a host's --link"
+        "--inside", metavar="L", help=f"with --per-host: link between the {members} of one host"
     )
-    parser.add_argument("--inside", metavar="L", help="with --per-host: the wire between ranks of one host")
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=f"number of ranks; --link is then one rank's own link (default: {DEFAULT_RANKS}, with --link"
+        " as the cost of a whole RS or AG)",
+    )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--gather", choices=("gradients", "parameters"), default="gradients", help="what AGs move"
+        "--gather", choices=("gradients", "parameters"), default="gradients", help="what all-gathers move"
     )
     parser.add_argument(
-        "--early-step", action="store_true", help="with parameters: update within the backward"
+        "--early-step", action="store_true", help="with --gather parameters: update during the backward"
     )
-
-
-def load_profile(text: str) -> Profile:
-    return profiles.find(text)
 
 
 def load_link(text: str) -> Link:
@@ -54,31 +70,33 @@ def load_link(text: str) -> Link:
 
 
 def cluster(arguments: argparse.Namespace, ranks: int | None) -> tuple[Link, int]:
-    """The effective link and the number of ranks: the link as it is, or that of ``ranks`` ranks with such
-    wires.
+    """Return the cost of one RS or AG and the number of ranks.
+
+    Without `ranks` --link is that cost; otherwise it is computed for a cluster of `ranks` such links.
     """
-    link = load_link(arguments.link)
-    inside, each = arguments.inside, arguments.per_host
-    if (each != 1) != (inside is not None) or (inside and ranks is None):
-        raise ValueError("several ranks on a host need all of --ranks, --per-host and --inside")
     if ranks is None:
-        return link, DEFAULT_RANKS
-    if inside is None:
-        return Network.flat(link, ranks, arguments.algorithm).link(), ranks
-    # Fewer ranks than a host holds stay inside one.
-    each = min(each, ranks)
-    if each < 1 or ranks % each:
-        raise ValueError(f"--per-host: {ranks} ranks do not fill hosts of {each}")
-    levels = (_level(each, load_link(inside)), _level(ranks // each, link))
-    return Network(levels, arguments.algorithm).link(), ranks
+        if arguments.inside is not None or (arguments.per_host or 1) != 1:
+            raise ValueError("several ranks on a host need all of --ranks, --per-host and --inside")
+        return load_link(arguments.link), DEFAULT_RANKS
+    return Network(levels(arguments, ranks, "ranks"), arguments.algorithm).link(), ranks
 
 
-def _level(ranks: int, wire: Link) -> Level:
-    return Level(ranks, wire.alpha, wire.beta)
+def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Level, ...]:
+    """Return the levels of a cluster of `count` members as --link, --per-host and --inside describe it."""
+    link, per_host = load_link(arguments.link), arguments.per_host
+    if arguments.inside is None and (per_host or 1) == 1:
+        return (Level(count, link.alpha, link.beta),)
+    if per_host is None or arguments.inside is None:
+        raise ValueError(f"several {members} on a host need both --per-host and --inside")
+    per_host = min(per_host, count)  # fewer members than one host holds
+    if per_host < 1 or count % per_host:
+        raise ValueError(f"--per-host: {count} {members} do not fill hosts of {per_host}")
+    inside = load_link(arguments.inside)
+    return Level(per_host, inside.alpha, inside.beta), Level(count // per_host, link.alpha, link.beta)
 
 
 def policy_names(arguments: argparse.Namespace) -> list[str]:
-    """The policies asked for; by default all that can do the step."""
+    """Return the policies of --policies; by default all that support --gather."""
     if arguments.policies:
         return [name.strip() for name in arguments.policies.split(",")]
     all_reduce_only = ALL_REDUCE_POLICIES if arguments.gather == "parameters" else ()
@@ -86,5 +104,5 @@ def policy_names(arguments: argparse.Namespace) -> list[str]:
 
 
 def step(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of policies and bounds."""
+    """Return the options of policies and bounds."""
     return {"gather": arguments.gather, "early_step": arguments.early_step}

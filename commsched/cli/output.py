@@ -1,4 +1,4 @@
-"""What subcommands print: Rich tables."""
+"""Tables and numbers for the terminal."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.ir.program import Program
+from scheduler.simulate.simulator import Result
 
 _PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    # A pipe has no width of its own; Rich's guess of 80 would cut figures off.
+    # A pipe has no width, and the 80 columns that Rich assumes would cut numbers off.
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left")
+    """Return a table whose first column is text, and whose other columns are numbers."""
+    result = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        result.add_column(column, justify="right" if number else "left")
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
-def ratio(period: float, bound: float) -> float | None:
-    """None where the bound is 0 and says nothing."""
-    if bound:
-        return period / bound
-    return None if period else 1.0
+def figures(result: Result, bound: float) -> dict[str, float | None]:
+    """Return a simulated step beside its lower bound, for JSON; the ratio to a bound of 0 is None."""
+    ratio = result.period / bound if bound else None if result.period else 1.0
+    return {"period": result.period, "ratio_to_bound": ratio, "exposed": result.exposed}
 
 
 def milliseconds(seconds: float) -> str:
@@ -40,7 +40,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def plan_table(program: Program) -> Table:
-    """The buckets of a plan."""
+    """Return a table of the plan's buckets."""
     rows = [
         [str(number), f"{bucket.bytes:,}", _layers(bucket.layers), str(len(bucket.pieces)), str(bucket.group)]
         for number, bucket in enumerate(program.buckets)

@@ -1,4 +1,4 @@
-"""Makes a plan: buckets and an order of communication, for one model on one link."""
+"""Make a plan for one model on one link: the buckets and the order of their collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commsched.cli import options
 from commsched.cli.output import console, plan_table
-from scheduler import policies
+from scheduler import policies, profiles
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 
@@ -16,16 +16,20 @@ from scheduler.validate import validate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
-    parser.add_argument("--policy", default="optimal", help=f"one of: {', '.join(policies.names())}")
-    parser.add_argument("--ranks", type=int, help="number of ranks (--link is then one rank's wire)")
     parser.add_argument(
-        "--output", "-o", metavar="FILE", help="write the plan here, for `commsched show` and training"
+        "--policy",
+        default="optimal",
+        help=f"one of {', '.join(policies.names())}",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    options.add_ranks(parser)
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", help="write the plan to FILE, for `commsched show` and training"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    profile = options.load_profile(arguments.profile)
+    profile = profiles.find(arguments.profile)
     link, ranks = options.cluster(arguments, arguments.ranks)
     program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step(arguments))
     validate(program, profile)

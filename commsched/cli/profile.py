@@ -1,4 +1,4 @@
-"""Measures a model layer by layer: a profile for `commsched partition`."""
+"""Measure a model layer by layer: a profile for `commsched partition`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scheduler.ir.profile import Profile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument("--rows", type=int, required=True, metavar="N", help="rows of one micro-batch")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measure so many times")
-    parser.add_argument("--output", "-o", metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measurements of each layer")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the profile to FILE, as JSON")
     parser.add_argument(
         "--link",
         metavar="FILE",
-        help="under a launcher: measure what a message between two ranks costs, and what traffic costs the"
-        " computation; write the link here",
+        help="under a launcher: also measure the cost of a message between two ranks and how much traffic"
+        " slows computation down; write the link to FILE, the slowdown into the profile",
     )
-    parser.add_argument("--graph", metavar="FILE", help="write it here too, as AshPipe's graph.txt")
+    parser.add_argument("--graph", metavar="FILE", help="write the profile to FILE, as AshPipe's graph.txt")
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,9 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--job",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="a function that returns (model, loss, batches[, optimizer]); batches(rows) yields batches",
+        help="function that returns (model, loss, batches[, optimizer]); batches(rows) yields batches",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of torch's random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of torch's random numbers")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -52,11 +52,11 @@ def run(arguments: argparse.Namespace) -> None:
     batch = next(iter(job.batches(arguments.rows)))
     name = arguments.job.rpartition(":")[2]
     link, traffic = _traffic() if arguments.link else (None, 0.0)
-    made = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
-    made = replace(made, traffic_per_byte=traffic)
-    # Started by a launcher, all ranks measure at the same time, as they will train; one writes.
+    layers = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
+    measured = replace(layers, traffic_per_byte=traffic)
+    # Under a launcher all ranks measure at the same time, as they will train; rank 0 writes.
     if int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))) == 0:
-        _report(made, arguments)
+        _report(measured, arguments)
         if link is not None:
             link.save(arguments.link)
             console().print(f"link {link} written to {arguments.link}", markup=False)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _traffic() -> tuple[Link, float]:
-    """What messages cost, and what they cost the computation; all ranks then stand at the same place."""
+    """Measure, on all ranks together, a message between two ranks and how much traffic slows computation."""
     import torch
 
     import commsched
@@ -82,7 +82,7 @@ def _traffic() -> tuple[Link, float]:
     return link, traffic_cost(fabric, link)
 
 
-def _report(made: Profile, arguments: argparse.Namespace) -> None:
+def _report(measured: Profile, arguments: argparse.Namespace) -> None:
     rows = [
         [
             layer.name,
@@ -92,14 +92,14 @@ def _report(made: Profile, arguments: argparse.Namespace) -> None:
             f"{layer.bytes:,}",
             f"{layer.activation_bytes:,}",
         ]
-        for layer in made.layers
+        for layer in measured.layers
     ]
-    columns = ["layer", "forward ms", "backward ms", "of it weights", "bytes", "activation"]
+    columns = ["layer", "forward ms", "backward ms", "of it weights ms", "bytes", "activation bytes"]
     out = console()
-    out.print(table(f"{made.name}: {len(rows)} layers, {made.compute * 1e3:.1f} ms", columns, rows))
+    out.print(table(f"{measured.name}: {len(rows)} layers, {measured.compute * 1e3:.1f} ms", columns, rows))
     if arguments.output:
-        made.save(Path(arguments.output))
+        measured.save(Path(arguments.output))
         out.print(f"written to {arguments.output}", markup=False)
     if arguments.graph:
-        write_graph(Graph.chain(made), arguments.graph)
+        write_graph(Graph.chain(measured), arguments.graph)
         out.print(f"written to {arguments.graph}", markup=False)

@@ -1,4 +1,4 @@
-"""Scaling tables: the same model and wires with more and more ranks."""
+"""Scaling tables: the same model and the same links, simulated for a growing number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commsched.cli import options
-from commsched.cli.output import console, milliseconds, ratio, table
+from commsched.cli.output import console, figures, milliseconds, table
 from scheduler import policies
 from scheduler.bounds import lower_bound
 from scheduler.ir.profile import Profile
@@ -18,11 +18,11 @@ from scheduler.simulate.simulator import simulate
 
 MOST_RANKS = 1_000_000
 SEARCH = {"optimal": {"budget": 20_000}}
-"""Each row of a table gets a small search: many rows, each within a fraction of a percent of the full one."""
+"""A smaller search than usual for each row of a table; its period is within a fraction of a percent."""
 
 
 def parse_ranks(text: str) -> list[int]:
-    """``8`` is one number of ranks; ``2..16384`` is every doubling from 2 on, and 16384."""
+    """Return the numbers of ranks of ``8`` (one) or ``2..16384`` (2, 4, 8, ... and 16384)."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
     if match is None:
         raise ValueError(f"--ranks: expected a number or A..B, got {text!r}")
@@ -39,7 +39,8 @@ def parse_ranks(text: str) -> list[int]:
 def run(arguments: argparse.Namespace, profile: Profile, names: Sequence[str], counts: Sequence[int]) -> None:
     if arguments.jitter:
         raise ValueError(
-            "--jitter runs every rank by itself, which a scaling table does not; give one number of ranks"
+            "--jitter needs a simulation of every rank, and a scaling table simulates one; give one number of"
+            " ranks"
         )
     rows = [measure(arguments, profile, names, ranks) for ranks in counts]
     if arguments.plot:
@@ -48,41 +49,39 @@ def run(arguments: argparse.Namespace, profile: Profile, names: Sequence[str], c
         print(json.dumps({"profile": profile.name, "compute": profile.compute, "scaling": rows}))
         return
     title = f"{profile.name}, {arguments.algorithm}, {arguments.link} per rank: period (ms)"
-    shown = [
-        [str(row["ranks"]), *(milliseconds(row["policies"][name]["period"]) for name in row["policies"])]
+    cells = [
+        [str(row["ranks"]), *(milliseconds(result["period"]) for result in row["policies"].values())]
         + [milliseconds(row["bound"])]
         for row in rows
     ]
-    console().print(table(title, ["ranks", *rows[0]["policies"], "bound"], shown))
+    console().print(table(title, ["ranks", *rows[0]["policies"], "bound"], cells))
 
 
 def measure(
     arguments: argparse.Namespace, profile: Profile, names: Sequence[str], ranks: int
 ) -> dict[str, Any]:
-    """One row of the table; ``efficiency`` is compute over period."""
+    """Return one row of the table; ``efficiency`` is compute / period."""
     link, _ = options.cluster(arguments, ranks)
     step = options.step(arguments)
     bound = lower_bound(profile, link, ranks=ranks, **step)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))
         result = simulate(program, profile, link, slowdown=arguments.slowdown)
-        found[program.policy] = {
-            "period": result.period,
-            "ratio_to_bound": ratio(result.period, bound),
-            "exposed": result.exposed,
+        results[program.policy] = {
+            **figures(result, bound),
             "efficiency": profile.compute / result.period if result.period else 1.0,
         }
     return {
         "ranks": ranks,
         "link": {"alpha": link.alpha, "beta": link.beta},
         "bound": bound,
-        "policies": found,
+        "policies": results,
     }
 
 
 def plot(rows: Sequence[dict[str, Any]], profile: Profile, file: str) -> None:
-    """Efficiency by number of ranks, a line per policy."""
+    """Draw the efficiency by number of ranks, one line per policy."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Shows a plan: its buckets and order; given a profile and a link, its timeline as text, SVG or a trace."""
+"""Show a plan: its buckets and order; with a profile and a link, its timeline as text, SVG or a trace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from commsched.cli import options
 from commsched.cli.output import console, plan_table
+from scheduler import profiles
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.render import chrome_trace, gantt, svg
@@ -19,22 +20,25 @@ FORMATS = ("text", "svg", "chrome", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN", help="a file that `commsched plan --output` wrote")
+    parser.add_argument("plan", metavar="PLAN", help="file that `commsched plan --output` wrote")
     options.add_model(parser, required=False)
-    parser.add_argument("--ranks", type=int, help="number of ranks (--link is then one rank's wire)")
+    options.add_ranks(parser)
     parser.add_argument(
-        "--format", choices=FORMATS, default="text", help="svg and chrome need a profile and a link"
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help="output format; svg and chrome need --profile and --link",
     )
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
     )
-    parser.add_argument("--output", "-o", metavar="FILE", help="write here and not to the terminal")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
     parser.add_argument("--width", type=int, default=100, help="columns of the text chart")
 
 
 def run(arguments: argparse.Namespace) -> None:
     program = Program.load(arguments.plan)
-    profile = options.load_profile(arguments.profile) if arguments.profile else None
+    profile = profiles.find(arguments.profile) if arguments.profile else None
     validate(program, profile)
     result = _simulate(arguments, program, profile)
     if arguments.format == "text" and not arguments.output:
@@ -63,11 +67,10 @@ def _render(
     arguments: argparse.Namespace, program: Program, profile: Profile | None, result: Result | None
 ) -> str:
     if arguments.format == "json":
-        found = {} if result is None else {"simulated": result.to_dict()}
-        return (
-            json.dumps({**program.to_dict(), "hash": program.hash, "plan": program.plan, **found}, indent=1)
-            + "\n"
-        )
+        report = {**program.to_dict(), "hash": program.hash, "plan": program.plan}
+        if result is not None:
+            report["simulated"] = result.to_dict()
+        return json.dumps(report, indent=1) + "\n"
     if result is None or profile is None:
         return ""
     if arguments.format == "svg":

@@ -1,4 +1,4 @@
-"""Compares policies on a profile and a link: period, ratio to the lower bound, exposed communication."""
+"""Compare policies on a profile and a link: period, ratio to the lower bound, exposed communication."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from commsched.cli import options, scaling
-from commsched.cli.output import console, milliseconds, ratio, table
-from scheduler import policies
+from commsched.cli.output import console, figures, milliseconds, table
+from scheduler import policies, profiles
 from scheduler.bounds import lower_bound
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
@@ -25,22 +25,33 @@ COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
-    parser.add_argument("--policies", metavar="A,B", help=f"default: all ({', '.join(policies.names())})")
     parser.add_argument(
-        "--ranks", metavar="N|A..B", help="--link is one rank's wire; A..B gives a scaling table"
+        "--policies",
+        metavar="A,B",
+        help=f"policies to compare (default: all that support --gather, of {', '.join(policies.names())})",
     )
     parser.add_argument(
-        "--slowdown", type=float, default=0.0, help="compute takes 1+S times as long while the link is busy"
+        "--ranks",
+        metavar="N|A..B",
+        help="number of ranks; --link is then one rank's own link, and A..B gives a scaling table (default:"
+        f" {options.DEFAULT_RANKS}, with --link as the cost of a whole RS or AG)",
+    )
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="compute takes 1+S times as long while the link is busy",
     )
     parser.add_argument("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
     parser.add_argument(
-        "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table (.png, .svg)"
+        "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object (times in seconds)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    profile = options.load_profile(arguments.profile)
+    profile = profiles.find(arguments.profile)
     names = options.policy_names(arguments)
     counts = scaling.parse_ranks(arguments.ranks) if arguments.ranks else [None]
     if arguments.plot and len(counts) < 2:
@@ -73,14 +84,14 @@ def run(arguments: argparse.Namespace) -> None:
 def compare(
     arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Iterable[str]
 ) -> dict[str, Any]:
-    """Everything needed to recompute the figures: layers, link, and each policy's buckets and order."""
+    """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
     step = options.step(arguments)
     bound = lower_bound(profile, link, ranks=ranks, **step)
-    found = {}
+    results = {}
     for name in progress(list(names), "simulating"):
         program = policies.plan(profile, link, name, ranks=ranks, **step)
         validate(program, profile)
-        found[program.policy] = _row(program, profile, link, bound, arguments)
+        results[program.policy] = _row(program, profile, link, bound, arguments)
     return {
         "profile": profile.name,
         "source": profile.source,
@@ -94,7 +105,7 @@ def compare(
         **step,
         "compute": profile.compute,
         "bound": bound,
-        "policies": found,
+        "policies": results,
     }
 
 
@@ -103,9 +114,7 @@ def _row(
 ) -> dict[str, Any]:
     result = simulate(program, profile, link, slowdown=arguments.slowdown, jitter=arguments.jitter)
     return {
-        "period": result.period,
-        "ratio_to_bound": ratio(result.period, bound),
-        "exposed": result.exposed,
+        **figures(result, bound),
         "link_utilisation": result.link_utilisation,
         "plan": program.plan,
         "buckets": [bucket_row(bucket, profile) for bucket in program.buckets],
@@ -113,17 +122,17 @@ def _row(
 
 
 def bucket_row(bucket: Bucket, profile: Profile) -> dict[str, Any]:
-    """``parts``: ``[layer, first byte, last byte]`` of tensors that are split, the last one included."""
+    """Describe a bucket; ``parts``: ``[layer, first byte, last byte (included)]`` of each split tensor."""
     row: dict[str, Any] = {"layers": list(bucket.layers), "bytes": bucket.bytes}
     parts = [[p.layer, p.start, p.stop - 1] for p in bucket.pieces if p.bytes < profile.layers[p.layer].bytes]
     return {**row, "parts": parts} if parts else row
 
 
-def progress(items: list[Any], what: str) -> Iterable[Any]:
-    """A bar on the terminal while there is something to wait for; nothing elsewhere."""
+def progress(items: list[Any], activity: str) -> Iterable[Any]:
+    """Return the items, with a progress bar where stderr is a terminal."""
     if not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, what, console=Console(stderr=True), transient=True)
+    return track(items, activity, console=Console(stderr=True), transient=True)

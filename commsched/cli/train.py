@@ -1,4 +1,4 @@
-"""Trains in stages, as a plan or AshPipe's files say; started on every rank by torchrun or the like."""
+"""Train a model in the stages of a plan or of AshPipe's files; start it on every rank with a launcher."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
-    says = parser.add_mutually_exclusive_group(required=True)
-    says.add_argument("--plan", metavar="FILE", help="of `commsched partition`")
-    says.add_argument(
-        "--conf", metavar="FILE", help="a hybrid_conf.json of PipeDream or AshPipe; with --graph"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--plan", metavar="FILE", help="plan of `commsched partition`")
+    source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json of PipeDream or AshPipe")
+    parser.add_argument(
+        "--graph",
+        metavar="FILE",
+        help="with --conf: partitioned graph, gpus=N.txt (default: the model's layers)",
     )
-    parser.add_argument("--graph", metavar="FILE", help="with --conf: the partitioned graph, gpus=N.txt")
     parser.add_argument(
         "--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas"
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps")
     parser.add_argument(
-        "--warmup-steps", type=int, default=0, metavar="N", help="data parallel steps before the pipeline"
+        "--warmup-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="data-parallel steps before the pipeline starts",
     )
-    parser.add_argument("--save", metavar="FILE", help="write the trained model's state_dict here")
+    parser.add_argument("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -83,14 +89,14 @@ def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan:
 
 
 def _train(pipeline: Pipeline, batches: Any, steps: int, name: str) -> float:
-    """Seconds of a step, without those of the first third and of the pipeline's emptying."""
-    settled, losses = min(steps - 1, steps // 3), []
+    """Train and return the seconds of one step, measured without the first third and without the drain."""
+    first_timed, losses = min(steps - 1, steps // 3), []
     start = time.perf_counter()
     for number in range(steps):
-        if number == settled:
+        if number == first_timed:
             start = time.perf_counter()
         losses.append(pipeline.step(next(batches)))
-    seconds = (time.perf_counter() - start) / (steps - settled)
+    seconds = (time.perf_counter() - start) / (steps - first_timed)
     losses += pipeline.drain()
     if pipeline.rank == 0:
         for number, loss in enumerate(value for value in losses if value is not None):

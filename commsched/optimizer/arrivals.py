@@ -1,4 +1,4 @@
-"""Waits for buckets: whoever needs a gradient or a parameter completes the buckets that it is in."""
+"""Waits for buckets: completes those that contain a needed gradient or parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scheduler.ir.program import Program
 
 
 class Arrivals:
-    """The ways to wait for the round under way. ``seal`` ends its backward."""
+    """Waits for the current round. ``seal`` ends the filling of its buckets."""
 
     def __init__(
         self, state: StepState, backend: Backend, gathering: Gathering, seal: Callable[[], None]
@@ -33,7 +33,7 @@ class Arrivals:
         self._completions = [partial(self.complete, (i,)) for i in range(len(state.params))]
 
     def complete(self, params: Iterable[int]) -> None:
-        """Waits for the gradients of these parameters, then applies the deferred update if there is one."""
+        """Wait for the gradients of these parameters, then apply the deferred update if there is one."""
         state = self.state
         with state.lock:
             if state.phase is Phase.FILLING:
@@ -44,18 +44,19 @@ class Arrivals:
                 self.complete_buckets(b for i in params if i in state.slots for b in state.slots[i].buckets)
 
     def complete_all(self) -> None:
-        """Waits for everything that is on its way."""
+        """Wait for all pending gradients and parameters."""
         self.complete(self.state.slots)
 
     def needed(self, params: Sequence[int]) -> None:
-        """A module's forward is about to use these parameters."""
+        """Complete these parameters, because a module's forward is about to use them."""
         state = self.state
         if state.phase is Phase.IDLE and not all(state.round.exposed[i] for i in params):
             self.complete(params)
 
     def complete_buckets(self, buckets: Iterable[int]) -> None:
-        """Waits for these buckets and exposes every parameter that has no part in a pending one: its gradient
-        becomes what plain PyTorch shows, and the deferred update is applied to it.
+        """Wait for these buckets and expose every parameter that is in no other pending bucket.
+
+        Its gradient becomes what plain PyTorch shows, and the deferred update is applied to it.
         """
         state = self.state
         with state.lock:
@@ -84,7 +85,7 @@ class Arrivals:
             self.backend.updates_issued()
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
-        """Waits and takes the time: this is the communication that nothing hides."""
+        """Wait and measure the time, which is exposed communication."""
         start = time.monotonic()
         with profiled(f"commsched: wait for {what}"):
             wait(*arguments)
@@ -94,7 +95,7 @@ class Arrivals:
             self.watch.wait(start, end)
 
     def wait_for_flags(self) -> None:
-        """Afterwards ``round.used`` says which parameters any rank used in this round."""
+        """Wait until ``round.used`` contains which parameters any rank used in this round."""
         state, now = self.state, self.state.round
         if now.used:
             return
@@ -111,12 +112,12 @@ class Arrivals:
             self.gathering.reduce_outside(late, sparse)
 
     def _check_steps(self, stepped: Sequence[int]) -> None:
-        """All ranks have called ``step()`` since the last round, or none has; else they differ by now."""
+        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ."""
         ranks = self.backend.ranks
         if 0 < sum(stepped) < ranks.size:
             did = ranks_text([rank for rank, flag in enumerate(stepped) if flag])
             did_not = ranks_text([rank for rank, flag in enumerate(stepped) if not flag])
-            self.gathering.finish_round()  # so that the other ranks find out too, before this one ends
+            self.gathering.finish_round()  # so that the other ranks raise this error too
             raise CommError(
                 f"rank {ranks.rank}: between the last two backward passes {did} called step() and"
                 f" {did_not} did not (the flags of round {self.state.rounds} say so); call step() on all"
@@ -130,13 +131,13 @@ class Arrivals:
     # -- what may stay on its way ----------------------------------------------------------------------------
 
     def guard(self, only_grad: bool = False) -> None:
-        """Whoever touches a parameter (or its gradient) from now on completes it first."""
+        """From now on complete a parameter before anything accesses it (or its gradient)."""
         for i in self.state.views:
             if not self.state.round.exposed[i] and can_pend(self.state.params[i]):
                 mark_pending(self.state.params[i], self._completions[i], only_grad)
 
     def aliased(self) -> list[int]:
-        """The pending parameters whose memory somebody could see without being noticed."""
+        """Return the pending parameters whose memory other tensors share: access to those goes unnoticed."""
         state = self.state
         with torch._C.DisableTorchFunctionSubclass():
             return [
@@ -147,27 +148,28 @@ class Arrivals:
             ]
 
     def arrived(self) -> list[int]:
-        """The buckets that could be completed without waiting."""
+        """Return the buckets that can be completed without waiting."""
         if not self.backend.is_gathered(self.state.flags_bucket):
             return []
         done = self.state.round.done
         return [b for b in range(len(done)) if not done[b] and self.backend.is_gathered(b)]
 
     def all_arrived(self) -> bool:
-        """Whether nothing needs to be waited for."""
+        """Return whether nothing needs to be waited for."""
         state = self.state
         return state.phase is Phase.SENT and len(self.arrived()) == state.round.done.count(False) > 0
 
     def settle(self) -> None:
-        """Applies every update that is still on its way. Does not affect a running backward."""
+        """Apply every pending update. Does not affect a running backward."""
         with self.state.lock:
             if self.state.phase is Phase.IDLE:
                 self.complete_all()
 
 
 class Gathering(ABC):
-    """What differs between ``gather="gradients"`` and ``gather="parameters"``: what travels back once the
-    gradients are reduced, and how the optimizer steps on it.
+    """The part that differs between ``gather="gradients"`` and ``gather="parameters"``.
+
+    It decides which values are gathered once the gradients are reduced, and how the optimizer steps on them.
     """
 
     def __init__(self, state: StepState, backend: Backend) -> None:
@@ -177,64 +179,64 @@ class Gathering(ABC):
         self.arrivals = arrivals
 
     def prepare(self, program: Program, buffers: Buffers) -> Buffers | None:
-        """The parameters' buffers for a new plan, where it gathers parameters. Between two steps."""
+        """Return the parameters' buffers for a new plan, if parameters are gathered. Between two steps."""
         return None
 
     def installed(self, program: Program) -> None:
-        """The backend has taken over the new plan."""
+        """React to a new plan, which the backend has installed."""
 
     def owners(self, i: int) -> int:
-        """How many tensors hold this parameter's memory when no alias exists."""
+        """Return how many tensors hold this parameter's memory when no alias exists."""
         return 1
 
     def before_round(self) -> None:
-        """A backward begins. Ends the round before it, or refuses the new one."""
+        """End the former round, or refuse a new one, because a backward begins."""
 
     def round_begun(self) -> None:
-        """Marks may follow from now on."""
+        """React to a new round; buckets may be marked from now on."""
 
     def check_readable(self) -> None:
-        """Raises where a gradient that is being reduced cannot be read."""
+        """Raise where a gradient that is being reduced cannot be read."""
 
     @abstractmethod
     def show(self, i: int) -> None:
-        """Sets ``p.grad`` of a completed parameter that some rank used."""
+        """Set ``p.grad`` of a completed parameter that some rank used."""
 
     @abstractmethod
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
-        """Reduces what the buckets did not carry: gradients that came late, and sparse ones."""
+        """Reduce gradients that no bucket contained: late and sparse ones."""
 
     @abstractmethod
     def gather_gradients(self) -> None:
-        """Gives every rank every reduced gradient. Collective."""
+        """Give every rank every reduced gradient. Collective."""
 
     @abstractmethod
     def step(self, optimizer: Any, synchronous: bool) -> None:
-        """The optimizer's step; ``synchronous``: nothing is left to be done later."""
+        """Step the optimizer; with ``synchronous`` defer no update."""
 
     @abstractmethod
     def finish_round(self) -> None:
-        """Waits until the other ranks need nothing more of this rank."""
+        """Wait until no other rank needs this rank for the round."""
 
     def finish_step(self, stepped: bool = True) -> None:
-        """The step is over, or left out: later gradients belong to the next one."""
+        """End the step, also one that was left out: later gradients belong to the next one."""
         with self.state.lock:
             self.state.finish_step(stepped)
             self.backend.step_ended()
 
     @abstractmethod
     def discard(self) -> None:
-        """Ends a round whose result nobody wants."""
+        """End a round without using its result."""
 
     def cleared(self) -> None:
-        """The user has called ``zero_grad()``."""
+        """React to the user's ``zero_grad()``."""
 
     @abstractmethod
     def finish_all(self) -> None:
-        """Ends everything that is on its way, so that another reducer can take over; gradients stay."""
+        """Complete all pending work, so that another reducer can take over; gradients stay."""
 
     def take_state(self) -> None:
-        """A new state has been loaded into the optimizer."""
+        """Use a state that was loaded into the optimizer."""
 
     def close(self) -> None:
-        """Ends threads; what was on its way is lost."""
+        """End threads; pending results are lost."""

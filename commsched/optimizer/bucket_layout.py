@@ -47,7 +47,7 @@ class Slice:
         return self.stop - self.start
 
     def shard(self, rank: int, size: int) -> tuple[int, int]:
-        """The elements of the flat buffer that ``rank`` owns."""
+        """Return the elements of the flat buffer that ``rank`` owns."""
         part = self.numel // size
         return self.start + rank * part, self.start + (rank + 1) * part
 
@@ -64,7 +64,7 @@ class Layout:
 def build_layout(
     numels: Sequence[int], itemsizes: Sequence[int], buckets: Sequence[Bucket], ranks: int
 ) -> Layout:
-    """Slots and slices for buckets whose pieces name parameters by index and bytes.
+    """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
     A cut inside a tensor moves to where the bucket's length is a multiple of the ranks, because padding would
     tear the tensor apart. Parameters without elements have no slot.
@@ -107,7 +107,7 @@ def _lay_out_group(
 
 
 def _place(layout: Layout, group: int, piece: Piece, cursor: int, numel: int, itemsize: int) -> int:
-    """Gives a tensor its slot at its first piece; returns the position behind the piece."""
+    """Give a tensor its slot at its first piece; return the position behind the piece."""
     slot = layout.slots.get(piece.layer)
     if slot is None:
         if piece.start != 0:
@@ -130,7 +130,7 @@ def _check_continues(buckets: list[tuple[int, Bucket]], position: int, cut: Piec
 
 
 def _register(layout: Layout, group: int) -> None:
-    """Notes for each slot its buckets and for each bucket its parameters, by the final positions."""
+    """Record each slot's buckets and each bucket's parameters, by the final positions."""
     slices = sorted((s for s in layout.slices if s.group == group), key=lambda s: s.start)
     slots = sorted((s for s in layout.slots.values() if s.group == group), key=lambda s: s.offset)
     for piece in slices:
@@ -161,11 +161,11 @@ class Buffers:
             }
 
     def more(self) -> Buffers:
-        """Another set of the same tensors."""
+        """Return another set of the same tensors."""
         return Buffers(self.layout, self._kinds, self._room)
 
     def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """The slot in the shape of ``like``; with its strides where they fill the memory without holes."""
+        """Return the slot in the shape of ``like``, with its strides if they leave no holes in memory."""
         part = self.flat[slot.group].narrow(0, slot.offset, slot.numel)
         # empty_like() keeps the strides of a tensor that fills its memory, and makes up new ones otherwise.
         if torch.empty_like(like, device="meta").stride() == like.stride():

@@ -17,14 +17,14 @@ def total_norm(
     gather: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """The norm of all ranks' gradients, in double precision; ``gather`` collects the ranks' numbers."""
+    """Return the norm of all ranks' gradients in double precision; ``gather`` gathers one number per rank."""
     norms = _norms(list(mine), norm_type)
     here = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros((), device=device)
     return torch.linalg.vector_norm(gather(here.double()), norm_type)
 
 
 def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Each gradient's norm, one vector for each type; halves are summed in float32."""
+    """Return each gradient's norm, one vector for each type; halves are summed in float32."""
     by_type: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         by_type[grad.dtype].append(grad)
@@ -35,7 +35,7 @@ def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor
 
 
 def factor_for(total: torch.Tensor, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """The factor for gradients of this norm. The host waits only where ``error_if_nonfinite`` asks for it."""
+    """Return the factor for this norm; only with ``error_if_nonfinite`` the host waits for the norm."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -1,8 +1,8 @@
 """The wrapped optimizer's update, for some of its parameters at a time.
 
-An optimizer is **separable** when updating its parameters one after the other, each with the hyperparameters
-of the moment of ``step()``, gives what updating them together gives. Then the update of a bucket can wait
-until its gradients have arrived, under the next forward. Every other optimizer runs whole, inside ``step()``.
+An optimizer is **separable** if updating its parameters one after the other, each with the hyperparameters at
+the time of ``step()``, gives the same as updating them together. Then the update of a bucket can wait until
+its gradients have arrived, under the next forward. Every other optimizer runs whole, inside ``step()``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# By exact type: a subclass may do anything. The elementwise ones treat every element by itself.
+# Compared by exact type, because a subclass may compute something else.
 ELEMENTWISE: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD".split()
@@ -26,7 +26,7 @@ if hasattr(torch.optim, "Muon"):
 
 
 def register_separable(cls: type[Optimizer]) -> type[Optimizer]:
-    """Declares an optimizer class of your own separable (see this module); usable as a decorator."""
+    """Declare an optimizer class of your own separable (see this module); usable as a decorator."""
     _SEPARABLE.add(cls)
     return cls
 
@@ -44,7 +44,7 @@ def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 class OptimizerView:
     """A second object with the wrapped optimizer's state and settings, to step on other parameter groups.
 
-    Nobody who looks at the optimizer meanwhile sees those groups.
+    The wrapped optimizer itself never shows those groups.
     """
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer], state: Any = None) -> None:
@@ -87,7 +87,7 @@ class DeferredUpdate:
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters now: schedulers change them right after ``step()``, some of them in place."""
+    """Copy the hyperparameters: schedulers change them after ``step()``, some of them in place."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -97,7 +97,7 @@ def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def plain_math() -> Iterator[None]:
-    """An update inside somebody's forward must not inherit that forward's autocast or inference mode."""
+    """Run an update without the autocast or inference mode of the forward that triggered it."""
     with torch.inference_mode(False), torch.no_grad(), _no_autocast():
         yield
 

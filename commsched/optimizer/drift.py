@@ -34,7 +34,7 @@ class StepTimes:
         self.restart()
 
     def restart(self) -> None:
-        """A new plan is installed."""
+        """Forget all times, because a new plan is installed."""
         self._count = 0
         self._periods: list[float] = []
         self._waits: list[float] = []
@@ -55,14 +55,16 @@ class StepTimes:
             self._baseline = median(self._periods)
 
     def has_drifted(self) -> bool:
-        """Whether the last steps took so much longer or shorter that the plan's times must be wrong."""
+        """Return whether the steps became so much slower or faster that the plan's times must be wrong."""
         if self._baseline is None or self._count < self.patience:
             return False
         return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
 
-    def may_hurry(self) -> bool:
-        """Whether another forward order may start a new plan now: at once the first time, then after more and
-        more steps, since a model may take another order in every step.
+    def may_replan_at_once(self) -> bool:
+        """Return whether another forward order may start a new plan now.
+
+        The first time it may at once, later only after more and more steps: a model may use another order in
+        every step.
         """
         return self._count >= self.patience - PATIENCE
 

@@ -1,9 +1,9 @@
-"""One wrapped optimizer's machinery: reducer, hooks, plans, and when to measure and plan anew.
+"""The parts of one wrapped optimizer: reducer, hooks and plans; decides when to measure and plan again.
 
-The first iterations communicate after the backward and are timed; then rank 0 plans, and every rank checks
+The first iterations communicate after the backward and are timed. Then rank 0 plans, and every rank checks
 and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
-memory with it), so the first iterations of that plan are timed too, without their waits, and the plan is made
-again from those times. In the flags of every round the ranks vote whether the step has become so much slower
+memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
+made from those times. In the flags of every round the ranks vote whether the step has become so much slower
 or faster that a new plan is due, so that no rank decides alone.
 """
 
@@ -129,7 +129,7 @@ class Driver:
     # -- one iteration ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Times the step that is about to return, and plans anew where that is due."""
+        """Time the step that is about to return, and plan again where that is due."""
         self.arrivals.mark("end")
         self.times.step()
         self._record()
@@ -142,10 +142,12 @@ class Driver:
                 self._start_measuring()
 
     def _votes(self) -> int:
-        """One vote where times have drifted; enough to decide alone where the forward order has changed,
-        because ranks that never wait do not notice that.
+        """Return this rank's votes for a new plan: one where times have drifted.
+
+        Where the forward order has changed a rank votes for all, because ranks that never wait do not notice
+        that.
         """
-        if self.hooks.order_changed and self.times.may_hurry():
+        if self.hooks.order_changed and self.times.may_replan_at_once():
             return self.backend.ranks.size
         return int(self.times.has_drifted())
 
@@ -217,7 +219,7 @@ class Driver:
             self._measuring = Measuring(alone=False)
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
-        """Plans from the times beside the traffic, where they differ from those without."""
+        """Plan again from the times beside traffic, if they differ from those without."""
         self.arrivals.settle()
         rows = self.backend.ranks.all_values(combine(samples) if samples else None)
         if any(row is None for row in rows) or self.profile is None:
@@ -232,9 +234,7 @@ class Driver:
             self.plan = replace(self.plan, profile=profile)
 
     def _bucket_times(self) -> list[tuple[int, float]]:
-        """Bytes and median seconds of every bucket's RS and AG in the timed iterations, which had the link to
-        themselves.
-        """
+        """Return bytes and median seconds of each bucket's RS and AG, timed without other traffic."""
         events = self.backend.events()
         self._record_operations(events)
         times = []
@@ -255,7 +255,7 @@ _exiting = False
 
 @cache
 def _close_all_at_exit() -> None:
-    """Registered with the first driver, so it runs before what the engine and the runtime do at exit."""
+    """Close every driver; registered before the engine's and the collectives' exit handlers run."""
 
     def close_all() -> None:
         global _exiting

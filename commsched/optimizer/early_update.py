@@ -1,7 +1,7 @@
 """``early_step``: each shard is updated as soon as its bucket is reduced, inside the backward.
 
-The backward's thread cannot wait for that, so another thread waits for the buckets in the order of the plan,
-updates this rank's shards and lets the parameters travel. It holds the GIL only while it updates.
+The backward's thread cannot wait for that. Another thread waits for the buckets in the order of the plan,
+updates this rank's shards and starts the parameters' all-gathers. It holds the GIL only while it updates.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class EarlyUpdates:
         self._thread.start()
 
     def begin(self) -> None:
-        """Starts the updates of a round."""
+        """Start the updates of a round."""
         self._idle.clear()
         self._begun.release()
 
     def finish(self) -> None:
-        """Waits for the round's updates, each of which has a time-out; raises what failed in them."""
+        """Wait for the round's updates, each of which has a time-out; raise the first error in them."""
         self._idle.wait()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Ends the thread. Its waits must be over or about to fail."""
+        """End the thread. Its waits must be over or about to fail."""
         self._ended = True
         self._begun.release()
-        # A thread that comes back from C++ while the interpreter ends aborts the process.
+        # A thread that returns from C++ while the interpreter shuts down aborts the process.
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)
 

@@ -56,8 +56,9 @@ class Explanation:
 
 
 def explain(optimizer: Any, show: bool = True) -> Explanation | None:
-    """Prints (unless ``show`` is false) and returns the plan of a ``DistributedOptimizer``, predicted and
-    measured. None on one rank, and where gradients are reduced at step time without a plan.
+    """Return the plan of a ``DistributedOptimizer``, predicted and measured, and print it with ``show``.
+
+    Returns None on one rank, and where gradients are reduced at step time without a plan.
     """
     driver = getattr(optimizer, "_driver", None)
     if driver is None:
@@ -118,7 +119,7 @@ class Operation:
 
 
 def operations(optimizer: Any) -> list[Operation]:
-    """The last operations on a ``DistributedOptimizer``'s buckets, oldest first.
+    """Return the last operations on a ``DistributedOptimizer``'s buckets, oldest first.
 
     Bucket numbers behind those of ``explain(optimizer)`` are flags. Empty where ``explain`` gives None.
     """

@@ -48,7 +48,7 @@ class GradientGathering(Gathering):
             )
 
     def _reduce_again(self) -> None:
-        """A second round, for gradients that came when their bucket had been sent, in the same backward."""
+        """Run a second round for gradients that came after their bucket was sent, in the same backward."""
         state, backend, late = self.state, self.backend, self.state.round.late
         self.finish_round()
         # Rank 0 alone contributes the sums, scaled so that reducing them again leaves them as they are.
@@ -80,7 +80,7 @@ class GradientGathering(Gathering):
             self.defer(DeferredUpdate(optimizer, base, state.params))
 
     def defer(self, update: Update) -> None:
-        """Takes over the update of every parameter: at once where its gradient is there, else on arrival."""
+        """Take over the update of every parameter: apply it now if its gradient has arrived, else then."""
         state, arrivals = self.state, self.arrivals
         with state.lock:
             state.deferred, state.clear = update, None

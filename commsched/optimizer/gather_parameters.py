@@ -1,8 +1,7 @@
-"""``gather="parameters"``: gradients are only reduced, each rank updates its shards, parameters travel.
+"""``gather="parameters"``: gradients are only reduced, each rank updates its shards and gathers parameters.
 
-No rank holds a whole gradient after ``backward()``, so reading ``p.grad`` is an error unless
-``synchronize()`` has gathered them; and a step leaves no gradients behind that a further backward could add
-to.
+No rank holds a whole gradient after ``backward()``. Reading ``p.grad`` is an error unless ``synchronize()``
+has gathered the gradients, and a step leaves no gradients to which a further backward could add.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ParameterGathering(Gathering):
                     f"gather='parameters' moves parameters into flat buffers, and {name} is of a class of its"
                     f" own ({type(param).__name__}); use gather='gradients'"
                 )
-        # The optimizer owns this object: a reference back would keep both from ending together.
+        # The optimizer owns this object: a strong reference back would be a cycle that delays their end.
         self._optimizer, self._base, self._masters = weakref.proxy(optimizer), base, masters
         self._rank = backend.ranks.rank
         self._whole = False  # the user has had this round's gradients gathered
@@ -146,7 +145,7 @@ class ParameterGathering(Gathering):
         )
 
     def refuse_early(self, what: str) -> None:
-        """Raises for calls that need all gradients before the update: with ``early_step`` they come late."""
+        """Raise for calls that need all gradients before the update: ``early_step`` does not wait."""
         if self._early is not None:
             raise ValueError(
                 f"early_step=True updates inside the backward, before {what} could do anything; use"
@@ -171,8 +170,9 @@ class ParameterGathering(Gathering):
                 self._detach_gradients()
 
     def _detach_gradients(self) -> None:
-        """Copies the gradients that the user sees: the buckets will change. With op=Sum, later passes add to
-        the copies, and only the difference is summed.
+        """Copy the gradients that the user sees, because the buckets will change.
+
+        With op=Sum, later passes add to the copies, and only the difference is summed.
         """
         state = self.state
         for i, param in enumerate(state.params):
@@ -184,7 +184,7 @@ class ParameterGathering(Gathering):
                     state.kept[i] = Kept.of(copy)
 
     def _take_changes(self) -> None:
-        """Takes over what the user has made of gathered gradients, also in tensors beside the buckets."""
+        """Use changes that the user made to gathered gradients, also in tensors outside of the buckets."""
         if self._whole:
             for i, view in self.state.views.items():
                 grad = raw_grad(self.state.params[i])
@@ -196,7 +196,7 @@ class ParameterGathering(Gathering):
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Any, synchronous: bool) -> None:
-        """Updates each bucket's shard once it is reduced; then its parameters travel."""
+        """Update each bucket's shard once it is reduced, and start the all-gather of its parameters."""
         state, arrivals = self.state, self.arrivals
         arrivals.mark("step")
         if self._early is not None:
@@ -222,7 +222,7 @@ class ParameterGathering(Gathering):
             self._wait_reduced(bucket)
 
     def _update_early(self, bucket: int) -> None:
-        """On the thread of the early updates, which must not take the state's lock."""
+        """Update in the thread of the early updates, which must not take the state's lock."""
         state, backend = self.state, self.backend
         backend.wait_reduced(bucket)
         backend.wait_gathered(state.flags_bucket + 1 + bucket)
@@ -238,9 +238,9 @@ class ParameterGathering(Gathering):
         self.arrivals.complete(self.arrivals.aliased())
 
     def discard(self) -> None:
-        """The parameters travel as they are."""
+        """End the round and gather the parameters without an update."""
         if self._early is not None:
-            self._early.finish()  # too late to undo: this round's updates are made
+            self._early.finish()  # this round's updates are made and cannot be undone
         for bucket in self._buckets:
             self.backend.wait_reduced(bucket)
             if self._early is None:
@@ -265,7 +265,7 @@ class ParameterGathering(Gathering):
     # -- norms and state -------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, from the shards; the update multiplies by the factor."""
+        """Clip like ``torch.nn.utils.clip_grad_norm_``, from the shards; updates multiply by the factor."""
         self.refuse_early("clip_grad_norm_()")
         state, shards = self.state, self.shards
         with state.lock:
@@ -284,14 +284,14 @@ class ParameterGathering(Gathering):
             return total.to(reduce(torch.promote_types, (p.dtype for p in state.params), torch.float32))
 
     def take_state(self) -> None:
-        """Cuts the shards' state out of ``optimizer.state``; the state of frozen parameters stays there."""
+        """Cut the shards' state out of ``optimizer.state``; the state of frozen parameters stays there."""
         whole = self._optimizer.__dict__["state"]
         self.shards.take_state(whole)
         for param in self.shards.params:
             whole.pop(param, None)
 
     def whole_state(self) -> dict[nn.Parameter, dict[str, object]]:
-        """The optimizer's state of whole parameters, on every rank. Collective."""
+        """Return the optimizer's state of whole parameters, on every rank. Collective."""
         self.arrivals.settle()
         gathered = self.shards.gathered_state(self.backend.ranks.all_values, self.backend.gather_now)
         return {**self._optimizer.__dict__["state"], **gathered}

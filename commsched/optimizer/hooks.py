@@ -23,7 +23,7 @@ from commsched.optimizer.reducer import Reducer
 def owners(
     params: Sequence[nn.Parameter], model: nn.Module | None = None
 ) -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """The modules that directly own parameters of ours, each with the indices of these."""
+    """Return the modules that own parameters of the optimizer, each with the indices of these."""
     index = {id(param): i for i, param in enumerate(params)}
     modules = model.modules() if model is not None else _live_modules()
     found = []
@@ -31,12 +31,12 @@ def owners(
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)
         if mine:
             found.append((module, mine))
-    # In the order of the parameters, which is the same on all ranks; the garbage collector's is not.
+    # In the order of the parameters, which is the same on all ranks, unlike the garbage collector's.
     return sorted(found, key=lambda item: item[1])
 
 
 def _live_modules() -> list[nn.Module]:
-    # By type, not isinstance: a proxy's __class__ may do anything.
+    # By type() and not isinstance(), which would call a proxy's own __class__.
     return [
         thing
         for thing in gc.get_objects()
@@ -45,7 +45,7 @@ def _live_modules() -> list[nn.Module]:
 
 
 class _BeforeForward:
-    """One module's forward pre-hook. Copies of the module, pickled ones too, get one that does nothing."""
+    """A module's forward pre-hook; copies and pickles of the module get a hook that does nothing."""
 
     def __init__(self, hooks: Hooks, number: int, params: tuple[int, ...]) -> None:
         self._hooks, self._number, self._params = hooks, number, params
@@ -99,7 +99,7 @@ class Hooks:
             arrivals.needed(params)
 
     def _check_order(self, number: int) -> None:
-        """Warns once when a forward takes its modules in another order than the plan expects."""
+        """Warn once when a forward takes its modules in another order than the plan expects."""
         if self.reducer.state.rounds != self._round:
             self._round, self._last = self.reducer.state.rounds, -1
             self._used.clear()
@@ -115,7 +115,7 @@ class Hooks:
         self._last = max(self._last, place)
 
     def forward_order(self) -> list[int]:
-        """All parameters by first use; one that no hook has seen comes after its predecessor in the model."""
+        """Return all parameters by first use; unused ones come after their predecessor in the model."""
         place = {i: position for position, i in reversed(list(enumerate(self.order)))}
         keys = []
         last = -1

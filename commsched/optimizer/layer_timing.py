@@ -1,4 +1,4 @@
-"""The moments of one iteration: the raw material of a measured profile."""
+"""The times of one iteration, from which a profile is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """A range in torch.profiler's trace while that records; making one otherwise would cost microseconds."""
+    """Return a range in torch.profiler's trace; without a running profiler, a context that costs nothing."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -26,7 +26,7 @@ class Moments:
     waits: list[tuple[float, float]]
 
     def without_waits(self) -> Moments:
-        """The same iteration on a clock that stands still while something is waited for."""
+        """Return the same iteration on a clock that stops during waits."""
 
         def moved(moment: float) -> float:
             return moment - sum(min(end, moment) - start for start, end in self.waits if start < moment)

@@ -1,7 +1,7 @@
 """``master_weights=True``: float32 weights behind half-precision parameters, each rank's for its own shards.
 
 They are part of the optimizer's state, under ``KEY``, once the first update has made them differ from the
-parameters. A master is valid as long as it rounds to the parameter: where somebody has written another value
+parameters. A master is valid as long as it rounds to the parameter: where the parameter got another value
 (a broadcast, a loaded model, ``p.mul_()``), that value replaces it.
 """
 
@@ -19,7 +19,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: bool, included: bool) -> None:
-    """Raises where ``master_weights=True`` has no meaning."""
+    """Raise for options with which ``master_weights=True`` is not possible."""
     if gather != "parameters":
         raise ValueError(
             "master_weights=True keeps float32 weights for each rank's shards, and with"
@@ -41,12 +41,12 @@ def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: b
 
 
 def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Replaces the master's elements that do not round to the weight's."""
+    """Replace the master's elements that do not round to the weight's."""
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
 
 def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
-    """Loads a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
+    """Load a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
     given: dict[str, Any] = {}
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
     try:
@@ -64,5 +64,5 @@ def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
 
 
 def leaf_on(weight: torch.Tensor, masters: bool) -> nn.Parameter:
-    """The tensor that the optimizer updates: the weight itself, or a master of it."""
+    """Return the tensor that the optimizer updates: the weight itself, or a master of it."""
     return nn.Parameter(weight.float() if masters and weight.dtype in HALVES else weight)

@@ -1,6 +1,6 @@
-"""The parameters as the scheduler's layers: in the order of the forward, behind one layer without bytes.
+"""Maps the parameters to the scheduler's layers: in forward order, behind one layer without bytes.
 
-That one stands for the time between two iterations (data loading, the optimizer's own work).
+That layer represents the time between two iterations (data loading, the optimizer's own work).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Model:
         outside: float,
         source: str,
     ) -> Profile:
-        """A profile with the parameters in this order as layers; ``forward``, ``backward`` by parameter."""
+        """Return a profile with one layer per parameter, in this order; times are given by parameter."""
         groups = self.groups
         layers = [Layer(OUTSIDE, outside, 0.0, 0)]
         layers += [
@@ -65,16 +65,14 @@ class Model:
         return Profile("this model", tuple(layers), source=source)
 
     def guess(self, order: Sequence[int], link: Link) -> Profile:
-        """A profile before anything is measured: compute in proportion to bytes, in all as long as the
-        communication.
-        """
+        """Return a profile without measurements: compute by bytes, as long as all communication."""
         each = [2 * link.beta * self.bytes(i) for i in range(len(self.names))]
         return self.profile(
             order, [t / 3 for t in each], [2 * t / 3 for t in each], 0.0, "a guess from the sizes"
         )
 
     def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
-        """A user's profile of this model, checked, and the order of its layers as parameter indices."""
+        """Return a user's profile of this model, checked, and its layers' order as parameter indices."""
         index = {name: i for i, name in enumerate(self.names)}
         found = [index.get(layer.name) for layer in profile.layers if layer.bytes]
         missing = sorted(set(self.names) - {layer.name for layer in profile.layers})

@@ -36,7 +36,7 @@ class Options:
     sparse_as_dense: bool = False
 
     def for_other_params(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> Options:
-        """The same for other parameters, for which a given program or profile does not fit any more."""
+        """Return the options for other parameters, without the program or profile of these."""
         place = {id(param): i for i, param in enumerate(now)}
         groups = [[place[id(before[i])] for i in g if id(before[i]) in place] for g in self.groups or []]
         schedule = self.schedule if isinstance(self.schedule, str) else "auto"
@@ -44,7 +44,7 @@ class Options:
 
 
 def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str | None) -> bool:
-    """Whether gradients must be reduced one by one at step time, because buckets cannot carry them."""
+    """Return whether gradients must be reduced one by one at step time, because buckets cannot carry them."""
     one_by_one = compression is not Compression.none and not hasattr(compression, "wire_dtype")
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     elsewhere = len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices)
@@ -52,7 +52,7 @@ def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str 
 
 
 def tell_ignored(gather: str, early_step: bool) -> None:
-    """Warns of arguments without effect where gradients are reduced one by one."""
+    """Warn of arguments without effect where gradients are reduced one by one."""
     ignored = [f"gather={gather!r}"] * (gather != "gradients") + ["early_step=True"] * early_step
     if ignored:
         warnings.warn(

@@ -10,7 +10,7 @@ import torch
 
 
 def checked_names(param_groups: list[dict[str, Any]], named: Sequence[Any] | None) -> dict[Any, str]:
-    """A name for each parameter. Raises ``ValueError`` as Horovod does for unnamed and duplicate ones."""
+    """Return a name for each parameter; ``ValueError`` for unnamed and duplicate ones, as in Horovod."""
     params = [param for group in param_groups for param in group["params"]]
     if named is None:
         return {param: f"parameter.{number}" for number, param in enumerate(params)}
@@ -39,7 +39,7 @@ def checked_names(param_groups: list[dict[str, Any]], named: Sequence[Any] | Non
 
 
 def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
-    """The names, with numbers for parameters that were added later."""
+    """Return the names, with numbers for parameters that were added later."""
     params = [param for group in param_groups for param in group["params"]]
     return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
 
@@ -47,7 +47,7 @@ def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> di
 def group_indices(
     param_groups: list[dict[str, Any]], groups: int | Sequence[Sequence[torch.Tensor]] | None, num_groups: int
 ) -> list[list[int]] | None:
-    """Horovod's ``groups`` (lists of tensors, or their number) as lists of parameter indices, or None."""
+    """Return Horovod's ``groups`` (lists of tensors, or their number) as lists of parameter indices."""
     params = [param for group in param_groups for param in group["params"] if param.requires_grad]
     if groups is None and num_groups:
         groups = num_groups

@@ -1,4 +1,4 @@
-"""Nobody reads a value that is still on its way: pending parameters.
+"""Pending parameters, which complete their value or gradient before it is read.
 
 While the gradient or the value of a parameter is being communicated, the parameter's class is a subclass of
 ``Parameter`` whose ``__torch_function__`` sees every access through torch - printing, ``state_dict``,
@@ -39,7 +39,7 @@ _GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose value or gradient is on its way."""
+    """A parameter whose value or gradient has not arrived."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         # Code such as ``type(p)(data)`` means an ordinary parameter.
@@ -69,7 +69,7 @@ class PendingParameter(nn.Parameter):
 
 
 class PendingGradient(PendingParameter):
-    """A parameter whose value is there and whose gradient is on its way."""
+    """A parameter whose value is complete and whose gradient has not arrived."""
 
     @classmethod
     def _is_harmless(cls, func: Any) -> bool:
@@ -77,12 +77,12 @@ class PendingGradient(PendingParameter):
 
 
 def can_pend(parameter: torch.Tensor) -> bool:
-    """Whether the class may be changed: only plain parameters, whose behaviour is known."""
+    """Return whether the class may be changed: only plain parameters, whose behaviour is known."""
     return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient)
 
 
 def mark_pending(parameter: nn.Parameter, completion: Complete, only_grad: bool = False) -> None:
-    """Any later access (to the gradient) calls ``completion`` first, which must call ``clear_pending``."""
+    """Call ``completion`` at the next access (to the gradient); it must call ``clear_pending``."""
     _completions[id(parameter)] = completion
     parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
@@ -95,21 +95,21 @@ def clear_pending(parameter: nn.Parameter) -> None:
 def complete(parameter: nn.Parameter) -> None:
     completion = _completions.get(id(parameter))
     if completion is None:
-        # Left behind by an owner that is gone: an ordinary parameter again.
+        # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
         return
     completion()
 
 
 def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:
-    """Whether anyone but ``owners`` tensors holds the parameter's memory."""
+    """Return whether anyone but ``owners`` tensors holds the parameter's memory."""
     storage = parameter.untyped_storage()
-    # The storage object just made counts as one more.
+    # The storage object of this call counts as one more.
     return int(torch._C._storage_Use_Count(storage._cdata)) > owners + 1
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """``parameter.grad`` as torch itself has it, without waiting for what is on its way."""
+    """Return ``parameter.grad`` as torch itself has it, without completing the parameter."""
     if type(parameter) is nn.Parameter:
         return parameter.grad
     with torch._C.DisableTorchFunctionSubclass():
@@ -125,7 +125,7 @@ def set_raw_grad(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
-    """Clears one gradient as ``Optimizer.zero_grad`` does; returns whether there was one."""
+    """Clear one gradient as ``Optimizer.zero_grad`` does; return whether there was one."""
     grad = raw_grad(parameter)
     if grad is None:
         return False

@@ -14,21 +14,23 @@ from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.policies import planner_process as aside
+from scheduler.policies import planner_process as child_planner
 
 _log = logging.getLogger("commsched")
 
 
-def plan_aside(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
-    """Returns or raises what ``policies.plan`` does. Policies without a compiler are called here, the user's
-    own too; and every policy, where the compiler is loaded already or no child can be started.
+def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
+    """Return or raise what ``policies.plan`` does, from a child process if the policy needs a compiler.
+
+    Policies without a compiler, also the user's own, run here. So does every policy where the compiler is
+    loaded already or no child can be started.
     """
     if policies.needs_compiler(policy) and "numba" not in sys.modules:
         try:
             # The search uses one processor; other jobs may share the host.
             child = subprocess.run(
-                aside.command(),
-                input=aside.question(profile, link, policy, options),
+                child_planner.command(),
+                input=child_planner.question(profile, link, policy, options),
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 timeout=settings().timeout,
@@ -37,5 +39,5 @@ def plan_aside(profile: Profile, link: Link, policy: str, options: Mapping[str, 
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("the planning process failed, so this training process plans itself: %s", error)
         else:
-            return aside.answer(child.stdout)
+            return child_planner.answer(child.stdout)
     return policies.plan(profile, link, policy, **options)

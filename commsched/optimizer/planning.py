@@ -9,7 +9,7 @@ from typing import Any
 
 from commsched.backends.interface import Backend
 from commsched.optimizer.model_layers import Model
-from commsched.optimizer.planner_process import plan_aside
+from commsched.optimizer.planner_process import plan_in_child
 from scheduler import policies
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
@@ -26,7 +26,7 @@ _UNGROUPED = 8 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, its profile and link, and the parameter that each of its layers stands for (-1: none)."""
+    """A program, its profile and link, and the parameter of each of its layers (-1: none)."""
 
     program: Program
     profile: Profile
@@ -34,7 +34,7 @@ class Plan:
     layers: tuple[int, ...]
 
     def buckets(self, itemsizes: Sequence[int]) -> list[Bucket]:
-        """The program's buckets with parameters in the place of layers, cut between elements."""
+        """Return the program's buckets with parameters in the place of layers, cut between elements."""
         return [
             Bucket(
                 tuple(_whole_elements(piece, self.layers[piece.layer], itemsizes) for piece in bucket.pieces),
@@ -85,7 +85,7 @@ class Planner:
         return isinstance(self.schedule, str) and self.given is None
 
     def measure_link(self) -> Link:
-        """Times RS and AG of six sizes over the optimizer's own backend; fits start-up and rate."""
+        """Time RS and AG of six sizes over the optimizer's own backend; fit start-up and rate."""
         total = sum(map(self.model.bytes, range(len(self.model.names))))
         largest = min(max(total, 16 * _SMALLEST), _LARGEST)
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
@@ -93,8 +93,9 @@ class Planner:
         return self._fit(self._messages)
 
     def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
-        """Fits again with the times of the buckets themselves. Their rate is the link's: a shaped link lets
-        small messages through at full speed, so these tell only what a start costs.
+        """Fit again with the times of the buckets, which show the link's rate.
+
+        A shaped link sends small messages at full speed, so their times only show the start-up.
         """
         buckets = self._mean(operations)
         fitted = self._fit(self._messages + buckets)
@@ -111,7 +112,7 @@ class Planner:
         return fit(sizes, seconds, name=f"{self.backend.name}, measured")
 
     def first(self, order: Sequence[int]) -> Plan:
-        """The plan to start with; it communicates after the backward if a measured plan will follow."""
+        """Return the first plan; it communicates after the backward if a measured plan will follow."""
         if isinstance(self.schedule, Program):
             return self._given_program(order)
         if self.given is not None:
@@ -119,14 +120,14 @@ class Planner:
         return self._agreed(self.model.guess(order, self.link), list(order), "sequential")
 
     def better(self, profile: Profile, order: Sequence[int]) -> Plan:
-        """The plan for measured times."""
+        """Return the plan for measured times."""
         return self._agreed(profile, list(order), self.policy)
 
     def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
         plan: Any = None
         if self.ranks.rank == 0:
             try:
-                program = plan_aside(profile, self.link, policy, self._options_for(profile, order))
+                program = plan_in_child(profile, self.link, policy, self._options_for(profile, order))
                 plan = Plan(program, profile, self.link, (-1, *order))
             except ValueError as error:
                 plan = error
@@ -138,7 +139,7 @@ class Planner:
         return plan
 
     def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
-        """The policy's options; with the user's groups, the buckets are given."""
+        """Return the policy's options; with the user's groups, the buckets are given."""
         if self.groups is None:
             return self.options
         options = {key: value for key, value in self.options.items() if key != "bucket_bytes"}

@@ -1,4 +1,4 @@
-"""From the times of a few iterations to a profile."""
+"""Makes a profile from the times of a few iterations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sample = tuple[list[float], list[float], float]
 
 
 def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample | None:
-    """The times of one iteration; None where ``watch`` holds no complete one.
+    """Return the times of one iteration; None where ``watch`` holds no complete one.
 
     A module's forward lasts until the next module's; its time is its last parameter's, since all must be
     there. A gradient's backward lasts from the gradient before it in backward order. Between the last forward
@@ -54,7 +54,7 @@ def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample 
 
 
 def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
-    """When each gradient of the last backward pass arrived, and when the first of them did."""
+    """Return when each gradient of the last backward pass arrived, and when the first of them did."""
     ready: dict[int, float] = {}
     first = seen.grads[0][1]
     for i, moment in seen.grads:
@@ -65,14 +65,14 @@ def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
 
 
 def combine(samples: Sequence[Sample]) -> Sample:
-    """The median of several iterations, for each entry."""
+    """Return the median of several iterations, for each entry."""
     forward = [median(values) for values in zip(*(s[0] for s in samples), strict=True)]
     backward = [median(values) for values in zip(*(s[1] for s in samples), strict=True)]
     return forward, backward, median(s[2] for s in samples)
 
 
 def across_ranks(rows: Sequence[Sample]) -> Sample:
-    """The mean over ranks, scaled to be as long in all as on the slowest rank, which the others wait for."""
+    """Return the mean over ranks, scaled to the total of the slowest rank, for which the others wait."""
     totals = [sum(f) + sum(b) + o for f, b, o in rows]
     scale = max(totals) * len(rows) / sum(totals) if sum(totals) else 1.0
     size = len(rows)

@@ -1,8 +1,8 @@
-"""Gradients in: from autograd's hook into a bucket, and the bucket to the backend.
+"""Moves gradients from autograd's hook into a bucket, and the bucket to the backend.
 
-Threads: hooks and ``seal`` run on the thread that runs the backward, completions on whichever thread touches
+Threads: hooks and ``seal`` run on the thread that runs the backward, completions on any thread that accesses
 a parameter; ``StepState.lock`` guards all state. The engine's thread never enters Python. ``docs/engine.md``
-says who owns which buffer when.
+describes which part owns a buffer at what time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reducer:
         self._callback_queued = False
 
     def install(self, program: Program, buffers: Buffers) -> None:
-        """Takes a new plan and new buckets into use, between two steps."""
+        """Take a new plan and new buckets into use, between two steps."""
         state, size = self.state, self.backend.ranks.size
         with state.lock:
             if state.views:
@@ -50,7 +50,7 @@ class Reducer:
     # -- gradients in ----------------------------------------------------------------------------------------
 
     def on_grad(self, i: int, param: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient into parameter ``i``."""
+        """React to a gradient that autograd has accumulated into parameter ``i``."""
         if self.arrivals.watch is not None:
             self.arrivals.watch.grad(i)
         if self.paused:
@@ -86,7 +86,7 @@ class Reducer:
                         self._send(bucket)
 
     def _keep_in_place(self, i: int, grad: torch.Tensor) -> None:
-        """Lets the next pass of a local accumulation add into the bucket itself, unless that is in use."""
+        """Let the next pass of a local accumulation add into the bucket itself, unless that is in use."""
         state = self.state
         view = state.views.get(i)
         if view is None or state.pending or state.phase is not Phase.IDLE or grad.is_sparse or state.sums:
@@ -97,7 +97,7 @@ class Reducer:
             set_raw_grad(self.params[i], view)
 
     def _open(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        """Starts a round, after all that is on its way. Returns the gradient that parameter ``i`` has then.
+        """Start a round, after all that is on its way. Returns the gradient that parameter ``i`` has then.
 
         A backward without a step since the last one adds to what that one has reduced: plain PyTorch
         accumulates.
@@ -125,7 +125,7 @@ class Reducer:
         self.gathering.round_begun()
 
     def _fill(self, i: int, grad: torch.Tensor) -> None:
-        """Puts a gradient into its slot, where autograd has not written it there itself."""
+        """Copy a gradient into its slot, unless autograd has written it there itself."""
         state = self.state
         state.round.filled[i] = True
         view = state.views.get(i)
@@ -152,7 +152,7 @@ class Reducer:
         state = self.state
         kept = state.kept.get(i)
         if kept is not None and kept.sparse is not None and grad is kept.shown and self.backend.ranks.rank:
-            grad = grad - kept.sparse  # only what is new: see _fill_new
+            grad = grad - kept.sparse  # only the difference: see _fill_new
         state.flag[i] = SPARSE
         if state.sparse_as_dense:
             state.sparse_dims[i] = grad.sparse_dim()
@@ -162,7 +162,7 @@ class Reducer:
             view.zero_()
 
     def _fill_new(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
-        """With op=Sum, rank 0 alone contributes an earlier round's sum that was not cleared."""
+        """Fill in the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
         kept = self.state.kept[i]
         if grad is not kept.shown:
             view.copy_(grad)
@@ -176,7 +176,7 @@ class Reducer:
             view.neg_().add_(grad)
 
     def _fill_again(self, i: int, grad: torch.Tensor) -> None:
-        """A second gradient in one backward (reentrant checkpointing of a module that is used twice)."""
+        """Add a second gradient of one backward (reentrant checkpointing of a module that is used twice)."""
         state, now = self.state, self.state.round
         self.fired_twice.add(i)
         set_raw_grad(self.params[i], None)
@@ -209,7 +209,7 @@ class Reducer:
             if self.state.phase is not Phase.FILLING:
                 return
             if inside_a_backward():
-                # The outer backward goes on. Should no gradient come any more, reading one seals.
+                # The outer backward continues. If no further gradient comes, reading one seals the round.
                 self.arrivals.guard(only_grad=True)
                 return
             if self.arrivals.watch is not None:
@@ -217,7 +217,7 @@ class Reducer:
             self.seal()
 
     def seal(self) -> None:
-        """Ends the round's filling. Gradients that no backward has put there count like any other."""
+        """End the round's filling. Gradients that were set outside of a backward count like any other."""
         state = self.state
         with state.lock:
             if state.phase is not Phase.FILLING:
@@ -249,7 +249,7 @@ class Reducer:
     # -- the optimizer's side --------------------------------------------------------------------------------
 
     def require_sent(self) -> None:
-        """Makes sure that a round is under way: without a backward, whatever ``p.grad`` holds is reduced."""
+        """Start a round if there is none: without a backward, the gradients in ``p.grad`` are reduced."""
         with self.state.lock:
             if self.state.phase is not Phase.SENT:
                 self.seal()
@@ -268,7 +268,7 @@ class Reducer:
             self.gathering.cleared()
 
     def inherit(self, before: Reducer) -> None:
-        """Goes on where a reducer of other parameters has finished."""
+        """Continue from a finished reducer of other parameters."""
         self.backward_passes, self.paused = before.backward_passes, before.paused
         place = {id(param): i for i, param in enumerate(self.params)}
         for j, kept in before.state.kept.items():
@@ -278,7 +278,7 @@ class Reducer:
                 set_raw_grad(self.params[i], kept.shown)
 
     def drain(self) -> None:
-        """Before the end: applies pending updates, and lets the backend do its part of the last round."""
+        """Apply pending updates and let the backend finish the last round, before the end."""
         with self.state.lock:
             if self.state.phase is Phase.IDLE:
                 self.arrivals.complete_all()
@@ -286,7 +286,7 @@ class Reducer:
                 self.gathering.finish_round()
 
     def close(self) -> None:
-        """Parameters are ordinary again; what was on its way is lost."""
+        """Make the parameters ordinary again; pending results are lost."""
         for param in self.params:
             clear_pending(param)
         self.gathering.close()

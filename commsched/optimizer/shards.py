@@ -23,7 +23,7 @@ from commsched.optimizer.master_weights import KEY, leaf_on, take_written
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
-    """Declares that an optimizer class of your own updates every element by itself; usable as a decorator."""
+    """Declare that an optimizer class of your own updates every element by itself; usable as a decorator."""
     ELEMENTWISE.add(cls)
     return cls
 
@@ -53,7 +53,7 @@ class Part:
         return None if self.leaf.dtype == self.weight.dtype else self.leaf.detach()
 
     def begin_update(self) -> None:
-        """Gives the leaf its gradient, and the master a value that somebody has written to the weight."""
+        """Give the leaf its gradient, and the master any value that was written to the weight."""
         self.leaf.grad = self.grad if self.master is None else self.grad.float()
         if self.master is not None:
             take_written(self.master, self.weight)
@@ -65,7 +65,7 @@ class Part:
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` as a vector, in the order in which ``like`` lies in memory."""
+    """Return the elements of ``tensor`` as a vector, in the order in which ``like`` lies in memory."""
     placed = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
     placed.copy_(tensor)
     return placed.as_strided((placed.numel(),), (1,))
@@ -115,7 +115,7 @@ class Shards:
 
     @plain_math()
     def update(self, bucket: int, used: Sequence[int] | Mapping[int, int]) -> None:
-        """One optimizer step on this rank's parts of a bucket, as far as any rank used their parameters."""
+        """Step the optimizer on this rank's parts of a bucket, for parameters that any rank used."""
         optimizer = self._optimizer
         group_of = {
             id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -154,13 +154,13 @@ class Shards:
                 momentum.masked_fill_(found_inf.to(momentum.device) != 0, 0.0)
 
     def _keep_masters(self, updated: Iterable[Part]) -> None:
-        """From its first update on, a master says more than the parameter: it belongs to the state."""
+        """Put masters into the optimizer's state, once an update has made them differ from the parameters."""
         for part in updated:
             if part.master is not None:
                 self.state[part.leaf][KEY] = part.master
 
     def scale_gradients(self) -> None:
-        """Multiplies all gradients by the factor now; called before somebody reads them."""
+        """Multiply all gradients by the factor now; called before somebody reads them."""
         self._scale([part.grad for parts in self.parts for part in parts])
         self.factor = None
 
@@ -182,7 +182,7 @@ class Shards:
     # -- whole state -----------------------------------------------------------------------------------------
 
     def take_state(self, full: dict[Any, Any]) -> None:
-        """Cuts this rank's parts out of the state of whole parameters."""
+        """Cut this rank's parts out of the state of whole parameters."""
         self.state.clear()
         for parts in self.parts:
             for part in parts:
@@ -209,7 +209,7 @@ class Shards:
         return value.clone() if value.device.type == "cpu" else value.to(part.leaf.device, copy=True)
 
     def described_state(self) -> dict[int, dict[str, Any]]:
-        """By parameter, the state of this rank's parts; of a tensor with the part's shape, only the dtype."""
+        """Return the state of this rank's parts by parameter; for tensors of a part's shape the dtype."""
         described: dict[int, dict[str, Any]] = {}
         for parts in self.parts:
             for part in parts:
@@ -221,7 +221,7 @@ class Shards:
     def gathered_state(
         self, all_values: Callable[[Any], list[Any]], all_gather: Callable[[torch.Tensor], None]
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """The state of whole parameters, on every rank. Collective."""
+        """Return the state of whole parameters, on every rank. Collective."""
         rows = all_values(self.described_state())
         full: dict[nn.Parameter, dict[str, Any]] = {}
         wanted: set[tuple[str, torch.dtype]] = set()

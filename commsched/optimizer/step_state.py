@@ -1,8 +1,8 @@
-"""The gradients of one optimizer: where they are stored, and the state of the round under way.
+"""The gradients of one optimizer: where they are stored, and the state of the current round.
 
 A **round** is one reduction of every bucket. The first gradient of a backward opens it; the end of the
-backward seals it: slots that no gradient filled count as zero, and a flag says so. Whoever needs a gradient
-or a parameter completes its buckets.
+backward seals it: slots without a gradient count as zero, which their flag records. Code that needs a
+gradient or a parameter completes its buckets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Kept:
-    """A sum over the ranks in ``p.grad``: a further backward adds to it, and only what is new is summed."""
+    """A sum over the ranks in ``p.grad``: later gradients add to it, and only the difference is summed."""
 
     shown: torch.Tensor
     version: int
@@ -63,7 +63,7 @@ class Round:
 
     @classmethod
     def finished(cls, layout: Layout, params: int) -> Round:
-        """A round that is over: nothing is on its way."""
+        """Return a round that is over, with nothing pending."""
         over = cls(layout, params)
         over.exposed = [True] * params
         over.sent = over.done = [True] * len(layout.slices)
@@ -72,7 +72,7 @@ class Round:
 
 
 class StepState:
-    """What the reducer, the arrivals and the gathering share. ``lock`` guards all of it."""
+    """The state that the reducer, the arrivals and the gathering share. ``lock`` guards all of it."""
 
     buffers: Buffers
     flags: (
@@ -106,7 +106,7 @@ class StepState:
         self.stepped = False  # since the last round
 
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
-        """Takes new buckets into use. Gradients that are there keep their values."""
+        """Take new buckets into use. Gradients that are there keep their values."""
         before = self.views
         self.buffers, self.slots = buffers, buffers.layout.slots
         self.flags, self.early_flags = flags[0], flags[1:]
@@ -123,12 +123,12 @@ class StepState:
         self.round = Round.finished(buffers.layout, len(self.params))
 
     def finish_step(self, stepped: bool) -> None:
-        """The step is over, or left out: later gradients belong to the next one."""
+        """End the step, also one that was left out: later gradients belong to the next one."""
         self.stepped, self.phase = stepped, Phase.IDLE
         self.passes = [0] * len(self.params)
 
     def apply_clear(self, params: Iterable[int]) -> None:
-        """Clears gradients for which ``zero_grad()`` was called while they were pending."""
+        """Clear gradients for which ``zero_grad()`` was called while they were pending."""
         if self.clear is not None:
             for i in params:
                 if clear_raw_grad(self.params[i], self.clear == "none"):

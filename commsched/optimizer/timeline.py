@@ -55,7 +55,7 @@ class Timeline:
         )
 
     def add_phases(self, watch: Watch, step: int) -> None:
-        """One iteration: forward, backward and the step itself."""
+        """Add one iteration: forward, backward and the step itself."""
         seen = watch.moments()
         marks = seen.marks
         first = seen.forwards[0][1] if seen.forwards else None
@@ -71,7 +71,7 @@ class Timeline:
                 self.add("wait", "wait", start, end, step=step)
 
     def add_operations(self, events: Iterable[Any], names: list[str]) -> None:
-        """The engine's log: each operation with its bucket, its bytes and how long it waited for the link."""
+        """Add the engine's log: each operation with its bucket, its bytes and its wait for the link."""
         for event in events:
             bucket = int(event["bucket"])
             self.add(
@@ -86,8 +86,9 @@ class Timeline:
             )
 
     def add_messages(self, passages: Iterable[Any]) -> None:
-        """The messages that passed the link's gate: halos and activations from start to arrival, chunks of
-        gradients at their start. ``ahead``: how many more urgent ones were on their way then.
+        """Add the messages that passed the link's gate; ``ahead``: more urgent messages in flight then.
+
+        Halos and activations are drawn from start to arrival, chunks of gradients at their start.
         """
         for passage in passages:
             lane, name = _TRAFFIC[int(passage["traffic"])]
@@ -102,7 +103,7 @@ class Timeline:
             )
 
     def close(self) -> None:
-        """Writes this rank's part; rank 0 also the whole."""
+        """Write this rank's part; on rank 0 also the merged file."""
         self.add_messages(link_gate().passages())
         part = self._part()
         unfinished = part.with_suffix(part.suffix + ".tmp")
@@ -126,7 +127,7 @@ class Timeline:
 
 
 def merge(file: Path, parts: Iterable[Path]) -> None:
-    """One trace of several ranks' parts; times start at the first event."""
+    """Write one trace of several ranks' parts into ``file``; its times start at the first event."""
     events = [event for part in parts for event in json.loads(part.read_text())]
     start = min((event["ts"] for event in events), default=0.0)
     for event in events:

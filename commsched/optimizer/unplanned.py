@@ -37,11 +37,11 @@ class _Distributed:
         return int(self._options["backward_passes_per_step"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes accumulate before ``step()``; nothing is sent before it anyway."""
+        """Set how many backward passes accumulate before ``step()``; no gradient is sent before it."""
         self._options["backward_passes_per_step"] = passes
 
     def synchronize(self) -> None:
-        """Combines the gradients now, to clip them for example; ``skip_synchronize()`` is for ``step()``."""
+        """Combine the gradients now, for example to clip them; then ``step()`` in `skip_synchronize()`."""
         self._synchronized = True
         process_set: ProcessSet = self._options["process_set"]
         if size() == 1 or not process_set.included() or self._options["op"] == Adasum:
@@ -60,12 +60,12 @@ class _Distributed:
             end()
 
     def _trained(self) -> Named:
-        """The trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
+        """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
         self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
         return [(names[p], p) for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _in_groups(self, named: Named) -> list[Named]:
-        """The parameters of each operation: the user's groups and the rest one by one, or all at once."""
+        """Return the parameters of each operation: the user's groups and single ones, or all together."""
         if self._groups is None:
             return [named]
         place = {p: number for number, group in enumerate(self._groups) for p in group}
@@ -79,7 +79,7 @@ class _Distributed:
         return [*groups, *alone]
 
     def _agree_on_gradients(self, named: Named, process_set: ProcessSet) -> dict[str, str | None]:
-        """Which gradients exist on any rank. One that exists nowhere must stay None, or momentum moves it."""
+        """Return which gradients exist on any rank; others must stay None, or momentum would move them."""
         dense = self._options["sparse_as_dense"]
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
@@ -144,7 +144,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combines the gradients unless that is done, then takes the wrapped optimizer's step."""
+        """Combine the gradients unless that is done, then take the wrapped optimizer's step."""
         if self._options["op"] == Adasum and size() > 1:
             return self._adasum_step(closure)
         if closure is not None:
@@ -161,7 +161,7 @@ class _Distributed:
         return super().step()  # type: ignore[misc]
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """The closure runs a backward, perhaps several times: its gradients are combined each time."""
+        """Combine the gradients after each run of the closure, which may run several times."""
 
         def combined() -> Any:
             with torch.enable_grad():
@@ -174,10 +174,10 @@ class _Distributed:
         return result
 
     def close(self) -> None:
-        """Nothing of its own is left open."""
+        """Do nothing: there are no threads or connections."""
 
     def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Adasum combines updates, not gradients."""
+        """Step locally, then combine the updates: Adasum does not combine gradients."""
         trained = [p for _, p in self._trained()]
         before = [p.detach().clone() for p in trained]
         loss = super().step(closure)  # type: ignore[misc]

@@ -38,7 +38,7 @@ class DistributedMethods(Optimizer):
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters with the reduced gradients; returns the result of ``closure``, if given.
+        """Update the parameters with the reduced gradients; returns the result of ``closure``, if given.
 
         A parameter whose gradient has not arrived is updated when it is first needed, with the
         hyperparameters of this call. Every access to such a parameter waits for the update.
@@ -63,7 +63,7 @@ class DistributedMethods(Optimizer):
         return None
 
     def _updates_frozen(self) -> bool:
-        """Whether a frozen parameter still has a gradient: then plain PyTorch goes on updating it."""
+        """Return whether a frozen parameter still has a gradient, because plain PyTorch would update it."""
         with torch._C.DisableTorchFunctionSubclass():
             frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
             return any(p.grad is not None for p in frozen)
@@ -72,7 +72,7 @@ class DistributedMethods(Optimizer):
         return plain_step(self._base)(self, *args)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """The closure runs a backward, perhaps several times: each time its gradients are reduced at once."""
+        """Reduce the gradients after each backward of the closure, which may run several times."""
         assert self._driver is not None
         if self._shards is not None:
             raise ValueError(
@@ -94,7 +94,7 @@ class DistributedMethods(Optimizer):
     # -- Horovod's methods -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits until every ``p.grad`` holds the reduced gradient, to clip it before ``step()``, say."""
+        """Wait until every ``p.grad`` holds the reduced gradient, for example to clip it."""
         self._synchronize()
         self._synchronized = self._options.gather == "gradients"
 
@@ -114,7 +114,7 @@ class DistributedMethods(Optimizer):
             self._skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on this many backward passes are accumulated locally before they are reduced."""
+        """Accumulate this many backward passes locally before the gradients are reduced."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
@@ -134,7 +134,7 @@ class DistributedMethods(Optimizer):
             self._driver.reducer.paused = before  # another one, where parameters were frozen or added within
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, those of updates still under way included."""
+        """Clear all gradients, also those of pending updates."""
         if self._driver is None:
             self._base.zero_grad(self, set_to_none)
             return
@@ -148,7 +148,7 @@ class DistributedMethods(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients to a total norm of at most ``max_norm``; returns the norm they had."""
+        """Scale all gradients to a total norm of at most ``max_norm``; return the norm they had."""
         if self._driver is not None and self._shards is not None:
             self._driver.reducer.require_sent()
             return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -173,12 +173,12 @@ class DistributedMethods(Optimizer):
         return gathering if isinstance(gathering, ParameterGathering) else None
 
     def _settle(self) -> None:
-        """Whoever looks at the optimizer's state sees it after the last ``step()``."""
+        """Apply pending updates, before something reads the optimizer's state."""
         if self._driver is not None:
             self._driver.arrivals.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's own: it loads into that one, and the other way round.
+        """Return the wrapped optimizer's state dict; either optimizer can load that of the other.
 
         With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
         """
@@ -199,14 +199,14 @@ class DistributedMethods(Optimizer):
             self._driver.gathering.take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; all ranks must add the same."""
+        """Add a parameter group, as in torch. All ranks must add the same one."""
         self._settle()
         self._base.add_param_group(self, param_group)
         if self._driver is not None:
             self._refresh()
 
     def _refresh(self, in_step: bool = False) -> Driver:
-        """The driver; a new one where parameters were added, frozen or unfrozen since it was made."""
+        """Return the driver; a new one if parameters were added, frozen or unfrozen since it was made."""
         driver = self._driver
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
@@ -225,14 +225,14 @@ class DistributedMethods(Optimizer):
         return successor
 
     def close(self) -> None:
-        """Applies the last update and ends connections and threads, which otherwise end with the object."""
+        """Apply the last update and end connections and threads, which otherwise end with the object."""
         if self._driver is not None:
             self._driver.close()
 
     # -- the profile -----------------------------------------------------------------------------------------
 
     def profile(self) -> Profile:
-        """The measured profile of this model; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
+        """Return the measured profile; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
         if self._driver is None or self._driver.profile is None:
             raise ValueError(
                 "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
@@ -248,8 +248,9 @@ def make_driver(optimizer: Any) -> Driver:
 
 
 def keep_together(wrapped: Any) -> None:
-    """Makes the optimizer that was wrapped, which shares all state, step on all ranks too; its state is that
-    after the last step.
+    """Make the wrapped optimizer, which shares all state, step on all ranks too.
+
+    Its ``state_dict()`` then shows the state after the last step.
     """
     this = weakref.ref(wrapped)
 

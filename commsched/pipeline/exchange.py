@@ -230,17 +230,17 @@ class Exchange:
         share, mirrored = self.shares[action.shift], self.layout.mirrored(action.index)
         return stage, share.key, share.size(action.index), mirrored
 
-    def let_go(self) -> None:
-        """Frees what has been sent and answered."""
+    def free_answered(self) -> None:
+        """Frees the messages whose answer has come."""
         for answer in self._answers:
             self.outbox.answered(answer)
         self._answers.clear()
 
-    def forget(self, before: int) -> None:
-        """Nothing of earlier periods is left to do."""
-        self.outbox.settle(before - 1)
-        for period in [p for p in self.shares if p < before]:
-            del self.shares[period]
+    def free_before(self, period: int) -> None:
+        """Waits for the messages of earlier periods and frees them."""
+        self.outbox.settle(period - 1)
+        for earlier in [p for p in self.shares if p < period]:
+            del self.shares[earlier]
 
 
 def _place(action: Action) -> tuple[int, Micro, int]:

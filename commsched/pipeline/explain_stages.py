@@ -109,6 +109,7 @@ def explain_stages(
     what every pair of ranks of neighbouring stages exchanges. Without the loss.
 
     ``stages`` are not changed and nothing is computed or sent. The options are those of `explain`.
+    Operations that `Hybrid` refuses on tiles are refused here, too.
     """
     if len(stages) != len(placements):
         raise ValueError(
@@ -171,7 +172,7 @@ class _Dry:
         self.output: Any = None
         alone = 0.0
         for tile in range(tiles.size):
-            mesh = Mesh(_Counting(tile, tiles.size), tiles.grid, tiles.dims, "gather", overlap)
+            mesh = Mesh(_Counting(tile, tiles.size), tiles.grid, tiles.dims, overlap=overlap)
             mesh.dry = True
             if not tile:
                 fusion, _ = fusion_of(stage, self._inputs(mesh), mesh, fuse_halo, rates)

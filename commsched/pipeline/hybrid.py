@@ -22,6 +22,7 @@ from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.stage import Loss
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
+from scheduler.pipelines.build import get, stage_count
 
 
 class Hybrid:
@@ -51,7 +52,7 @@ class Hybrid:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        count = len(placements) * options.get("virtual", 2 if schedule == "interleaved" else 1)
+        count = stage_count(get(schedule)(len(placements), microbatches, **options)) if placements else 0
         if len(stages) != count or not stages:
             raise ValueError(
                 f"every stage needs a placement: schedule {schedule!r} runs {count} stages on"

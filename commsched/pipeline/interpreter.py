@@ -88,7 +88,7 @@ class Interpreter:
             self._issue()
             # Only now: nobody waits for this rank to post a receive or to tidy up, but for what it computes.
             inbox.pump()
-            self.exchange.let_go()
+            self.exchange.free_answered()
             if first:
                 self._tidy(iteration)
                 meanwhile()
@@ -105,7 +105,7 @@ class Interpreter:
     def _tidy(self, iteration: int) -> None:
         """Periods that ended with an earlier iteration have been received everywhere, or will be."""
         oldest = iteration - self._overlap
-        self.exchange.forget(oldest)
+        self.exchange.free_before(oldest)
         self.tokens = {key for key in self.tokens if key[1] >= oldest}
 
     def _now(self, lane: str, iteration: int, last: int | None) -> list[Action]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -40,8 +43,37 @@ class ModuleLayer:
     def modules(self) -> list[nn.Module]:
         return [module for part in self.parts for module in part.modules()]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers."""
+        found = [(*module._parameters.values(), *module._buffers.values()) for module in self.modules()]
+        return [tensor for tensors in found for tensor in tensors if tensor is not None]
+
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for part in self.parts for name, parameter in part.parameters().items()}
+
+
+def in_copy(copied: nn.Module, layer: ModuleLayer) -> ModuleLayer:
+    """The same layer of a copy of the model."""
+
+    def held(part: Held) -> Held:
+        return replace(part, module=copied.get_submodule(part.name))
+
+    return ModuleLayer(held(layer.own), tuple(map(held, layer.borrowed)))
+
+
+def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn.Module:
+    """A copy of the model that shares the tensors of the layers ``kept`` and of no layer; of other layers'
+    tensors it has the shapes. So the rest of the model can be freed.
+    """
+    mine = {id(tensor) for number in kept for tensor in layers[number].tensors()}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for layer in layers:
+        for tensor in layer.tensors():
+            if id(tensor) not in mine:
+                shape = torch.empty_like(tensor, device="meta", requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
+    return copy.deepcopy(model, memo)
 
 
 def layers_of(model: nn.Module) -> list[ModuleLayer]:

@@ -15,7 +15,7 @@ from commsched.pipeline.stage import Stage
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
-from scheduler.pipelines.build import generate, get, program_of
+from scheduler.pipelines.build import generate, get, program_of, stage_count
 from scheduler.validate import validate
 
 
@@ -54,8 +54,7 @@ def generated(
     **layout: Any,
 ) -> Program:
     """The program of a schedule by name; ``options`` are the schedule's own."""
-    orders: Any = get(schedule)(mesh[0], microbatches, **options)
-    stages = len({action.stage for order in orders for action in order})
+    stages = stage_count(get(schedule)(mesh[0], microbatches, **options))
     chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
     return generate(
         schedule,

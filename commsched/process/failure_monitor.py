@@ -1,10 +1,12 @@
-"""Aborts whatever waits for a rank that is lost.
+"""Aborts every object that waits for a lost rank.
 
-Whoever notices a loss tells this process's monitor and goes on: the connection to the coordinator (which
-hears of ended processes and silent hosts), a backend's own connections, a launcher. The monitor's thread
-aborts everything that was registered with that rank, so that no detector blocks in somebody else's locks.
-Some waits cannot notice a loss themselves: gloo sees a connection that closes, but neither a silent host nor
-a dead rank whose forked children hold its sockets; and a host that waits for its GPU looks at no connection.
+Detectors report a lost rank to this process's monitor and do not wait: the connection to the coordinator
+(which notices ended processes and silent hosts), a backend's own connections, a launcher. The monitor's
+thread then aborts every object registered for that rank. Detectors do not abort, because an abort may block
+on a lock that the detector's thread holds.
+
+Some waits cannot detect a lost rank themselves. gloo notices a closed connection, but neither a silent host
+nor a dead rank whose forked children hold its sockets; a thread that waits for its GPU reads no connection.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from typing import Protocol
 
 _log = logging.getLogger("commsched")
 _PROBE_SECONDS = 0.2  # between two calls of each probe
-_CLOSING_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
 class Abortable(Protocol):
     def abort(self, reason: str) -> None:
-        """Ends every wait with an error, now and later. From any thread."""
+        """End every wait with an error, now and later. May be called from any thread."""
 
 
 Probe = Callable[[], "str | None"]
-"""Returns at once: the reason why its owner must be aborted, or None."""
+"""Return the reason why the registered object must be aborted, or None. Must not block."""
 
 
 class FailureMonitor:
-    """One for each process; nothing happens in forked children, which have no part in the job.
+    """Aborts registered objects when a rank is lost. Does nothing in forked children: they are no ranks.
 
-    The thread starts with the first report or probe: until then the monitor costs nothing.
+    The thread starts with the first report or probe, so that a monitor without either costs nothing.
     """
 
     def __init__(self) -> None:
@@ -48,39 +50,39 @@ class FailureMonitor:
         self._ended = False
 
     def register(self, waiter: Abortable, ranks: Iterable[int], probe: Probe | None = None) -> None:
-        """Aborts ``waiter`` when one of ``ranks`` (of the job) is lost, or when ``probe`` gives a reason.
+        """Abort ``waiter`` when one of ``ranks`` (of the job) is lost, or when ``probe`` returns a reason.
 
-        The monitor does not keep the waiter alive; the probe must not either.
+        The monitor holds the waiter weakly; the probe must not hold it strongly.
         """
         if os.getpid() != self._process:
-            return  # before any lock: another thread may have held it at the fork
+            return  # before the lock, which a thread of the parent may have held at the fork
         with self._lock:
             self._ranks[waiter] = frozenset(ranks)
             if probe is not None:
                 self._probes[waiter] = probe
         if probe is not None:
-            self._tell(None)
+            self._wake(None)
 
     def unregister(self, waiter: Abortable) -> None:
-        """Leaves alone a waiter that closes."""
+        """Do not abort ``waiter`` any more."""
         if os.getpid() == self._process:
             with self._lock:
                 self._ranks.pop(waiter, None)
                 self._probes.pop(waiter, None)
 
     def report(self, rank: int, reason: str) -> None:
-        """Tells that a rank of the job is lost; returns at once. From any thread."""
+        """Report that a rank of the job is lost. Does not block; may be called from any thread."""
         if os.getpid() == self._process:
-            self._tell((rank, reason))
+            self._wake((rank, reason))
 
     def close(self) -> None:
-        """Ends the thread: one that comes back from C++ while the interpreter ends aborts the process."""
+        """End the thread: returning from C++ while the interpreter shuts down would abort the process."""
         if self._thread is not None and os.getpid() == self._process:
             self._ended = True
             self._reports.put(None)
-            self._thread.join(_CLOSING_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
 
-    def _tell(self, report: tuple[int, str] | None) -> None:
+    def _wake(self, report: tuple[int, str] | None) -> None:
         self._reports.put(report)
         with self._lock:
             if self._thread is None:
@@ -97,7 +99,7 @@ class FailureMonitor:
             except queue.Empty:
                 continue
             if report is not None:
-                self._abort_without(*report)
+                self._abort_waiters(*report)
 
     def _probe_all(self) -> None:
         with self._lock:
@@ -108,17 +110,17 @@ class FailureMonitor:
                 self.unregister(waiter)
                 _abort(waiter, reason)
 
-    def _abort_without(self, rank: int, reason: str) -> None:
+    def _abort_waiters(self, rank: int, reason: str) -> None:
         with self._lock:
-            lost = [waiter for waiter, ranks in self._ranks.items() if rank in ranks]
-        for waiter in lost:
+            waiters = [waiter for waiter, ranks in self._ranks.items() if rank in ranks]
+        for waiter in waiters:
             _abort(waiter, reason)
 
 
 def _abort(waiter: Abortable, reason: str) -> None:
     try:
         waiter.abort(reason)
-    except Exception:  # the others must be aborted all the same
+    except Exception:  # the other waiters must still be aborted
         _log.exception("%s could not be aborted", type(waiter).__name__)
 
 

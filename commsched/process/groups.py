@@ -1,7 +1,6 @@
 """Private c10d process groups, which carry collectives, halos and buckets.
 
-They are backend objects of their own and never touch torch.distributed's default group, which stays the
-script's.
+They are c10d backend objects outside of torch.distributed's registry, whose default group is the script's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from commsched.env import settings
@@ -23,18 +23,17 @@ _members: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
 def members(group: Any) -> frozenset[int]:
-    """The job's ranks in a gloo group made here; none for any other group."""
+    """Return the job's ranks in a group of `gloo_group()`, an empty set for any other group."""
     return _members.get(group, frozenset())
 
 
 def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address: str) -> Any:
-    """A gloo group over `store`, listening on `address`; collective over `ranks` of the job.
+    """Return a gloo group of the job's `ranks`, which meet in `store`. Each of them must call.
 
-    `rank` is this one's place among them.
+    `rank` is this process's index in `ranks`; it listens on `address`.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Bound to the address the ranks met on: gloo's own guess is the host name's, often 127.0.1.1 (Debian's
-    # /etc/hosts).
+    # By default gloo listens on the address of the host's name, which Debian's /etc/hosts sets to 127.0.1.1.
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=settings().timeout)
     try:
@@ -49,7 +48,7 @@ def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address
 
 
 def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
-    """An NCCL group over `store`; every rank must have chosen its own GPU with ``torch.cuda.set_device``."""
+    """Return an NCCL group over `store`; each rank must have set its own GPU (``torch.cuda.set_device``)."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -58,7 +57,7 @@ def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
 
 
 def nccl_usable(devices: list[str]) -> bool:
-    """True where NCCL is built in and `devices` (one name per rank) are GPUs, no two of them the same."""
+    """Return whether torch has NCCL and every rank a GPU of its own; `devices` has one name for each rank."""
     return (
         torch.distributed.is_nccl_available()
         and torch.cuda.is_available()
@@ -67,9 +66,19 @@ def nccl_usable(devices: list[str]) -> bool:
     )
 
 
+def device_name(tensors: Sequence[Tensor], node: str) -> str:
+    """Name the tensors' device; two ranks that share a GPU get the same name."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(tensors[0].device)
+    return f"cuda:{node}:{getattr(properties, 'uuid', tensors[0].device.index)}"
+
+
 def _never_destroy() -> None:
-    """Keeps the parent's groups alive in a forked child: destroying one would take its sockets out of the
-    epoll object that both share, and the parent would hear nothing of its peers any more.
+    """Keep the parent's groups alive in a forked child.
+
+    Destroying a group there would remove its sockets from the epoll object that parent and child share, and
+    the parent would receive no more messages.
     """
     for reference in _members.keyrefs():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference()))

@@ -1,22 +1,21 @@
-"""Who started this process, and as which rank of how many: read from the launchers' environment variables.
+"""Reads launcher, rank and number of ranks from the environment variables that launchers set.
 
-Pure (a mapping in, a record out) and free of torch, so that the command line can use it too.
+Does not import torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from commsched.errors import CommError
-
-LAUNCHERS = ("horovodrun", "torchrun", "mpirun")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in its job. `node` names its host; equal names mean the same host."""
+    """This process's rank in its job. Ranks with the same `node` run on the same host."""
 
     launcher: str
     rank: int
@@ -28,95 +27,78 @@ class Launch:
 
     @property
     def one_host(self) -> bool:
-        """True where the launcher says that every rank runs on this host."""
+        """Whether every rank runs on this host, as far as the launcher says."""
         return self.local_size == self.size
 
 
 ALONE = Launch("none", 0, 1, 0, 1, "localhost")
 
 
-class _Reader:
-    """Integers out of one launcher's variables, with messages that say which launcher's and what is wrong."""
+class _Variables(NamedTuple):
+    """One launcher's variables. Of several names for a value, the first one that is set counts."""
 
-    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
-        self.environ, self.launcher = environ, launcher
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    node: str
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            text = self.environ.get(name, "")
-            if text:
-                break
-        else:
-            if default is not None:
-                return default
+
+_VARIABLES = {
+    "horovodrun": _Variables(
+        ("HOROVOD_RANK",),
+        ("HOROVOD_SIZE",),
+        ("HOROVOD_LOCAL_RANK",),
+        ("HOROVOD_LOCAL_SIZE",),
+        "HOROVOD_HOSTNAME",
+    ),
+    "torchrun": _Variables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), "GROUP_RANK"),
+    "mpirun": _Variables(
+        ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        "PMIX_HOSTNAME",
+    ),
+}
+
+
+def _read(environ: Mapping[str, str], launcher: str) -> Launch:
+    """Return the launch that the variables of `launcher` describe; errors name it."""
+
+    def integer(names: tuple[str, ...], default: int | None = None) -> int:
+        name = next((name for name in names if environ.get(name)), None)
+        if name is None and default is not None:
+            return default
+        if name is None:
             raise CommError(
-                f"this process looks started by {self.launcher}, but {' or '.join(names)} is not set; start "
-                f"it again with {self.launcher}, or set COMMSCHED_LAUNCHER=none to run it alone"
+                f"{' or '.join(names)} is not set, but other variables of {launcher} are; start this "
+                f"process again with {launcher}, or set COMMSCHED_LAUNCHER=none to run it alone"
             )
         try:
-            return int(text)
+            return int(environ[name])
         except ValueError:
-            raise CommError(f"{name} (set by {self.launcher}) must be an integer, but is {text!r}") from None
+            raise CommError(
+                f"{name} (set by {launcher}) must be an integer, but is {environ[name]!r}"
+            ) from None
 
-
-def _horovodrun(environ: Mapping[str, str]) -> Launch:
-    if "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
-        return _mpi(environ, "horovodrun")
-    read = _Reader(environ, "horovodrun")
-    return Launch(
-        "horovodrun",
-        read.integer("HOROVOD_RANK"),
-        read.integer("HOROVOD_SIZE"),
-        read.integer("HOROVOD_LOCAL_RANK"),
-        read.integer("HOROVOD_LOCAL_SIZE"),
-        environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
-    )
-
-
-def _torchrun(environ: Mapping[str, str]) -> Launch:
-    read = _Reader(environ, "torchrun")
-    rank, size = read.integer("RANK"), read.integer("WORLD_SIZE")
-    # RANK and WORLD_SIZE set by hand (env:// without torchrun) tell nothing about hosts: one rank per process
-    # then.
-    local_rank = read.integer("LOCAL_RANK", default=rank)
-    local_size = read.integer("LOCAL_WORLD_SIZE", default=size)
-    return Launch(
-        "torchrun", rank, size, local_rank, local_size, environ.get("GROUP_RANK") or socket.gethostname()
-    )
-
-
-def _mpi(environ: Mapping[str, str], launcher: str = "mpirun") -> Launch:
-    read = _Reader(environ, launcher)
-    rank = read.integer("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    size = read.integer("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    return Launch(
-        launcher,
-        rank,
-        size,
-        read.integer("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
-        read.integer("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size),
-        environ.get("PMIX_HOSTNAME") or socket.gethostname(),
-        mpi=True,
-    )
-
-
-_READERS: dict[str, Callable[[Mapping[str, str]], Launch]] = {
-    "horovodrun": _horovodrun,
-    "torchrun": _torchrun,
-    "mpirun": _mpi,
-}
-_MARKS = {
-    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-}
+    variables = _VARIABLES[launcher]
+    mpi = launcher == "mpirun"
+    if launcher == "horovodrun" and "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
+        variables, mpi = _VARIABLES["mpirun"], True  # horovodrun called mpirun
+    rank, size = integer(variables.rank), integer(variables.size)
+    # Without local ranks, as with RANK and WORLD_SIZE set by hand for env://, assume one host.
+    one_host = (None, None) if variables is _VARIABLES["horovodrun"] else (rank, size)
+    local_rank = integer(variables.local_rank, one_host[0])
+    local_size = integer(variables.local_size, one_host[1])
+    node = environ.get(variables.node) or socket.gethostname()
+    return Launch(launcher, rank, size, local_rank, local_size, node, mpi)
 
 
 def _horovodrun_over_mpi(environ: Mapping[str, str]) -> bool:
-    """True where the mpirun that started this process was itself called by horovodrun.
+    """Return whether horovodrun called the mpirun that started this process.
 
-    horovodrun hands over to Open MPI without setting a variable of its own, but always with these three
-    options.
+    It sets no variable of its own then, but always passes these three options to Open MPI.
     """
     return (
         environ.get("OMPI_MCA_orte_tag_output") == "1"
@@ -125,12 +107,12 @@ def _horovodrun_over_mpi(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _found(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launchers whose variables are set, each with the first variable that gave it away."""
+def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the launchers whose variables are set, each with the first such variable."""
     found = {
-        launcher: next(name for name in names if name in environ)
-        for launcher, names in _MARKS.items()
-        if any(name in environ for name in names)
+        launcher: next(name for name in variables.rank + variables.size if name in environ)
+        for launcher, variables in _VARIABLES.items()
+        if any(name in environ for name in variables.rank + variables.size)
     }
     if "mpirun" in found and "horovodrun" not in found and _horovodrun_over_mpi(environ):
         return {"horovodrun" if name == "mpirun" else name: variable for name, variable in found.items()}
@@ -138,29 +120,28 @@ def _found(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def detect_launch(environ: Mapping[str, str], wanted: str = "") -> Launch:
-    """The launch that `environ` describes; `wanted` (COMMSCHED_LAUNCHER) decides where it describes
-    several."""
-    found = _found(environ)
+    """Return the launch that `environ` describes; `wanted` (COMMSCHED_LAUNCHER) chooses among several."""
+    found = _launchers(environ)
     if wanted == "none" or (not wanted and not found):
         return ALONE
     if not wanted and len(found) > 1:
         seen = " and ".join(f"{launcher} ({variable})" for launcher, variable in found.items())
         raise CommError(
             f"the variables of several launchers are set at once: {seen}; start the script with one of them "
-            "only, or name the one that counts with COMMSCHED_LAUNCHER=" + "|".join(found)
+            "only, or choose one with COMMSCHED_LAUNCHER=" + "|".join(found)
         )
-    launch = _READERS[wanted or next(iter(found))](environ)
+    launch = _read(environ, wanted or next(iter(found)))
     _check(launch)
     return launch
 
 
 def _check(launch: Launch) -> None:
-    for what, index, count in (
+    for name, index, count in (
         ("rank", launch.rank, launch.size),
         ("local rank", launch.local_rank, launch.local_size),
     ):
         if not 0 <= index < count:
             raise CommError(
-                f"{launch.launcher} gave {what} {index} of {count}: it must be at least 0 and below {count}; "
+                f"{launch.launcher} gave {name} {index} of {count}: it must be at least 0 and below {count}; "
                 "are variables of another job left in the environment?"
             )

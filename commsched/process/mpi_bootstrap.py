@@ -1,15 +1,14 @@
-"""One broadcast over the MPI library that mpirun comes with: how ranks on several hosts learn rank 0's
-address.
+"""One broadcast over mpirun's MPI library, by which ranks on several hosts get the address of rank 0.
 
-Used under mpirun where COMMSCHED_MASTER_ADDR is not set. MPI is initialised, used for one broadcast
-and finalised again unless the script itself (mpi4py) had initialised it, so no MPI thread or busy wait stays
-behind.
+Used under mpirun where COMMSCHED_MASTER_ADDR is not set. MPI is finalised right after the broadcast, so that
+no MPI thread and no busy wait remain, unless the script itself (mpi4py) had initialised it before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+from typing import Any
 
 from commsched.errors import CommError
 
@@ -25,14 +24,14 @@ def _library() -> ctypes.CDLL:
         except OSError:
             continue
     raise CommError(
-        "the ranks need the address of rank 0, and no MPI library could be loaded to ask for it (tried "
+        "the ranks need the address of rank 0, and no MPI library could be loaded to broadcast it (tried "
         f"{', '.join(_LIBRARIES)}); set COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT (mpirun -x "
         "COMMSCHED_MASTER_ADDR=host -x COMMSCHED_MASTER_PORT=29511)"
     )
 
 
 def _handles(mpi: ctypes.CDLL) -> tuple[object, object]:
-    """MPI_COMM_WORLD and MPI_BYTE: addresses of objects in Open MPI, fixed integers in MPICH and its kin."""
+    """Return MPI_COMM_WORLD and MPI_BYTE: addresses of objects in Open MPI, fixed integers in MPICH."""
     try:
         return tuple(
             ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(mpi, name)))  # type: ignore[return-value]
@@ -42,12 +41,12 @@ def _handles(mpi: ctypes.CDLL) -> tuple[object, object]:
         return ctypes.c_int(_MPICH_COMM_WORLD), ctypes.c_int(_MPICH_BYTE)
 
 
-def broadcast(value: dict[str, object] | None, rank: int) -> dict[str, object]:
-    """Rank 0's `value` on every rank of MPI_COMM_WORLD."""
+def broadcast(value: dict[str, Any] | None, rank: int) -> dict[str, Any]:
+    """Return rank 0's `value` on every rank of MPI_COMM_WORLD; each rank must call."""
     mpi = _library()
-    started = ctypes.c_int(0)
-    mpi.MPI_Initialized(ctypes.byref(started))
-    if not started.value and mpi.MPI_Init(None, None) != 0:
+    initialized = ctypes.c_int(0)
+    mpi.MPI_Initialized(ctypes.byref(initialized))
+    if not initialized.value and mpi.MPI_Init(None, None) != 0:
         raise CommError(
             "MPI_Init failed; set COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT to do without MPI"
         )
@@ -56,6 +55,6 @@ def broadcast(value: dict[str, object] | None, rank: int) -> dict[str, object]:
         buffer.value = json.dumps(value).encode()
     world, byte = _handles(mpi)
     mpi.MPI_Bcast(buffer, ctypes.c_int(_MESSAGE_BYTES), byte, ctypes.c_int(0), world)
-    if not started.value:
+    if not initialized.value:
         mpi.MPI_Finalize()
     return json.loads(buffer.value)

@@ -1,4 +1,4 @@
-"""This host's addresses, and a first contact with rank 0. Plain sockets, no torch."""
+"""This host's addresses, a first connection to rank 0, and horovodrun's key-value server. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of the network interface `name`, None where it has none."""
+    """Return the IPv4 address of the network interface `name`, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
@@ -28,13 +28,13 @@ def interface_address(name: str) -> str | None:
 
 
 def chosen_interface() -> str | None:
-    """The interface the user or the launcher named for gloo, None where nobody did."""
+    """Return the interface that the environment names for gloo, or None."""
     named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE")
     return named.split(",")[0].strip() if named else None
 
 
 def own_addresses(one_host: bool) -> list[str]:
-    """Addresses under which other ranks may reach this host, best first."""
+    """Return addresses at which other ranks may reach this host, best first."""
     name = chosen_interface()
     if name:
         address = interface_address(name)
@@ -43,7 +43,7 @@ def own_addresses(one_host: bool) -> list[str]:
                 f"network interface {name!r} (GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE) has no IPv4 address "
                 f"here; this host has: {', '.join(n for _, n in socket.if_nameindex())}"
             )
-        # A launcher that sees one host names the loopback; it stays right only while that is true.
+        # horovodrun names the loopback interface for one host: wrong as soon as there are several.
         if one_host or not is_loopback(address):
             return [address]
     if one_host:
@@ -57,14 +57,15 @@ def is_loopback(address: str) -> bool:
 
 
 def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tuple[str, str]:
-    """(the first of `addresses` that accepts a connection on `port`, this host's address on that
-    connection)."""
+    """Return the first of `addresses` that accepts a connection on `port`, and this host's address on it."""
     candidates = list(addresses)
     deadline = time.monotonic() + timeout
     while True:
         for address in candidates:
             try:
-                with _dial(address, port, min(3.0, timeout)) as connection:
+                # gethostbyname() gives IPv4, on which gloo and the coordinator listen, also for `localhost`.
+                ipv4 = socket.gethostbyname(address)
+                with socket.create_connection((ipv4, port), min(3.0, timeout)) as connection:
                     return connection.getpeername()[0], connection.getsockname()[0]
             except OSError:
                 continue
@@ -77,19 +78,6 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
         time.sleep(_POLL_SECONDS)
 
 
-def _dial(address: str, port: int, timeout: float) -> socket.socket:
-    """A connection over IPv4, on which gloo and the coordinator listen, whatever `localhost` means here."""
-    *how, _, target = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)[0]
-    connection = socket.socket(*how)
-    try:
-        connection.settimeout(timeout)
-        connection.connect(target)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
 class KeyValueServer:
     """The HTTP key-value server of horovodrun, through which its ranks find each other."""
 
@@ -100,7 +88,7 @@ class KeyValueServer:
         self._send("PUT", scope, key, value)
 
     def clear(self, scope: str, key: str, tries: int) -> None:
-        """Empty one of horovodrun's own scopes, which it does when every rank has deleted its key once."""
+        """Delete `key` until horovodrun's server has emptied the scope, at most `tries` times."""
         while tries and self._get(scope, key) is not None:
             self._send("DELETE", scope, key, None)
             tries -= 1
@@ -120,7 +108,7 @@ class KeyValueServer:
             raise
 
     def wait(self, scope: str, key: str) -> bytes:
-        """The value under `key`, as soon as another rank has put it there."""
+        """Wait until another rank has put a value under `key`, and return it."""
         deadline = time.monotonic() + self._timeout
         while True:
             value = self._get(scope, key)

@@ -1,8 +1,8 @@
-"""How the ranks of one job find each other under every launcher: one c10d store, and a check that they agree.
+"""Connects the ranks of one job, under every launcher, to one c10d store and checks that they agree.
 
-Rank 0 listens; where the launcher does not already hand out an address, rank 0's is published through
-whatever the launcher has (horovodrun's key-value server, one MPI broadcast, Horovod itself). Every rank then
-signs in, which shows missing ranks, ranks that count twice and ranks that believe in another world size.
+Rank 0 listens. Where the launcher provides no address, rank 0 publishes its own through horovodrun's
+key-value server, one MPI broadcast or Horovod itself. Every rank then writes a record into the store. The
+records show missing ranks, duplicate ranks and different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
@@ -30,14 +31,15 @@ from commsched.process.network import (
     own_addresses,
 )
 
-Publish = Callable[[dict[str, object] | None], dict[str, object]]
+Publish = Callable[[dict[str, Any] | None], dict[str, Any]]
+"""Broadcasts rank 0's contact data: rank 0 passes it, the others pass None; returns it on every rank."""
 _POLL_SECONDS = 0.02
 _LINGER_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says of itself when it signs in."""
+    """What a rank writes into the store for the others."""
 
     rank: int
     size: int
@@ -49,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks have met: their records by rank, a store they share, the address others reach this one by."""
+    """What `meet()` returns: all ranks' records, the store they share, this rank's address for the others."""
 
     launch: Launch
     store: Store
@@ -58,91 +60,85 @@ class Meeting:
 
     @property
     def cross(self) -> tuple[int, int]:
-        """(index, count) of this rank's node among the nodes that have its local rank."""
+        """The index of this rank's node among the nodes with the same local rank, and their number."""
         nodes = list(dict.fromkeys(r.node for r in self.records if r.local_rank == self.launch.local_rank))
         return nodes.index(self.launch.node), len(nodes)
 
 
 @dataclass(frozen=True)
-class _Base:
-    """The process's one connection to the job's store; it outlives shutdown(), so that init() works again."""
+class _StoreConnection:
+    """This process's connection to the job's store. It outlives shutdown(), so that init() works again."""
 
     store: Store
     own_address: str
     master_address: str
 
 
-_base: _Base | None = None
+_connection: _StoreConnection | None = None
 _generation = 0
 
 
 def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
-    """Bring all ranks of `launch` together; ``CommError`` says who is missing or disagrees."""
-    global _base, _generation
+    """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees."""
+    global _connection, _generation
     _generation += 1
     if launch.size == 1:
         record = Record(0, 1, 0, launch.node, "127.0.0.1", "127.0.0.1")
         return Meeting(launch, HashStore(), (record,), "127.0.0.1")
-    if _base is None:
-        _base = _connect(launch, publish)
+    if _connection is None:
+        _connection = _connect(launch, publish)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"commsched/{restart}/{_generation}", _base.store)
-    mine = Record(
-        launch.rank, launch.size, launch.local_rank, launch.node, _base.own_address, _base.master_address
-    )
+    store = PrefixStore(f"commsched/{restart}/{_generation}", _connection.store)
+    own, master = _connection.own_address, _connection.master_address
+    mine = Record(launch.rank, launch.size, launch.local_rank, launch.node, own, master)
     try:
-        records = _sign_in(store, mine)
+        records = _exchange_records(store, mine)
     except CommError:
         raise
-    except RuntimeError as error:  # what a store raises whose server is gone
+    except RuntimeError as error:  # the store's server is gone
         raise CommError(f"rank 0 ended while rank {mine.rank} was waiting for all ranks: {error}") from error
     return Meeting(launch, store, records, _reachable_address(mine, records))
 
 
-def _connect(launch: Launch, publish: Publish | None) -> _Base:
+def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
     options = settings()
     if options.master_addr or (launch.launcher == "torchrun" and publish is None):
         return _connect_to_given(launch)
     if publish is None:
         publish = _publisher(launch)
     if launch.rank != 0:
-        found = publish(None)
-        return _join(found["addresses"], int(found["port"]), str(found["token"]))  # type: ignore[arg-type,call-overload]
+        contact = publish(None)
+        return _join(contact["addresses"], int(contact["port"]), str(contact["token"]))
     addresses, token = own_addresses(launch.one_host), secrets.token_hex(16)
     server = _listen("0.0.0.0", 0)
     server.set("commsched/token", token)
     publish({"addresses": addresses, "port": server.port, "token": token})
-    return _Base(server, addresses[0], addresses[0])
+    return _StoreConnection(server, addresses[0], addresses[0])
 
 
-def _connect_to_given(launch: Launch) -> _Base:
-    """The address is known before: torchrun's MASTER_ADDR and MASTER_PORT, or COMMSCHED_MASTER_ADDR and
-    _PORT."""
+def _connect_to_given(launch: Launch) -> _StoreConnection:
+    """Connect to COMMSCHED_MASTER_ADDR and _PORT, else to torchrun's MASTER_ADDR and MASTER_PORT."""
     options = settings()
-    if options.master_addr:
-        names, address, port = (
-            ("COMMSCHED_MASTER_ADDR", "COMMSCHED_MASTER_PORT"),
-            options.master_addr,
-            options.master_port,
-        )
-    else:
-        names, address = ("MASTER_ADDR", "MASTER_PORT"), os.environ.get("MASTER_ADDR", "")
-        port = int(os.environ.get("MASTER_PORT") or 0)
+    address, port, prefix = options.master_addr, options.master_port, "COMMSCHED_"
+    if not options.master_addr:
+        address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+        prefix = ""
     if not address or not port:
         raise CommError(
-            f"{launch.size} ranks need {names[0]} and {names[1]}, but they are {address!r} and {port}; set "
-            "both on every rank to an address and a free port of rank 0's host"
+            f"{launch.size} ranks need {prefix}MASTER_ADDR and {prefix}MASTER_PORT, but they are {address!r} "
+            f"and {port}; set both on every rank to an address and a free port of rank 0's host"
         )
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not options.master_addr
     if launch.rank == 0 and not launcher_listens:
         server = _listen(address, port)
-        return _Base(server, *reversed(first_reachable([address], port, options.timeout)))
+        master, own = first_reachable([address], port, options.timeout)
+        return _StoreConnection(server, own, master)
     return _join([address], port, None)
 
 
 def launcher_server() -> KeyValueServer | None:
-    """horovodrun's key-value server, None where it did not start this process (or did with MPI)."""
-    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{what}", "") for what in ("ADDR", "PORT"))
+    """Return horovodrun's key-value server; None under other launchers and under horovodrun with MPI."""
+    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT"))
     return KeyValueServer(address, int(port), settings().timeout) if address and port else None
 
 
@@ -152,12 +148,12 @@ def _publisher(launch: Launch) -> Publish:
     server = launcher_server()
     if server is None:
         raise CommError(
-            f"{launch.size} ranks need to know rank 0's address, and {launch.launcher} gives none "
+            f"{launch.size} ranks need rank 0's address, and {launch.launcher} provides none "
             "(HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT are not set); set COMMSCHED_MASTER_ADDR and "
             "COMMSCHED_MASTER_PORT on every rank"
         )
 
-    def publish(value: dict[str, object] | None) -> dict[str, object]:
+    def publish(value: dict[str, Any] | None) -> dict[str, Any]:
         if value is None:
             return json.loads(server.wait("commsched", "rank0"))
         server.put("commsched", "rank0", json.dumps(value).encode())
@@ -168,39 +164,40 @@ def _publisher(launch: Launch) -> Publish:
 
 def _listen(address: str, port: int) -> TCPStore:
     try:
-        # multi_tenant: the script's own init_process_group may share the port from within this process.
+        # multi_tenant: the script's own init_process_group() may use the same port in this process.
         return TCPStore(address, port, None, True, _timeout(), wait_for_workers=False, multi_tenant=port != 0)
     except RuntimeError as error:
         raise CommError(
-            f"rank 0 can not listen on {address}, port {port}: {error}; is another job using the port? "
+            f"rank 0 cannot listen on {address}, port {port}: {error}; is another job using the port? "
             "Choose a free one"
         ) from error
 
 
-def _join(addresses: list[str], port: int, token: str | None) -> _Base:
+def _join(addresses: list[str], port: int, token: str | None) -> _StoreConnection:
     master, own = first_reachable(addresses, port, settings().timeout)
     try:
         store = TCPStore(master, port, None, False, _timeout(), wait_for_workers=False)
         found = store.get("commsched/token").decode() if token else None
     except RuntimeError as error:
         raise CommError(
-            f"what answers on {master}, port {port}, is not the store of rank 0: {error}"
+            f"the server on {master}, port {port}, is not the store of rank 0: {error}; choose another port "
+            "with COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT"
         ) from error
     if found != token:
         raise CommError(
-            f"what answers on {master}, port {port}, belongs to another job; end that job, or choose this "
+            f"the store on {master}, port {port}, belongs to another job; end that job, or choose this "
             "job's port with COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT"
         )
-    return _Base(store, own, master)
+    return _StoreConnection(store, own, master)
 
 
 def _timeout() -> timedelta:
     return timedelta(seconds=settings().timeout)
 
 
-def _sign_in(store: Store, mine: Record) -> tuple[Record, ...]:
-    """Post this rank's record and wait for everybody's, comparing each as it comes."""
-    store.set(f"record/{store.add('signed_in', 1)}", json.dumps(asdict(mine)))
+def _exchange_records(store: Store, mine: Record) -> tuple[Record, ...]:
+    """Write this rank's record, wait for those of all ranks and compare each as it arrives."""
+    store.set(f"record/{store.add('records', 1)}", json.dumps(asdict(mine)))
     records: dict[int, Record] = {}
     read, deadline = 0, time.monotonic() + settings().timeout
     while len(records) < mine.size:
@@ -210,13 +207,13 @@ def _sign_in(store: Store, mine: Record) -> tuple[Record, ...]:
                 f"rank {mine.rank} waited {settings().timeout:g} s (COMMSCHED_TIMEOUT) for {mine.size} "
                 f"ranks; missing: {missing}. Did they start, and do they all call init()?"
             )
-        while read < store.add("signed_in", 0):
+        while read < store.add("records", 0):
             read += 1
             other = Record(**json.loads(store.get(f"record/{read}")))
-            complaint = _disagreement(mine, other, records)
-            if complaint:
-                _let_others_read(store, mine)
-                raise CommError(complaint)
+            disagreement = _disagreement(mine, other, records)
+            if disagreement:
+                _wait_for_readers(store, mine)
+                raise CommError(disagreement)
             records[other.rank] = other
         time.sleep(_POLL_SECONDS)
     return tuple(records[rank] for rank in range(mine.size))
@@ -225,36 +222,35 @@ def _sign_in(store: Store, mine: Record) -> tuple[Record, ...]:
 def _disagreement(mine: Record, other: Record, records: dict[int, Record]) -> str | None:
     if other.size != mine.size:
         return (
-            f"the ranks disagree about how many they are: rank {mine.rank} on {mine.node} was told "
-            f"{mine.size}, rank {other.rank} on {other.node} was told {other.size}; start all of them with "
+            f"the ranks disagree about the number of ranks: it is {mine.size} on rank {mine.rank} "
+            f"({mine.node}) and {other.size} on rank {other.rank} ({other.node}); start all of them with "
             "one launcher command"
         )
     if other.rank in records:
         return (
-            f"two processes ({records[other.rank].node} and {other.node}) both say they are rank "
+            f"two processes (on {records[other.rank].node} and {other.node}) were both started as rank "
             f"{other.rank} of {other.size}; start all ranks with one launcher command"
         )
     return None
 
 
-def _let_others_read(store: Store, mine: Record) -> None:
-    """Rank 0 serves the store: give the others a moment to read why it goes before it goes."""
-    told = store.add("complained", 1)
+def _wait_for_readers(store: Store, mine: Record) -> None:
+    """Keep rank 0, which serves the store, until every rank has found the disagreement in it."""
+    found = store.add("disagreements", 1)
     deadline = time.monotonic() + _LINGER_SECONDS
-    while mine.rank == 0 and told < store.add("signed_in", 0) and time.monotonic() < deadline:
+    while mine.rank == 0 and found < store.add("records", 0) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        told = store.add("complained", 0)
+        found = store.add("disagreements", 0)
 
 
 def _reachable_address(mine: Record, records: tuple[Record, ...]) -> str:
-    """The address by which the other ranks reach this one's host."""
+    """Return the address by which the other ranks reach this rank's host."""
     interface = chosen_interface()
     named = interface_address(interface) if interface else None
     if named and not is_loopback(named):
         return named
-    seen = [r.master_address for r in records if r.rank != 0 and not is_loopback(r.master_address)]
-    # What the others dialled is rank 0's address for sure; its own view may be the loopback or another of its
-    # cards.
-    if seen and (mine.rank == 0 or is_loopback(mine.own_address)):
-        return seen[0]
+    # The others did connect to rank 0 at this address; rank 0 itself may see the loopback or another card.
+    dialled = [r.master_address for r in records if r.rank != 0 and not is_loopback(r.master_address)]
+    if dialled and (mine.rank == 0 or is_loopback(mine.own_address)):
+        return dialled[0]
     return mine.own_address

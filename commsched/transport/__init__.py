@@ -1,1 +1,1 @@
-"""Messages from rank to rank, for pipelines and tiles."""
+"""Point-to-point messages between ranks, for pipelines and spatial tiles."""

@@ -1,11 +1,11 @@
 """Short messages over sockets, written and read by the thread that computes.
 
-gloo hands a message to a thread of its own and wakes a waiting rank from another: where every processor
-computes, both wait longer for their turn than the message takes. A short one fits into the sockets' buffers:
-writing it takes microseconds, and nobody is woken but the rank that waits for it.
+gloo hands a message to a thread of its own, which wakes the waiting rank. Where every core computes, both
+threads wait longer for a core than the message travels. A short message fits into the sockets' buffers:
+writing it takes microseconds, and only the rank that waits for it is woken.
 
-Each connection carries all lanes of a fabric. One thread per rank receives; what it finds of other lanes it
-keeps.
+Each connection carries all lanes of a fabric. One thread per rank receives; it keeps messages of lanes for
+which no receive was posted yet.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from commsched.errors import CommError
 from commsched.transport.channel import Pending
 
 MOST_BYTES = 64 << 10
-"""Longer messages need somebody who moves them while this rank computes."""
-_HEADER = struct.Struct("<IQ")  # before every message: lane, bytes
-_MOST_PIECES = 1000  # that a system call takes (IOV_MAX is 1024)
+"""Longer messages need another thread that moves them while this one computes."""
+_HEADER = struct.Struct("<IQ")  # in front of every message: lane, bytes
+_MOST_PIECES = 1000  # of one sendmsg() call (IOV_MAX is 1024)
 
 
 class ShortMessages:
-    """``connections``: one for each rank, none for this one."""
+    """This rank's short messages; ``connections`` has one entry for each rank, None for this one."""
 
     def __init__(self, rank: int, connections: Sequence[TcpConnection | None], timeout: float) -> None:
         self.rank = rank
-        self._sockets = [one.data for one in connections if one is not None]
-        for one in self._sockets:
-            one.setblocking(False)
-        self._out = [None if one is None else _Outgoing(one, timeout) for one in connections]
-        self._in = [None if one is None else _Incoming(one, timeout) for one in connections]
+        self._sockets = [connection.data for connection in connections if connection is not None]
+        for connected in self._sockets:
+            connected.setblocking(False)
+        self._senders = [None if one is None else _Sender(one, timeout) for one in connections]
+        self._receivers = [None if one is None else _Receiver(one, timeout) for one in connections]
 
-    def send(self, peer: int, lane: int, buffers: Sequence[Tensor], what: str) -> Pending:
-        outgoing = self._out[peer]
-        assert outgoing is not None
+    def send(self, peer: int, lane: int, buffers: Sequence[Tensor], operation: str) -> Pending:
+        sender = self._senders[peer]
+        assert sender is not None
         views = [_view(buffer) for buffer in buffers]
         header = _HEADER.pack(lane, sum(map(len, views)))
-        return _Leaving(outgoing, outgoing.put([header, *views]), f"{what}: rank {self.rank}", peer)
+        return _PendingSend(sender, sender.send([header, *views]), f"{operation}: rank {self.rank}", peer)
 
-    def receive(self, peer: int, lane: int, buffers: Sequence[Tensor], what: str) -> Pending:
-        incoming = self._in[peer]
-        assert incoming is not None
+    def receive(self, peer: int, lane: int, buffers: Sequence[Tensor], operation: str) -> Pending:
+        receiver = self._receivers[peer]
+        assert receiver is not None
         views = [_view(buffer) for buffer in buffers]
-        coming = _Coming(incoming, lane, views, f"{what}: rank {self.rank}", peer)
-        incoming.expect(coming)
-        return coming
+        pending = _PendingReceive(receiver, lane, views, f"{operation}: rank {self.rank}", peer)
+        receiver.post(pending)
+        return pending
 
     def abort(self) -> None:
-        """Whoever waits for this rank hears that nothing will come."""
-        for one in self._sockets:
+        """Close the connections for both directions, which ends the waits of the other ranks."""
+        for connected in self._sockets:
             try:
-                one.shutdown(socket.SHUT_RDWR)
+                connected.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # the other side has gone already
+                continue  # the peer has closed it already
 
 
 def _view(buffer: Tensor) -> memoryview:
@@ -71,47 +71,50 @@ def _view(buffer: Tensor) -> memoryview:
 
 
 class _Readiness:
-    """Waits for a socket to be readable or writable, or for its host to be lost."""
+    """Waits until a socket is readable or writable, or until its host is lost."""
 
     def __init__(self, socket: socket.socket, event: int, host: Host) -> None:
         self._socket, self._host = socket, host
         self._poll = select.poll()
         self._poll.register(socket, event)
-        self._poll.register(host.keepalive, 0)  # failures are always told
+        self._poll.register(host.keepalive, 0)  # poll() reports errors of the connection in any case
 
     def wait(self, seconds: float) -> None:
-        told = [descriptor for descriptor, _ in self._poll.poll(1000 * seconds)]
-        if not told or self._socket.fileno() in told:
+        ready = [descriptor for descriptor, _ in self._poll.poll(1000 * seconds)]
+        if not ready or self._socket.fileno() in ready:
             return
         lost = self._host.lost()
         if lost:
             raise ConnectionError(lost)
-        self._poll.unregister(self._host.keepalive)  # its process has ended: the other socket tells
+        self._poll.unregister(self._host.keepalive)  # the process has ended: its data socket closes too
 
 
-class _Outgoing:
-    """One connection's way out. What the socket does not take at once is copied, and follows on a thread."""
+class _Sender:
+    """Sends over one connection. A thread sends a copy of the bytes that the socket does not take at once."""
 
     def __init__(self, connection: TcpConnection, timeout: float) -> None:
         self.socket, self.timeout = connection.data, timeout
-        self._room = _Readiness(connection.data, select.POLLOUT, connection.host)
-        self._changed = threading.Condition()  # protects what follows
-        self._left = bytearray()
-        self._put = self._gone = 0  # bytes since the beginning
+        self._writable = _Readiness(connection.data, select.POLLOUT, connection.host)
+        self._changed = threading.Condition()  # protects the attributes below
+        self._backlog = bytearray()
+        self._accepted = self._written = 0  # bytes since the beginning
         self._error: OSError | None = None
 
-    def put(self, pieces: Sequence[bytes | bytearray | memoryview]) -> int:
-        """Returns how many bytes will have been put in with these."""
+    def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> int:
+        """Send the pieces; return the number of bytes written once they have all left."""
         with self._changed:
-            self._put += sum(map(len, pieces))
-            idle = not self._left
-            sent = self._write(pieces) if idle else 0
-            self._gone += sent
-            if self._gone < self._put and self._error is None:
-                self._left += b"".join(pieces)[sent:]
+            self._accepted += sum(map(len, pieces))
+            idle = not self._backlog
+            written = self._write(pieces) if idle else 0
+            self._written += written
+            if self._written < self._accepted and self._error is None:
+                self._backlog += b"".join(pieces)[written:]
                 if idle:
-                    threading.Thread(target=self._follow, name="commsched messages", daemon=True).start()
-            return self._put
+                    thread = threading.Thread(
+                        target=self._write_backlog, name="commsched messages", daemon=True
+                    )
+                    thread.start()
+            return self._accepted
 
     def _write(self, pieces: Sequence[bytes | bytearray | memoryview]) -> int:
         try:
@@ -122,135 +125,132 @@ class _Outgoing:
             self._error = error
             return 0
 
-    def _follow(self) -> None:
-        """Writes what is left, as the other side makes room."""
+    def _write_backlog(self) -> None:
+        """Write the backlog as fast as the peer accepts it; end when it is empty."""
         while True:
             lost = None
             try:
-                self._room.wait(1)
+                self._writable.wait(1)
             except ConnectionError as error:
                 lost = error
             with self._changed:
                 self._error = self._error or lost
-                sent = self._write([self._left[:MOST_BYTES]])
-                del self._left[:sent]
-                self._gone += sent
+                written = self._write([self._backlog[:MOST_BYTES]])
+                del self._backlog[:written]
+                self._written += written
                 if self._error is not None:
-                    self._left.clear()
+                    self._backlog.clear()
                 self._changed.notify_all()
-                if not self._left:
+                if not self._backlog:
                     return
 
-    def wait(self, upto: int) -> OSError | None:
-        """Until so many bytes have left; what went wrong."""
+    def wait(self, written: int) -> OSError | None:
+        """Wait until this many bytes are written; return the error where they cannot be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._gone >= upto or self._error is not None, self.timeout)
-            if self._gone >= upto:
+            self._changed.wait_for(lambda: self._written >= written or self._error is not None, self.timeout)
+            if self._written >= written:
                 return None
             return self._error or TimeoutError(f"nothing could be sent within {self.timeout:g} s")
 
 
-class _Leaving:
-    """A message that is sent: the buffers are free, its bytes may still be on their way out."""
+class _PendingSend(Pending):
+    """A sent message: its buffers are free, its last bytes may still be in the sender's backlog."""
 
-    def __init__(self, outgoing: _Outgoing, upto: int, who: str, peer: int) -> None:
-        self.outgoing, self.upto, self.who, self.peer = outgoing, upto, who, peer
+    def __init__(self, sender: _Sender, written: int, subject: str, peer: int) -> None:
+        self.sender, self.written, self.subject, self.peer = sender, written, subject, peer
 
     def wait(self) -> None:
-        error = self.outgoing.wait(self.upto)
+        error = self.sender.wait(self.written)
         if error is not None:
-            raise _lost(self.who, self.peer, error)
-
-    def watch(self) -> None:
-        return None
+            raise _lost(self.subject, self.peer, error)
 
 
-class _Incoming:
-    """One connection's way in. Of a lane, messages are expected, or some are early: never both."""
+class _Receiver:
+    """Receives from one connection. A lane has either posted receives or early messages, never both."""
 
     def __init__(self, connection: TcpConnection, timeout: float) -> None:
         self.socket, self.timeout = connection.data, timeout
-        self._expected: defaultdict[int, deque[_Coming]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[_PendingReceive]] = defaultdict(deque)
         self._early: defaultdict[int, deque[bytearray]] = defaultdict(deque)
         self._header = memoryview(bytearray(_HEADER.size))
-        self._arrival = _Readiness(connection.data, select.POLLIN, connection.host)
+        self._readable = _Readiness(connection.data, select.POLLIN, connection.host)
 
-    def expect(self, coming: _Coming) -> None:
-        early = self._early[coming.lane]
+    def post(self, receive: _PendingReceive) -> None:
+        early = self._early[receive.lane]
         if early:
-            coming.copy(early.popleft())
+            receive.copy(early.popleft())
         else:
-            self._expected[coming.lane].append(coming)
+            self._posted[receive.lane].append(receive)
 
-    def deliver(self, wanted: _Coming) -> None:
-        """Takes in messages until this one is there."""
+    def receive_until(self, wanted: _PendingReceive) -> None:
+        """Receive messages of all lanes until `wanted` has arrived."""
         deadline = time.monotonic() + self.timeout
-        while not wanted.here:
-            self._next(deadline)
+        while not wanted.arrived:
+            self._receive_next(deadline)
 
-    def _next(self, deadline: float) -> None:
+    def _receive_next(self, deadline: float) -> None:
         self._fill(self._header, deadline)
         lane, size = _HEADER.unpack(self._header)
-        expected = self._expected[lane]
-        if expected:
-            coming = expected.popleft()
-            coming.check(size)
-            for view in coming.views:
+        posted = self._posted[lane]
+        if posted:
+            receive = posted.popleft()
+            receive.check(size)
+            for view in receive.views:
                 self._fill(view, deadline)
-            coming.here = True
+            receive.arrived = True
         else:
             data = bytearray(size)
             self._fill(memoryview(data), deadline)
             self._early[lane].append(data)
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        got, size = 0, len(view)
-        while got < size:
+        filled, size = 0, len(view)
+        while filled < size:
             try:
-                more = self.socket.recv_into(view[got:] if got else view)
+                more = self.socket.recv_into(view[filled:] if filled else view)
             except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     raise TimeoutError(f"nothing came within {self.timeout:g} s") from None
-                self._arrival.wait(left)
+                self._readable.wait(remaining)
                 continue
             if not more:
                 raise ConnectionError("the connection was closed")
-            got += more
+            filled += more
 
 
-class _Coming:
-    """A message to be received."""
+class _PendingReceive(Pending):
+    """A posted receive."""
 
-    def __init__(self, incoming: _Incoming, lane: int, views: list[memoryview], who: str, peer: int) -> None:
-        self.incoming, self.lane, self.views, self.who, self.peer = incoming, lane, views, who, peer
-        self.here = False
+    def __init__(
+        self, receiver: _Receiver, lane: int, views: list[memoryview], subject: str, peer: int
+    ) -> None:
+        self.receiver, self.lane, self.views, self.subject, self.peer = receiver, lane, views, subject, peer
+        self.arrived = False
 
     def wait(self) -> None:
         try:
-            self.incoming.deliver(self)
+            self.receiver.receive_until(self)
         except OSError as error:
-            raise _lost(self.who, self.peer, error) from error
-
-    def watch(self) -> None:
-        return None
+            raise _lost(self.subject, self.peer, error) from error
 
     def check(self, size: int) -> None:
         expected = sum(map(len, self.views))
         if size != expected:
             raise CommError(
-                f"{self.who} expected {expected} bytes of rank {self.peer} and got {size}: the ranks run"
+                f"{self.subject} expected {expected} bytes of rank {self.peer} and got {size}: the ranks run"
                 " different programs, or a stage's output changed its shape"
             )
 
     def copy(self, data: bytearray) -> None:
+        """Fill the views with a message that arrived before this receive was posted."""
         self.check(len(data))
         start = 0
         for view in self.views:
             view[:] = memoryview(data)[start : start + len(view)]
             start += len(view)
-        self.here = True
+        self.arrived = True
 
 
-def _lost(who: str, peer: int, error: OSError) -> CommError:
-    return CommError(f"{who} has lost rank {peer} ({error}); look for the first error on rank {peer}")
+def _lost(subject: str, peer: int, error: OSError) -> CommError:
+    return CommError(f"{subject} has lost rank {peer} ({error}); look for the first error on rank {peer}")

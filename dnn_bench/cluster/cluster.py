@@ -25,6 +25,7 @@ from dnn_bench.cluster import ssh as sshd
 from dnn_bench.cluster import system
 from dnn_bench.cluster.link import Link, links
 from dnn_bench.cluster.system import ClusterError, command, in_namespace
+from dnn_bench.fork_server import SHARED
 from dnn_bench.rank_environment import rank_variables
 
 NETWORK = "10.77.0"
@@ -127,8 +128,12 @@ class Cluster:
         return [self.run(i, argv, {**own, **(env or {})}, **popen) for i, own in enumerate(variables)]
 
     def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment of a program on a host: this process's, with `env` added."""
-        return {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
+        """The environment of a program on a host: this process's, with `env` added.
+
+        Programs on a host start fork servers of their own: those of this process are in another network.
+        """
+        own = {name: value for name, value in os.environ.items() if name != SHARED}
+        return {**own, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
 
     def rank_variables(self) -> list[dict[str, str]]:
         """The variables of one rank on each host; each call names a port that no earlier job has used."""

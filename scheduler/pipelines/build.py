@@ -98,7 +98,7 @@ def generate(
             f"a pipeline needs at least 1 stage and 1 micro-batch, got {stages} and {microbatches}"
         )
     orders = get(schedule)(stages, microbatches, **options)
-    count = len({action.stage for order in orders for action in order})
+    count = stage_count(orders)
     profile = profile or Profile("stages", tuple(Layer(f"stage{s}", 1.0, 2.0, 4) for s in range(count)))
     placed = _placed(stages, replicas, ranks, placements, mirrored)
     layout = Layout(
@@ -115,6 +115,11 @@ def generate(
         mirror=tuple(placed.mirror[stage % stages] for stage in range(count) if mirrored),
     )
     return replace(assemble(schedule, orders, layout, profile, bucket_bytes), borders=tuple(borders))
+
+
+def stage_count(orders: Sequence[Order]) -> int:
+    """The number of stages in the orders of all positions."""
+    return len({action.stage for order in orders for action in order})
 
 
 def assemble(

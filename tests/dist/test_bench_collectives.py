@@ -1,34 +1,20 @@
 """The collectives benchmark with real ranks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.commands import run_module
 from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_transport_is_checked_timed_and_fitted(tmp_path: Path) -> None:
     skip_without_horovod()
     path = tmp_path / "out.json"
     sizes = "1k,4k,16k,64k,256k"
-    command = [
-        sys.executable,
-        "-m",
-        "dnn_bench",
-        "collectives",
-        "--local",
-        "2",
-        "--sizes",
-        sizes,
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = run_module("dnn_bench", "collectives", "--local", "2", "--sizes", sizes, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["problems"] == {}

@@ -19,6 +19,7 @@ from dnn_bench.baselines import Baseline, Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine
+from tests.support.commands import run_module
 from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
@@ -73,14 +74,14 @@ def words_of(process: psutil.Process) -> list[str]:
 
 def owned(process: psutil.Process) -> bool:
     try:
-        return process.environ().get("BENCH_TEST") == str(os.getpid())
+        return process.environ().get("PYTEST_BENCH") == str(os.getpid())
     except psutil.Error:
         return False
 
 
 @pytest.fixture(autouse=True)
 def mark_what_this_test_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
+    monkeypatch.setenv("PYTEST_BENCH", str(os.getpid()))
 
 
 def test_right_wrong_missing_and_failing_baselines_side_by_side() -> None:
@@ -175,9 +176,7 @@ def command(*arguments: str) -> list[str]:
 def test_command_line_prints_a_table_and_writes_json_and_html(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html")}
     options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
-    done = subprocess.run(
-        command("--baseline", "ddp", *options), cwd=ROOT, capture_output=True, text=True, timeout=400
-    )
+    done = run_module(*command("--baseline", "ddp", *options)[2:])
     assert done.returncode == 0, done.stderr
     for text in ("mlp_tiny, 32 per rank", "ddp", "lower bound", "ddp: Total sample/sec on 2 CPU(s): "):
         assert text in done.stdout

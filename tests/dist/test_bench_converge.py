@@ -1,22 +1,22 @@
 """Real training with a peer and schedules equals training in one process."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import run_module
+from tests.support.launch import PATIENCE
+
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 
 
-def converge(folder: Path, *arguments: str, limit: int = 400) -> list[dict[str, Any]]:
+def converge(folder: Path, *arguments: str, patience: float = PATIENCE) -> list[dict[str, Any]]:
     """The runs; their losses and accuracies equal plain training's, or the command would have failed."""
     out, picture = folder / "runs.json", folder / "curves.png"
-    command = [sys.executable, "-m", "dnn_bench", "converge", *arguments, "--json", str(out), "--png", str(picture)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+    files = ("--json", str(out), "--png", str(picture))
+    done = run_module("dnn_bench", "converge", *arguments, *files, ranks=4, patience=patience)
     assert done.returncode == 0, done.stdout + done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     runs: list[dict[str, Any]] = json.loads(out.read_text())
@@ -46,7 +46,7 @@ def test_a_text_with_four_workers(tmp_path: Path) -> None:
 def test_both_tasks_with_every_schedule_and_number_of_workers(tmp_path: Path) -> None:
     """At one number of workers, all schedules give the same bits."""
     pytest.importorskip("sklearn")
-    runs = converge(tmp_path, "--steps", "60", limit=1700)
+    runs = converge(tmp_path, "--steps", "60", patience=1700.0)
     for task in ("digits", "text"):
         for workers in (1, 2, 3, 4):
             same = [run for run in runs if (run["task"], run["workers"]) == (task, workers)]

@@ -1,14 +1,12 @@
 """`python -m dnn_bench synthetic`: what dist.sh starts in every rank."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dnn_bench import synthetic
-from tests.support.launch import ROOT, clean_environment
+from tests.support.commands import run_module
 
 pytestmark = pytest.mark.dist
 
@@ -17,10 +15,7 @@ def test_it_trains_on_text(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("to be or not to be " * 200)
     argv = ["--model", "gpt2_tiny", "--batch-size", "2", "--baseline", "auto", "--data-dir", str(tmp_path)]
     argv += ["--num-iters", "2", "--num-warmup-batches", "0"]
-    result = subprocess.run(
-        [sys.executable, "-m", "dnn_bench", "synthetic", *argv],
-        cwd=ROOT, env=clean_environment({}), capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    result = run_module("dnn_bench", "synthetic", *argv)
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"Iter #\d: \d+\.\d sentence/sec per CPU", result.stdout)) == 2
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dnn_bench import baselines
 from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError, system
 from dnn_bench.cluster.cluster import CONGESTION_FILE
@@ -29,8 +27,8 @@ pytestmark = [
 needs_ssh = needs("sshd", "ssh")
 ROOT = str(Path(__file__).parents[2])
 
-# Sends 4 MB when asked, until they come at the wanted rate: a busy machine may make them late, but never early,
-# since the clock runs from the question on.
+# Sends 4 MB on request, again until they arrive at the wanted rate: a busy machine may delay them, but cannot
+# make them early, because the clock starts with the request.
 SEND = """
 import os, socket, sys, time
 size, wanted = 4_000_000, float(sys.argv[1])
@@ -74,7 +72,7 @@ def output(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def clusters_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters that other tests start at the same time remove what dead owners have left, but not of these."""
+    """Keep clusters of other tests, which remove the remains of dead owners, away from this test's."""
     pattern = system.NAME.pattern
     monkeypatch.setattr(system, "PREFIX", f"cst{os.getpid()}")
     monkeypatch.setattr(system, "NAME", re.compile(pattern.replace("csb", system.PREFIX)))
@@ -129,7 +127,7 @@ def test_hosts_have_names_addresses_and_the_asked_speed() -> None:
 
 
 def test_the_congestion_control_can_be_chosen() -> None:
-    """Where the kernel's own was `bbr`, hosts silently got that instead of `cubic`: one may not always choose."""
+    """Hosts silently got the kernel's own `bbr` where `cubic` was not allowed."""
     known, allowed = (
         Path(CONGESTION_FILE.replace("congestion", f"{which}_congestion")).read_text().split()
         for which in ("available", "allowed")
@@ -141,7 +139,8 @@ def test_the_congestion_control_can_be_chosen() -> None:
                 assert output(said) == chosen
             continue
         advice = r"; .sysctl -w .* allows it$" if chosen in known else "$"
-        words = f"cannot use the congestion control '{chosen}': the system has .*reno.* allows hosts .*reno.*{advice}"
+        has = "the system has .*reno.* allows hosts .*reno.*"
+        words = f"cannot use the congestion control '{chosen}': {has}{advice}"
         with pytest.raises(ClusterError, match=words), Cluster(hosts=1, congestion=chosen, ssh=False):
             pass
 
@@ -224,11 +223,15 @@ def test_a_process_with_the_owners_old_number_does_not_protect_leftovers() -> No
 
 def test_a_refused_link_is_a_clear_error_and_leaves_nothing() -> None:
     cluster = Cluster(hosts=2, link="1gbit", delay="soon", ssh=False)
-    with pytest.raises(ClusterError, match="refuses the link 1gbit of host 0.*netem delay soon.*without --delay"):
+    with pytest.raises(
+        ClusterError, match="refuses the link 1gbit of host 0.*netem delay soon.*without --delay"
+    ):
         cluster.start()
     assert own_namespaces(cluster.identity) == []
     cluster = Cluster(hosts=2, link="1bit", ssh=False)
-    with pytest.raises(ClusterError, match="^the system refuses the link 1bit of host 0.*rates from 1kbit.*$"):
+    with pytest.raises(
+        ClusterError, match="^the system refuses the link 1bit of host 0.*rates from 1kbit.*$"
+    ):
         cluster.start()
     assert own_namespaces(cluster.identity) == []
 
@@ -246,7 +249,9 @@ def test_only_horovodrun_and_mpirun_need_ssh(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(path))
     with Cluster(hosts=2) as cluster:
         assert output(cluster.run(1, ["hostname"], stdout=subprocess.PIPE, text=True)) == "host1"
-        message = "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
+        message = (
+            "horovodrun reaches other hosts by ssh, and .* apt-get install openssh-client openssh-server"
+        )
         with pytest.raises(MissingPeer, match=message):
             Hosts(cluster).start(["-c", ""], subprocess.DEVNULL, launcher="horovod")
 

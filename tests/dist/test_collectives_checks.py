@@ -1,6 +1,5 @@
 """Every collective, with gradients, process sets, join and errors: on real ranks, over both engines."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest

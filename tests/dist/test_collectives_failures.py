@@ -55,10 +55,49 @@ def test_killed_rank(victim):
         assert ("rank 2 died" if victim == 2 else "rank 0 is gone") in result.stdout
 
 
-def test_rank_that_hangs():
-    for result in run_without(1, signal.SIGSTOP, timeout_setting="20"):
+SKIPPING = """
+import torch, commsched as hvd
+from commsched.collectives.current_carrier import carrier
+hvd.init()
+hvd.barrier()
+if hvd.rank() == 0:
+    handle = hvd.allreduce_async(torch.ones(3), name="step")
+else:
+    handle = hvd.broadcast_async(torch.ones(3), 0, name="other")
+try:
+    hvd.synchronize(handle)
+except hvd.CommError as error:
+    print(error)
+store = carrier().meeting.store
+store.set(f"told {hvd.rank()}", "yes")
+store.wait(["told 0", "told 1"])  # the next operation would be what the faster one waits in
+hvd.allreduce(torch.ones(3), name="and on")
+"""
+
+
+@pytest.fixture(scope="module")
+def timed_out():
+    """Ranks that wait for one that hangs, and ranks in two operations: both take a whole time-out, at once."""
+    with start_ranks(SKIPPING, 2, env={"COMMSCHED_TIMEOUT": "20"}) as skipping:
+        hanging = run_without(1, signal.SIGSTOP, timeout_setting="20")
+        return hanging, skipping.wait()
+
+
+def test_rank_that_hangs(timed_out):
+    for result in timed_out[0]:
         assert result.returncode == 7
         assert "allreduce.lonely waited 20 s (COMMSCHED_TIMEOUT) for ranks [1]" in result.stdout
+
+
+def test_skipped_operation_names_what_the_others_wait_in(timed_out):
+    """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
+    first, second = timed_out[1]
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    waits = r"rank {} (waits|waited in vain) in {}\."
+    assert "allreduce.step waited 20 s" in first.stdout
+    assert re.search(waits.format(1, "broadcast.other"), first.stdout), first.stdout
+    assert "broadcast.other waited 20 s" in second.stdout and "ranks [0]" in second.stdout
+    assert re.search(waits.format(0, "allreduce.step"), second.stdout), second.stdout
 
 
 def test_rank_that_ends_early_and_rank_that_raises():
@@ -78,49 +117,24 @@ def test_rank_that_ends_early_and_rank_that_raises():
     )
 
 
-def test_skipped_operation_names_what_the_others_wait_in():
-    """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
+def test_join_ends_when_another_rank_dies_and_later_operations_name_themselves():
+    """A rank between two collectives when another died was told of the death without the operation's name."""
     program = """
-    import torch, commsched as hvd
-    from commsched.collectives.current_carrier import carrier
-    hvd.init()
-    hvd.barrier()
-    if hvd.rank() == 0:
-        handle = hvd.allreduce_async(torch.ones(3), name="step")
-    else:
-        handle = hvd.broadcast_async(torch.ones(3), 0, name="other")
-    try:
-        hvd.synchronize(handle)
-    except hvd.CommError as error:
-        print(error)
-    store = carrier().meeting.store
-    store.set(f"told {hvd.rank()}", "yes")
-    store.wait(["told 0", "told 1"])  # the next operation would be what the faster one waits in
-    hvd.allreduce(torch.ones(3), name="and on")
-    """
-    first, second = run_ranks(program, 2, env={"COMMSCHED_TIMEOUT": "20"}, check=True)
-    waits = r"rank {} (waits|waited in vain) in {}\."
-    assert "allreduce.step waited 20 s" in first.stdout
-    assert re.search(waits.format(1, "broadcast.other"), first.stdout), first.stdout
-    assert "broadcast.other waited 20 s" in second.stdout and "ranks [0]" in second.stdout
-    assert re.search(waits.format(0, "allreduce.step"), second.stdout), second.stdout
-
-
-def test_join_ends_when_another_rank_dies():
-    program = """
-    import os, signal, time, commsched as hvd
+    import os, signal, time, torch, commsched as hvd
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        hvd.join()
-    except hvd.CommError as error:
-        print(error)
+    for ask in (hvd.join, *(lambda n=n: hvd.allreduce(torch.ones(3), name=n) for n in ("first", "second"))):
+        try:
+            ask()
+        except hvd.CommError as error:
+            print(error)
     """
     first, _ = run_ranks(program, 2, env=PATIENT)
-    assert "rank 1 died" in first.stdout
+    for name, line in zip(("join", "allreduce.first", "allreduce.second"), first.stdout.splitlines(), strict=True):
+        assert name in line and "rank 1 died" in line
 
 
 def test_death_within_a_large_collective():
@@ -192,25 +206,6 @@ def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
     """
     _, second = run_ranks(program, 2, check=True)
     assert "allreduce.late failed: rank 0 has left the job" in second.stdout
-
-
-def test_operation_asked_for_after_a_death_is_named_too():
-    """A rank between two collectives when another died was told of the death without the operation's name."""
-    program = """
-    import os, signal, sys, torch, commsched as hvd
-    hvd.init()
-    hvd.barrier()
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for name in ("first", "second"):
-        try:
-            hvd.allreduce(torch.ones(3), name=name)
-        except hvd.CommError as error:
-            print(error)
-    """
-    first, _ = run_ranks(program, 2, env=PATIENT)
-    for name, line in zip(("first", "second"), first.stdout.splitlines(), strict=True):
-        assert f"allreduce.{name}" in line and "rank 1 died" in line
 
 
 def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():

@@ -1,7 +1,6 @@
 """Several hosts: ranks find each other, and private connections use the network, under every launcher."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path

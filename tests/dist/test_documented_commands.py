@@ -1,7 +1,7 @@
 """Runs the commands that the pages show, with smaller sizes.
 
-``tests/unit/foundation/test_documented_commands.py`` reads every one; ``tests/support/documented_runs.py`` says
-which are not run and why, and how they are made smaller.
+``tests/unit/foundation/test_documented_commands.py`` parses every one; ``tests/support/documented_runs.py``
+lists which are not run and why, and how the others are made smaller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.documented import Block, Call, blocks, calls
+from tests.support.documented_commands import Block, Call, blocks, calls
 from tests.support.documented_runs import blocks_to_run, is_quick, prepare, reason, run
 
 pytestmark = pytest.mark.dist

@@ -46,8 +46,8 @@ def test_a_killed_rank_ends_the_others_with_a_reason(transport: str) -> None:
 
 
 def test_forked_children_end_without_harm_and_hide_no_death() -> None:
-    """A child that ended shut its parent's connections down, and one that lived on kept them open: the others did
-    not notice the death of the rank that had forked it."""
+    """A child that ended shut its parent's connections down. One that lived on kept them open, and no rank
+    noticed the death of the rank that had forked it."""
     with start_ranks(PROGRAM, 3, ["forks", "tcp"]) as ranks:
         for rank in (0, 2):
             ranks.processes[rank].wait(PATIENCE)

@@ -25,8 +25,8 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.mark.parametrize("host_timeout", [5, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_host_that_is_cut_off_is_named_and_one_that_stands_still_is_not(host_timeout):
-    """Its ranks were waited for until COMMSCHED_TIMEOUT: nothing told the others that no answer would ever come.
-    A rank that stands still answers through its kernel, also where it has left no room for more bytes."""
+    """The other ranks waited until COMMSCHED_TIMEOUT, because they could not notice the cut. The kernel of a
+    stopped rank still answers, even with full receive buffers."""
     own = {"COMMSCHED_TIMEOUT": "600", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"}
     if host_timeout:
         own["COMMSCHED_HOST_TIMEOUT"] = str(host_timeout)

@@ -73,7 +73,9 @@ def has_debian_mpi() -> bool:
     """Then installing it changes nothing."""
     if shutil.which("dpkg") is None:
         return False
-    return subprocess.run(["dpkg", "-s", "openmpi-bin", "libopenmpi-dev"], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["dpkg", "-s", "openmpi-bin", "libopenmpi-dev"], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.root

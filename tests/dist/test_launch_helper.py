@@ -83,7 +83,8 @@ def test_a_process_left_behind_fails_the_test() -> None:
 TELL = """
     import os, sys
     forked = "torch" in sys.modules  # nobody has imported it here
-    print(forked, os.getcwd() == os.path.dirname(sys.argv[0]), os.getsid(0) == os.getpid(), os.environ["RANK"],
+    in_folder, leads_session = os.getcwd() == os.path.dirname(sys.argv[0]), os.getsid(0) == os.getpid()
+    print(forked, in_folder, leads_session, os.environ["RANK"],
           os.environ.get("COMMSCHED_X"), hash("a string"), flush=True)
 """
 
@@ -92,7 +93,19 @@ def test_ranks_are_forked_each_with_a_session_an_environment_and_a_seed_of_hashe
     results = run_ranks(TELL, nprocs=3, env={"COMMSCHED_X": "y"}, check=True)
     told = [result.stdout.split() for result in results]
     assert [words[:5] for words in told] == [["True", "True", "True", str(rank), "y"] for rank in range(3)]
-    assert len({words[5] for words in told}) == 3
+    seeds = [words[5] for words in told]
+    assert seeds[0] != seeds[1] != seeds[2]
+
+
+def test_ranks_that_a_rank_starts_come_from_the_tests_servers() -> None:
+    source = """
+        import psutil
+        from dnn_bench.launch import ThisMachine
+        (rank,) = ThisMachine(1).start(["-m", "dnn_bench", "--help"])
+        print(rank.wait(60), psutil.Process().children())
+    """
+    (result,) = run_ranks(source, nprocs=1, check=True)
+    assert result.stdout.startswith("usage: python -m dnn_bench") and result.stdout.endswith("\n0 []\n")
 
 
 def test_what_is_read_before_the_fork_makes_a_process_of_its_own() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dnn_bench.models import build
 from dnn_bench.pipeline import cli
-from dnn_bench.rank_environment import environment
+from tests.support.commands import run_module
 from tests.support.cases import PROGRAMS, check, parameters
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
 from tests.support.rounding import rounding
@@ -44,9 +44,7 @@ def test_a_stage_that_ends_is_named(schedule: str, how: str, patience: int) -> N
 
 
 def run(*words: str) -> str:
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=400, env={**os.environ, **environment()}
-    )
+    done = run_module(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -55,11 +53,10 @@ def test_profile_partition_train(tmp_path: Path) -> None:
     """The planner's chain as AshPipe has it, end to end, on two ranks: the graph and the conf say it all."""
     profile, plan, saved = (str(tmp_path / name) for name in ("graph.txt", "plan.json", "model.pt"))
     job = "dnn_bench.pipeline.jobs:mlp_tiny"
-    script = [sys.executable, "-c", "import sys; from commsched.cli import main; sys.exit(main())"]
-    run(*script, "profile", "--job", job, "--rows", "8", "--repeat", "1", "--graph", profile)
+    run("commsched", "profile", "--job", job, "--rows", "8", "--repeat", "1", "--graph", profile)
     schedule = ["--schedule", "2bw", "--microbatches", "2", "-o", plan]
-    run(*script, "partition", "--profile", profile, "--devices", "2", "--link", "10gbit", *schedule)
-    run(*script, "convert", "--plan", plan, "--profile", profile, "-o", str(tmp_path))
+    run("commsched", "partition", "--profile", profile, "--devices", "2", "--link", "10gbit", *schedule)
+    run("commsched", "convert", "--plan", plan, "--profile", profile, "-o", str(tmp_path))
     (graph,) = tmp_path.glob("gpus=*.txt")
     files = ["--graph", str(graph), "--conf", str(tmp_path / "hybrid_conf.json")]
     words = ["train", "--job", job, *files, "--rows", "16", "--steps", "6", "--warmup-steps", "2"]
@@ -92,7 +89,7 @@ def test_answers_are_whole_though_outputs_of_ranks_mix(
 
 def test_a_measurement_beside_torchs_pipelines() -> None:
     common = ["--model", "mlp_tiny", "--steps", "3", "--warmup", "1", "--peer", "--json"]
-    result = json.loads(run(sys.executable, "-m", "dnn_bench", "pipeline", *common))
+    result = json.loads(run("dnn_bench", "pipeline", *common))
     # In float32; `losses_are_those_of_torchs_pipelines` compares closely.
     assert result["difference"] < rounding(torch.float32, terms=256, depth=2 * 9 * 4)
     assert len(result["losses"]) == 4 and result["peer"] > 0
@@ -103,10 +100,7 @@ def test_a_measurement_beside_torchs_pipelines() -> None:
 
 def test_what_the_ranks_refuse_is_told_in_one_line() -> None:
     """Every rank's traceback used to be printed."""
-    command = [sys.executable, "-m", "dnn_bench", "pipeline", "--model", "gpt2_tiny", "--schedule", "2bw"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment()}
-    )
+    done = run_module("dnn_bench", "pipeline", "--model", "gpt2_tiny", "--schedule", "2bw")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "embedding.words.weight is used by stages [0, 1]" in done.stderr
     assert "give the model an output layer of its own" in done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_module
 from tests.support.launch import ROOT, clean_environment, launcher_command
 from tests.support.needs import needs
 
@@ -18,9 +19,11 @@ SMALL = ["--image-size", "64", "--num-filters", "4", "--warmup", "0", "--iterati
 
 
 def spatial(text: str, file: Path, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*(before or []), sys.executable, "-m", "dnn_bench", "spatial", *SMALL, *text.split()]
+    words = ["spatial", *SMALL, *text.split(), "--json", str(file)]
+    if before is None:
+        return run_module("dnn_bench", *words)
     return subprocess.run(
-        [*command, "--json", str(file)],
+        [*before, sys.executable, "-m", "dnn_bench", *words],
         env=clean_environment(),
         cwd=ROOT,
         capture_output=True,
@@ -61,8 +64,7 @@ def test_a_wrong_number_of_ranks_is_an_error(tmp_path: Path) -> None:
 
 
 def test_help_and_bad_options() -> None:
-    command = [sys.executable, "-m", "dnn_bench", "spatial"]
-    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = run_module("dnn_bench", "spatial", "--help")
     assert done.returncode == 0 and "--num-spatial-parts" in done.stdout
-    done = subprocess.run([*command, "--parts", "3"], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = run_module("dnn_bench", "spatial", "--parts", "3")
     assert done.returncode == 2 and done.stderr.startswith("error: --parts 3 must divide")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_module
 from tests.support.launch import ROOT, clean_environment, launcher_command
 from tests.support.needs import needs, needs_root
 
@@ -19,7 +20,9 @@ SMALL = ["--image-size", "64x24", "--iterations", "3", "--warmup", "1"]
 
 
 def halo(*arguments: str, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*(before or []), sys.executable, "-m", "dnn_bench", "halo", *arguments]
+    if before is None:
+        return run_module("dnn_bench", "halo", *arguments)
+    command = [*before, sys.executable, "-m", "dnn_bench", "halo", *arguments]
     return subprocess.run(
         command, env=clean_environment(), cwd=ROOT, capture_output=True, text=True, timeout=400
     )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
-from itertools import product
+from dataclasses import asdict
 
 import pytest
 
 from tests.support.launch import run_ranks
-from tests.support.spatial_stages import CELLS, SCHEDULES, TAILS, Case
+from tests.support.spatial_stages import CELLS, GRIDS, Case, with_a_pipeline, with_everything, with_replicas
 
 pytestmark = [pytest.mark.dist, pytest.mark.exact, pytest.mark.slow]
-MIRRORED = (False, True)
 on_every_grid = pytest.mark.parametrize(
-    "grid", [(1, 4), (4, 1), (2, 2), (3, 2)], ids=lambda grid: f"{grid[0]}x{grid[1]}"
+    "grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}"
 )
 
 
@@ -35,8 +32,7 @@ def run_cases() -> None:
     hvd.shutdown()
 
 
-def run(cases: Iterable[Case]) -> None:
-    chosen = list(cases)
+def run(chosen: list[Case]) -> None:
     assert len({case.ranks for case in chosen}) == 1, "cases of one launch need equally many ranks"
     text = json.dumps([asdict(case) for case in chosen])
     run_ranks(run_cases, chosen[0].ranks, env={"CASES": text}, timeout=800, check=True)
@@ -44,22 +40,14 @@ def run(cases: Iterable[Case]) -> None:
 
 @on_every_grid
 def test_with_a_pipeline(grid: tuple[int, int]) -> None:
-    run(
-        Case(name, grid, TAILS[name], microbatches=2, mirrored=m, schedule=schedule)
-        for name, m, schedule in product(CELLS, MIRRORED, SCHEDULES)
-    )
+    run(with_a_pipeline(grid))
 
 
 @on_every_grid
 def test_with_replicas(grid: tuple[int, int]) -> None:
-    run(
-        Case(name, grid, replicas=2, mirrored=m, schedule=schedule)
-        for name, m, schedule in product(CELLS, MIRRORED, SCHEDULES)
-    )
+    run(with_replicas(grid))
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_with_a_pipeline_replicas_and_mirrored_replicas_at_once(name: str) -> None:
-    # Statistics over few pixels of one sample would blow rounding up over so many micro-batches.
-    case = Case(name, (2, 2), TAILS[name], replicas=2, mirrored=True, microbatches=2, samples=2)
-    run(replace(case, schedule=schedule) for schedule in SCHEDULES)
+    run(with_everything(name))

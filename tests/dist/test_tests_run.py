@@ -1,5 +1,6 @@
 """tests/run: gets the programs that tests need where it may, and names what was not tested elsewhere."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ WANTED = "chromium chromium-driver openssh-server"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A PATH with every program that tests need but WANTED's, and an apt-get that writes down its arguments."""
+    """A PATH with all programs that tests need except WANTED's, and an apt-get that logs its arguments."""
     folder = make_path(tmp_path / "bin", "tail")
     for name in ("ip", "tc", "ssh", "mpirun"):
         make_script(folder / name, "")
@@ -50,7 +51,9 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert asked(tmp_path)[0] == "update"
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
-    assert result.stdout.splitlines()[-1] == "ran -m pytest tests/unit"
+    *_, tests, times = result.stdout.splitlines()
+    assert tests == "ran -m pytest tests/unit"
+    assert re.fullmatch(r"tests/run: \d+ s \(ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
 
 
 def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Models of Hugging Face, timm and torchvision with random weights, a batch for each, and what it is trained on.
+"""Models of Hugging Face, timm and torchvision with random weights, inputs for each, and a loss.
 
-Small configurations without dropout; what is trained is the mean square of the output of each row.
+Small configurations without dropout; the loss is the mean square of the output of each row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def from_timm(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
         import timm
 
-        return timm.create_model(name, pretrained=False, **options), lambda rows: torch.randn(rows, 3, size, size)
+        return timm.create_model(name, pretrained=False, **options), lambda rows: torch.randn(
+            rows, 3, size, size
+        )
 
     return make
 
@@ -78,7 +80,15 @@ def from_torchvision(name: str, size: int = 64, **options: Any) -> Callable[[], 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 32}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}
+T5 = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 3,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+}
 ONE_KEY = {**WORDS, "num_key_value_heads": 1}
 IMAGES = {**SIZES, "image_size": 32, "patch_size": 8}
 
@@ -109,8 +119,12 @@ CUT: dict[str, Callable[[], Made]] = {name: make() for name, make in TRAINED.ite
         {"vocab_size": 96, "dim": 32, "n_layers": 4, "n_heads": 2, "hidden_dim": 64},
         text,
     ),
-    "albert": hugging_face("AlbertForSequenceClassification", "AlbertConfig", {"embedding_size": 16, **WORDS}, text),
-    "electra": hugging_face("ElectraForSequenceClassification", "ElectraConfig", {"embedding_size": 16, **WORDS}, text),
+    "albert": hugging_face(
+        "AlbertForSequenceClassification", "AlbertConfig", {"embedding_size": 16, **WORDS}, text
+    ),
+    "electra": hugging_face(
+        "ElectraForSequenceClassification", "ElectraConfig", {"embedding_size": 16, **WORDS}, text
+    ),
     "deberta": hugging_face(
         "DebertaV2ForSequenceClassification",
         "DebertaV2Config",
@@ -125,7 +139,10 @@ CUT: dict[str, Callable[[], Made]] = {name: make() for name, make in TRAINED.ite
     ),
     "gpt-neox": hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", WORDS, text),
     "bloom": hugging_face(
-        "BloomForCausalLM", "BloomConfig", {"vocab_size": 96, "hidden_size": 32, "n_layer": 4, "n_head": 2}, text
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": 96, "hidden_size": 32, "n_layer": 4, "n_head": 2},
+        text,
     ),
     "mistral": hugging_face("MistralForCausalLM", "MistralConfig", {"sliding_window": 4, **ONE_KEY}, text),
     "qwen2": hugging_face("Qwen2ForCausalLM", "Qwen2Config", ONE_KEY, text),
@@ -154,7 +171,10 @@ CUT: dict[str, Callable[[], Made]] = {name: make() for name, make in TRAINED.ite
             "eos_token_id": 2,
             "decoder_start_token_id": 1,
         },
-        lambda rows: {"input_features": torch.randn(rows, 8, 40), "decoder_input_ids": torch.randint(3, 90, (rows, 9))},
+        lambda rows: {
+            "input_features": torch.randn(rows, 8, 40),
+            "decoder_input_ids": torch.randint(3, 90, (rows, 9)),
+        },
     ),
     "wav2vec2": hugging_face(
         "Wav2Vec2ForCTC",
@@ -176,7 +196,14 @@ CUT: dict[str, Callable[[], Made]] = {name: make() for name, make in TRAINED.ite
     "swin": hugging_face(
         "SwinForImageClassification",
         "SwinConfig",
-        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4},
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 2],
+            "window_size": 4,
+        },
         pixels(),
     ),
     "convnext": hugging_face(

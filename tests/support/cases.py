@@ -81,17 +81,19 @@ class Me:
 class Case:
     body: Callable[[Me], None]
     ranks: tuple[int, ...]
-    slow: bool
+    slow: tuple[int, ...]  # those of `ranks` at which it runs only where slow tests are asked for
 
 
 _cases: dict[str, Case] = {}
 
 
 def case(
-    ranks: Sequence[int] = (2, 3), slow: bool = False
+    ranks: Sequence[int] = (2, 3), slow: Sequence[int] = ()
 ) -> Callable[[Callable[[Me], None]], Callable[[Me], None]]:
+    """Run this case at each of these numbers of ranks, and in the slow run at the numbers in `slow`, too."""
+
     def register(body: Callable[[Me], None]) -> Callable[[Me], None]:
-        _cases[body.__name__] = Case(body, tuple(ranks), slow)
+        _cases[body.__name__] = Case(body, (*ranks, *slow), tuple(slow))
         return body
 
     return register
@@ -166,7 +168,7 @@ def parameters(*programs: str) -> list[Any]:
         for ranks in sorted({n for c in cases.values() for n in c.ranks}):
             for name, one in cases.items():
                 if ranks in one.ranks:
-                    marks = [pytest.mark.slow] if one.slow else []
+                    marks = [pytest.mark.slow] if ranks in one.slow else []
                     rows.append(pytest.param(program, ranks, name, marks=marks, id=f"{name}-{ranks}"))
     return rows
 
@@ -219,7 +221,8 @@ def check(program: str, ranks: int, name: str, launcher: str = "torchrun-env") -
     call.
     """
     cases = _cases_of(program)
-    together = tuple(n for n, c in cases.items() if ranks in c.ranks and c.slow == cases[name].slow)
+    slow = ranks in cases[name].slow
+    together = tuple(n for n, c in cases.items() if ranks in c.ranks and (ranks in c.slow) == slow)
     troubles = _outcomes(program, ranks, together, launcher)[name]
     assert not any(troubles), "".join(f"\n--- rank {r}\n{text}" for r, text in enumerate(troubles) if text)
 

@@ -19,7 +19,7 @@ from commsched import cli
 from dnn_bench import __main__ as bench
 from dnn_bench import settings
 from tests.support import cases
-from tests.support.documented import ROOT, Call
+from tests.support.documented_commands import ROOT, Call
 
 SCRIPTS = ("script.py", "train.py")
 """Of the user's."""

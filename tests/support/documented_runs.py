@@ -19,7 +19,7 @@ import psutil
 
 from dnn_bench import models
 from tests.support.checkout import make_script
-from tests.support.documented import ROOT, Block, Call, blocks
+from tests.support.documented_commands import ROOT, Block, Call, blocks
 from tests.support.launch import MARK, carries, clean_environment, kill_quietly
 
 # -- which are not run, and why ------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ NOT_RUN = {
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",
-    r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/cuda/test_cuda_figures.py runs it on the CPU",
+    r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/dnn_bench/test_gpu_figures.py runs it on the CPU",
     r"python -m tests\.support\.unsteady": "runs the whole suite",
     r"python -m scheduler\.profiles\.flops$": "writes the files that the package ships",
     r".* --peer --model bert_tiny .*--schedule interleaved --depth 4": "torch's own fails, as the page says",

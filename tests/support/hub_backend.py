@@ -22,7 +22,7 @@ from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.step_state import StepState
 from scheduler.ir.link import Link
 from scheduler.policies import plan
-from tests.support import threads
+from tests.support import thread_ranks
 
 
 def hub_backend(hub: comm_core.Hub, rank: int, timeout: float = 200.0) -> EngineBackend:
@@ -55,7 +55,7 @@ def reducer_of(
 def run_threads(size: int, body: Callable[[int, comm_core.Hub], Any], timeout: float = 400.0) -> list[Any]:
     """``body(rank, hub)`` on one thread for each rank; its results, or the first exception of any."""
     hub = comm_core.Hub(size)
-    return threads.run_threads(size, lambda rank: body(rank, hub), timeout)
+    return thread_ranks.run_threads(size, lambda rank: body(rank, hub), timeout)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -37,7 +37,7 @@ from types import TracebackType
 import psutil
 
 from dnn_bench.launch import Process, popen, spawn_rank
-from dnn_bench.rank_environment import HeldPort, rank_variables
+from dnn_bench.rank_environment import HeldPort, environment, rank_variables
 from tests.support.needs import skip_without_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,10 @@ class RankResult:
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without any launcher's variables; one thread per rank."""
     env = {k: v for k, v in os.environ.items() if k not in LAUNCH_NAMES and not k.startswith(LAUNCH_PREFIXES)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env |= {**environment(), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    programs = str(Path(sys.executable).parent)
+    if env["PATH"].split(os.pathsep)[0] != programs:
+        env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
     return env | dict(extra or {})
 
 

@@ -7,6 +7,7 @@ period; ``by_delays`` does it from a delay for every parameter, which is what th
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from commsched.pipeline.rows import border, cut
 from scheduler.ir.program import Program
 from scheduler.ir.weight_versions import version_map
 from tests.support.rounding import rounding
-from tests.support.threads import run_threads
+from tests.support.thread_ranks import run_threads
 
 Batch = tuple[Any, Any]
 Weights = dict[str, Tensor]
@@ -170,7 +171,8 @@ def _trained(
             span = border(micro, rows, parts), border(micro + 1, rows, parts)
             used = {n: history[version(n, micro, period)][n].clone().requires_grad_() for n in newest}
             mine = cut(inputs, span)
-            named = mine if isinstance(mine, dict) else {}
+            takes = inspect.signature(model.forward).parameters
+            named = mine if isinstance(mine, dict) and set(mine) <= set(takes) else {}
             output = functional_call(model, used, () if named else (mine,), named)
             part = loss(output, cut(targets, span)) * ((span[1] - span[0]) / rows)
             for name, grad in zip(used, torch.autograd.grad(part, list(used.values()), allow_unused=True)):

@@ -20,7 +20,7 @@ from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
 from commsched.spatial.replicated import everyone, sum_in_order
 from commsched.transport.channel import Channel
-from tests.support.threads import run_threads
+from tests.support.thread_ranks import run_threads
 
 DIVISIBLE = 216000  # by every product of three counts up to 6: averages stay integers
 KINDS = ("conv", "conv_transpose", "max_pool", "avg_pool", "pad")

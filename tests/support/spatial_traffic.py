@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from commsched.transport.channel import PATIENCE
+from commsched.transport.group_messages import PATIENCE
 
 PROGRAM = """
 import torch

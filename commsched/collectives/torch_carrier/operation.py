@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +11,7 @@ import torch
 from commsched.collectives.collective import Reduction
 from commsched.collectives.torch_carrier.negotiation import Key, Message
 from commsched.errors import CommError
-
-
-def device_name(tensors: Sequence[torch.Tensor], node: str) -> str:
-    """Name the tensors' device; two ranks that share a GPU get the same name."""
-    if not tensors or tensors[0].device.type == "cpu":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(tensors[0].device)
-    return f"cuda:{node}:{getattr(properties, 'uuid', tensors[0].device.index)}"
+from commsched.process.groups import device_name
 
 
 @dataclass

@@ -16,12 +16,13 @@ import torch
 
 from commsched.collectives.torch_carrier.coordinator import HostLost, connect, send
 from commsched.collectives.torch_carrier.negotiation import Key, Message, Negotiator
-from commsched.collectives.torch_carrier.operation import Operation, device_name
+from commsched.collectives.torch_carrier.operation import Operation
 from commsched.collectives.torch_carrier.operation_runner import OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
+from commsched.process.groups import device_name
 from commsched.process.rendezvous import Meeting
 
 _CLOSING_SECONDS = 2.0

@@ -16,7 +16,7 @@ from torch import nn
 import commsched as hvd
 from commsched.collectives.current_carrier import carrier
 from tests.support.oracle import batch, seeded
-from tests.support.twin import some_profile
+from tests.support.reference_run import some_profile
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("commsched", "comm_core"))

@@ -26,7 +26,7 @@ from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
-from tests.support.twin import MakeOptimizer, Twin, momentum, some_profile
+from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 
 
 class Mixed(nn.Module):

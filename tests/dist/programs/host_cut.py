@@ -21,7 +21,7 @@ from commsched.transport.short_messages import ShortMessages
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import data_channel
 from commsched.transport.channel import DistChannel
-from tests.support.twin import some_profile
+from tests.support.reference_run import some_profile
 
 hvd.init()
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch import nn
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch
-from tests.support.twin import Twin
+from tests.support.reference_run import Twin
 
 
 class Stack(nn.Module):

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.support.small_models import loss_of, mlp
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_same_bits, batch, values
-from tests.support.twin import Twin
+from tests.support.reference_run import Twin
 
 
 def as_tensors(thing: Any) -> list[torch.Tensor]:

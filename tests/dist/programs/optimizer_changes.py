@@ -18,7 +18,7 @@ from commsched.env import settings
 from tests.support.small_models import Branches, branches64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
-from tests.support.twin import Twin, momentum
+from tests.support.reference_run import Twin, momentum
 
 
 @case()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import commsched as hvd
 from tests.support.oracle import batch, seeded
-from tests.support.twin import some_profile
+from tests.support.reference_run import some_profile
 
 STEPS, WHEN = 15, 10  # behind the iterations that are timed
 

@@ -14,7 +14,7 @@ from commsched.optimizer.master_weights import KEY, take_written
 from tests.support.cases import Me, case, main
 from tests.support.masters import CastEachStep
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
-from tests.support.twin import Twin
+from tests.support.reference_run import Twin
 
 Make = Callable[[Sequence[nn.Parameter]], Any]
 

@@ -15,10 +15,10 @@ import commsched as hvd
 from tests.support.small_models import Branches, branches64, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded
-from tests.support.twin import Twin, momentum
+from tests.support.reference_run import Twin, momentum
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def what_no_rank_uses_is_left_alone(me: Me) -> None:
     """Its gradient stays None; momentum and weight decay do not move it."""
     for measured in (False, True):
@@ -35,7 +35,7 @@ def what_no_rank_uses_is_left_alone(me: Me) -> None:
         twin.end(must_have_waited=False)
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def what_some_ranks_use_gets_the_mean(me: Me) -> None:
     for read in (False, True):
         twin = Twin(me, Branches)
@@ -190,7 +190,7 @@ def checkpointed_modules_used_twice(me: Me) -> None:
             release(twin.optimizer)
 
 
-@case()
+@case(ranks=(2,), slow=(3,))
 def compiled_models(me: Me) -> None:
     for backend in ("eager", "aot_eager"):
         for planned in (True, False):

@@ -14,7 +14,7 @@ import commsched as hvd
 from tests.support.small_models import branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
-from tests.support.twin import Twin, momentum
+from tests.support.reference_run import Twin, momentum
 
 
 def sharded(me: Me, build: Callable[[], nn.Module] = mlp64, make: Any = momentum, **options: Any) -> Twin:
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def every_optimizer_on_shards(me: Me) -> None:
     for name, make in OPTIMIZERS.items():
         for early in (False, True):

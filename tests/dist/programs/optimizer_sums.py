@@ -8,7 +8,7 @@ import commsched as hvd
 from tests.support.cases import Me, case
 from tests.support.oracle import release
 from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
-from tests.support.twin import Twin
+from tests.support.reference_run import Twin
 
 
 @case()

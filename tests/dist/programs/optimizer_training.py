@@ -15,10 +15,10 @@ import commsched as hvd
 from tests.support.small_models import loss_of, mlp, mlp64
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded
-from tests.support.twin import Twin, momentum, some_profile
+from tests.support.reference_run import Twin, momentum, some_profile
 
 
-@case(ranks=(2, 3, 4))
+@case(slow=(4,))
 def gradients_are_there_after_backward(me: Me) -> None:
     for measured in (False, True):
         twin = Twin(me, mlp, planned=not measured)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from tests.support import spatial_stages
 from tests.support.cases import Me, case, main
 from tests.support.spatial_cases import RANDOM_OVER_PROCESSES, check, integers, process_cases
 from tests.support.spatial_models import build, conv_bn
-from tests.support.spatial_stages import TAILS, Case
 
 HALOS = 5  # the channel of messages that `shard` uses
 
@@ -157,7 +155,7 @@ def tiles_and_replicas_in_one_optimizer(me: Me) -> None:
     tiles_and_replicas("unet", me)
 
 
-@case(ranks=(4,), slow=True)
+@case(ranks=(), slow=(4,))
 def tiles_and_replicas_of_a_resnet_in_one_optimizer(me: Me) -> None:
     tiles_and_replicas("resnet18", me)
 
@@ -264,25 +262,14 @@ def the_rest_on_one_rank_on_batch_shards_or_replicated(me: Me) -> None:
 
 @case(ranks=(3,))
 def pipelines_and_mirrored_replicas_are_one_process(me: Me) -> None:
-    for one in (
-        Case("resnet", (2, 1), TAILS["resnet"], microbatches=3, mirrored=True),
-        Case("unet", (1, 2), TAILS["unet"], microbatches=2),
-        Case("amoebanet", (2, 1), TAILS["amoebanet"], mirrored=True, fuse_halo=2),
-    ):
-        for schedule in spatial_stages.SCHEDULES:
-            spatial_stages.check(replace(one, schedule=schedule))
+    for one in spatial_stages.PIPELINES:
+        spatial_stages.check(one)
 
 
 @case(ranks=(4,))
 def shares_of_the_samples_and_replicas_are_one_process(me: Me) -> None:
-    for one in (
-        # Only the head is shared: statistics stay whole.
-        Case("resnet", (1, 2), 1, share=2, microbatches=2, samples=2),
-        Case("amoebanet", (1, 2), replicas=2, microbatches=2),
-        Case("unet", (2, 1), replicas=2, mirrored=True),
-    ):
-        for schedule in spatial_stages.SCHEDULES:
-            spatial_stages.check(replace(one, schedule=schedule))
+    for one in spatial_stages.SHARES:
+        spatial_stages.check(one)
 
 
 @case(ranks=(3,))

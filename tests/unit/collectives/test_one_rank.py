@@ -9,11 +9,11 @@ import commsched as hvd
 from commsched.collectives import process_sets
 from commsched.collectives.carrier import OperationNames
 from commsched.collectives.collective import ReduceOp, Reduction
-from commsched.collectives.torch_carrier.operation import Operation, device_name
+from commsched.collectives.torch_carrier.operation import Operation
 from commsched.collectives.torch_carrier.operation_runner import OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.errors import CommError
-from commsched.process.groups import nccl_usable
+from commsched.process.groups import device_name, nccl_usable
 from commsched.process.launch import ALONE
 from commsched.process.rendezvous import meet
 

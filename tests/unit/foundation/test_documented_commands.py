@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_lines import Reader, selected
-from tests.support.documented import ROOT, Block, Call, blocks, calls, of_help, of_page
+from tests.support.documented_commands import ROOT, Block, Call, blocks, calls, of_help, of_page
 from tests.support.documented_runs import NOT_RUN
 
 COLLECT = """

@@ -114,7 +114,7 @@ def test_the_link_keeps_the_programs_order_of_sums_and_messages(
         assert mine.index("message 0") < mine.index("sums")
 
 
-def test_what_was_sent_is_let_go_when_it_is_answered() -> None:
+def test_messages_are_freed_when_they_are_answered() -> None:
     def work(fabric: Any) -> list[int]:
         pipeline = Pipeline(chain_model(3), "1f1b", 4, (3, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
         held = []

@@ -1,4 +1,4 @@
-"""How ranks find addresses at which others reach them, and what signing in compares."""
+"""Addresses at which other ranks reach this one, and the comparison of the ranks' records."""
 
 import socket
 
@@ -12,10 +12,12 @@ def record(rank, size=2, own="10.0.0.1", master="10.0.0.1"):
     return Record(rank, size, rank, f"host{rank}", own, master)
 
 
-def test_ranks_that_disagree_when_they_sign_in():
+def test_records_that_disagree():
     assert _disagreement(record(0), record(1), {}) is None
-    assert "told 2, rank 1 on host1 was told 3" in (_disagreement(record(0), record(1, size=3), {}) or "")
-    assert "both say they are rank 1" in (_disagreement(record(0), record(1), {1: record(1)}) or "")
+    assert "it is 2 on rank 0 (host0) and 3 on rank 1 (host1)" in (
+        _disagreement(record(0), record(1, size=3), {}) or ""
+    )
+    assert "both started as rank 1" in (_disagreement(record(0), record(1), {1: record(1)}) or "")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_own_addresses(monkeypatch):
         own_addresses(one_host=False)
 
 
-def test_nobody_answers():
+def test_rank_0_does_not_answer():
     with pytest.raises(RuntimeError, match="rank 0 did not answer on 127.0.0.1, port 1,"):
         first_reachable(["127.0.0.1"], 1, timeout=0.2)
 

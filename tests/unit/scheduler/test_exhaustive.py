@@ -14,7 +14,7 @@ from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.policies.problem import Problem
-from tests.support.problems import all_orders, links, make_profile, profiles
+from tests.support.scheduling_problems import all_orders, links, make_profile, profiles
 
 STEPS: dict[str, dict[str, Any]] = {
     "gradients": {},

@@ -20,7 +20,7 @@ from scheduler.policies.problem import MIB, Problem
 from scheduler.profiles import shipped
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
-from tests.support.problems import links, make_profile, profiles
+from tests.support.scheduling_problems import links, make_profile, profiles
 
 OTHERS = [name for name in policies.names() if name != "optimal"]
 DECOUPLED = ["sequential", "dear", "pipedap"]

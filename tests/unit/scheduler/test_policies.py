@@ -18,7 +18,7 @@ from scheduler.ir.program import Program
 from scheduler.policies.problem import MIB, Problem
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
-from tests.support.problems import links, make_profile, profiles
+from tests.support.scheduling_problems import links, make_profile, profiles
 
 # Four layers of 2 bytes, 1 s of forward and 3 s of backward each; RS = AG = 0.5 + 2 = 2.5 s. Buckets 0..3
 # hold

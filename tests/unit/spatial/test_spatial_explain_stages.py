@@ -126,6 +126,14 @@ def test_interiors_hide_halos() -> None:
     assert border is not None and border.share == 1 / 64  # the columns 0 and 127 of 128
     border = spatial.explain_stages([front], [spatial.Tiles((1, 2))], shape, overlap="off").borders[0]
     assert border is not None and border.share == 1.0
+
+
+def test_what_hybrids_refuse_is_refused() -> None:
+    front, shape = nn.Conv2d(1, 1, 3), (1, 1, 8, 8)
+    with pytest.raises(ValueError, match="every stage needs a placement, got 1 stages and 2 placements"):
+        spatial.explain_stages([front], [TILES, ONE], shape)
+    with pytest.raises(ValueError, match="unfold"):
+        spatial.explain_stages([nn.Unfold(3)], [TILES], shape)
     with pytest.raises(ValueError, match="stage 0 runs on tiles and returns"):
         whole = nn.Sequential(front, nn.AdaptiveAvgPool2d(1))
         spatial.explain_stages([whole, nn.ReLU()], [TILES, ONE], shape)

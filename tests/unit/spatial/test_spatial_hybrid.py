@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.pipeline import Chain
+from scheduler.ir.actions import HALOS
+from scheduler.ir.link import Link
 from scheduler.ir.placements import Placement
+from scheduler.ir.profile import Layer, Profile
+from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 from tests.support.pipeline_runs import on_threads
+from tests.support.spatial_stages import every_case
 
 TILES, ONE, TWO = spatial.Tiles((1, 2)), spatial.Samples(), spatial.Samples(2)
 
@@ -92,6 +97,18 @@ def test_gradients_of_uneven_batches_are_added_to_the_callers(
             wanted = [p.grad for p in plain[number].parameters()]
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
     assert seen == set(range(len(start)))
+
+
+def test_the_programs_of_all_cases_are_valid_and_simulated() -> None:
+    """The ranks of tests/dist run these very programs (tests/support/spatial_stages.py)."""
+    for case in every_case():
+        layers = case.build()[0]
+        program = case.program(layers)
+        validate(program)
+        times = tuple(Layer(str(number), 1.0, 2.0, 400) for number in range(len(layers)))
+        result = simulate(program, Profile("stages", times), Link(1e-3, 1e-6))
+        halos = {event.name for event in result.timeline if event.action.kind in HALOS}
+        assert result.period > 0 and len(halos) == 2 * case.microbatches * (1 + case.mirrored)
 
 
 def test_each_direction_has_its_own_statistics() -> None:

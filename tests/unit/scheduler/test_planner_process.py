@@ -40,10 +40,10 @@ def test_the_command_answers_from_any_folder(tmp_path):
 def test_the_asking_process_does_not_load_the_compiler():
     code = """
 import sys
-from commsched.optimizer.planner_process import plan_aside
+from commsched.optimizer.planner_process import plan_in_child
 from scheduler import profiles
 from scheduler.ir.link import Link
-plan_aside(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})
+plan_in_child(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})
 sys.exit("numba" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0

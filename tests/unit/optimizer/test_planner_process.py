@@ -1,13 +1,14 @@
-"""Who plans where: shipped policies in a child, the user's own here, everything here without children."""
+"""Where plans are made: shipped policies in a child, the user's own here, all here without children."""
 
+import importlib
 import logging
 import subprocess
 import sys
 
 import pytest
 
-from commsched.optimizer import planner_process as flow_aside
-from commsched.optimizer.planner_process import plan_aside
+from commsched.optimizer import planner_process
+from commsched.optimizer.planner_process import plan_in_child
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 
@@ -17,15 +18,15 @@ PROFILE = profiles.shipped("resnet50")
 
 def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
     monkeypatch.setattr(policies, "_ADDED", {})
-    monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setattr(planner_process.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
     policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
-    assert plan_aside(PROFILE, LINK, "mine", {}).policy == "wfbp"
+    assert plan_in_child(PROFILE, LINK, "mine", {}).policy == "wfbp"
 
 
-def test_where_the_compiler_is_there_already_no_child_is_started(monkeypatch):
-    monkeypatch.setattr(flow_aside.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
-    monkeypatch.setitem(sys.modules, "numba", sys)
-    assert plan_aside(PROFILE, LINK, "dear", {}).policy == "dear"
+def test_no_child_is_started_where_the_compiler_is_loaded(monkeypatch):
+    monkeypatch.setattr(planner_process.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    importlib.import_module("numba")
+    assert plan_in_child(PROFILE, LINK, "dear", {}).policy == "dear"
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -42,8 +43,8 @@ assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
 
 def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    monkeypatch.setattr(flow_aside.aside, "command", lambda: ["/no/such/interpreter"])
+    monkeypatch.setattr(planner_process.child_planner, "command", lambda: ["/no/such/interpreter"])
     with caplog.at_level(logging.WARNING, logger="commsched"):
-        program = plan_aside(PROFILE, LINK, "dear", {"ranks": 4})
+        program = plan_in_child(PROFILE, LINK, "dear", {"ranks": 4})
     assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash
     assert "no/such/interpreter" in caplog.text

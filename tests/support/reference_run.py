@@ -1,4 +1,4 @@
-"""Twins: one model trained over all ranks and one by the oracle, step by step, compared bit for bit."""
+"""One model trained over all ranks beside a reference run in one process, compared bit for bit every step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some_profile(model: nn.Module) -> Profile:
 
 
 class Twin:
-    """``model`` learns on all ranks through ``optimizer``; ``plain`` learns the same from the oracle.
+    """``model`` trains on all ranks through ``optimizer``; ``plain`` trains alike in one process (`Oracle`).
 
     In turn, one rank waits in its backward until another has returned from ``step()``: that one has gradients
     on their way then, however loaded the machine is. Where ``step()`` itself waits for gradients, that cannot
