@@ -115,11 +115,11 @@ def _has_state(module: nn.Module) -> bool:
     )
 
 
-def reordered(
+def order_of(
     model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[tuple[str, int, int]]
-) -> list[ModuleLayer]:
-    """The layers in the order in which a forward runs them. ``events``: see ``Operations``. A layer borrows
-    the modules of others that its forward reads; a module that runs only so is no layer of its own.
+) -> dict[int, list[str]]:
+    """The layers in the order in which a forward runs them, each with the parameters of others that it reads.
+    ``events``: see ``Operations``. A layer whose parameters are read only so is left out.
     """
     order: dict[int, None] = {}
     borrowed: dict[int, dict[int, None]] = {}  # by layer the ids of parameters
@@ -141,18 +141,14 @@ def reordered(
     for number, layer_ in enumerate(layers):  # what no forward reads stays, at the end
         if not any(id(p) in read for p in layer_.parameters().values()):
             order.setdefault(number)
-    homes = _homes(model)
-    return [
-        replace(layers[number], borrowed=tuple(homes[key] for key in borrowed.get(number, ())))
-        for number in order
-    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {number: [names[key] for key in borrowed.get(number, ())] for number in order}
 
 
-def _homes(model: nn.Module) -> dict[int, Held]:
-    """By id of a parameter the module that has it."""
+def homes_of(model: nn.Module) -> dict[str, Held]:
+    """By name of a parameter the module that has it."""
     return {
-        id(parameter): Held(name, module, whole=False)
+        f"{name}.{key}" if name else key: Held(name, module, whole=False)
         for name, module in model.named_modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
+        for key in module._parameters
     }

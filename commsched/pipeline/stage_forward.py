@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from commsched.pipeline.absent import Absent
 from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.forward_mode import ForwardMode, OtherOperations, StageEnded
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
-from commsched.pipeline.module_layers import Held, ModuleLayer, layers_of, reordered
+from commsched.pipeline.module_layers import (
+    Held,
+    ModuleLayer,
+    homes_of,
+    in_copy,
+    layers_of,
+    order_of,
+    skeleton,
+)
 from commsched.pipeline.operations import Operations
 from commsched.pipeline.random_state import random_state, set_random_state
 
@@ -32,10 +40,8 @@ class PartialForward:
         """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
         found: dict[int, list[int]] = {}
         for number, layer in enumerate(self.layers):
-            for part in layer.modules():
-                for tensor in (*part._parameters.values(), *part._buffers.values()):
-                    if tensor is not None:
-                        found.setdefault(id(tensor), []).append(number)
+            for tensor in layer.tensors():
+                found.setdefault(id(tensor), []).append(number)
         return found
 
     def operations(
@@ -54,28 +60,35 @@ class PartialForward:
         return known[-1]
 
     def _dry_run(self, inputs: dict[str, Any], device: torch.device) -> Operations:
-        leaves, _ = tree_flatten(inputs)
-        mode = ForwardMode(self.owners(), range(0), device, inputs=_places(leaves))
-        recording = Recording(mode)
-        outputs = self._imagine(mode, recording, inputs)
-        found = mode.found
-        found.calls = recording.settle()
+        recorded, outputs = self._recorded(inputs, device)
         # A call may also leave something behind in an argument or attribute: then skipping it shows.
-        again = ForwardMode(self.owners(), range(0), device, inputs=_places(leaves))
+        again = self._dry_mode(inputs, device)
         try:
-            same = self._imagine(again, Replay(again, found.calls), inputs) == outputs
+            same = self._imagine(again, Replay(again, recorded.calls), inputs) == outputs
         except Exception:
             same = False
         seen = again.found.maker, again.found.outer_uses
-        if not same or seen != (found.maker, found.outer_uses):
-            found.calls = {}
-        return found
+        if same and seen == (recorded.maker, recorded.outer_uses):
+            return recorded
+        recorded, _ = self._recorded(inputs, device)  # the first forward may have prepared something
+        recorded.calls = {}
+        return recorded
 
-    def ordered(self, inputs: dict[str, Any]) -> list[ModuleLayer]:
-        """The layers as a forward with these inputs runs them."""
+    def _recorded(self, inputs: dict[str, Any], device: torch.device) -> tuple[Operations, list[int | None]]:
+        mode = self._dry_mode(inputs, device)
+        recording = Recording(mode)
+        outputs = self._imagine(mode, recording, inputs)
+        mode.found.calls = recording.settle()
+        return mode.found, outputs
+
+    def _dry_mode(self, inputs: dict[str, Any], device: torch.device) -> ForwardMode:
+        return ForwardMode(self.owners(), range(0), device, inputs=_places(tree_leaves(inputs)))
+
+    def order(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
+        """The layers as a forward with these inputs runs them, each with what it borrows."""
         mode = ForwardMode(self.owners(), range(0), torch.device("cpu"))
         self._imagine(mode, Recording(mode), inputs)
-        return reordered(self.model, self.layers, mode.found.events)
+        return order_of(self.model, self.layers, mode.found.events)
 
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
@@ -104,12 +117,13 @@ class StageForward(nn.Module):
     the values that cross its border, the model's inputs and the seed of shared random numbers, or the model's
     output.
 
-    Has the modules of its own layers under their names in the model, and shares them with it.
+    Has the modules of its own layers under their names in the model, with the model's parameters. ``whole``
+    is a skeleton of the model, where other layers have only shapes.
     """
 
     def __init__(self, whole: PartialForward, layers: range, arguments: Arguments) -> None:
         super().__init__()
-        self._stage_whole = (whole,)  # in a tuple: the rest of the model is no part of this module
+        self._stage_whole = (whole,)  # in a tuple: it is no part of this module
         self._stage_layers, self._stage_arguments = layers, arguments
         self.training = whole.model.training
         for number in layers:
@@ -225,19 +239,31 @@ class ModuleForward:
     """A forward in layers that are modules; a stage runs it with the other layers' values absent."""
 
     def __init__(self, model: nn.Module, example: Any = None) -> None:
-        self.layers = layers_of(model)
+        self.model, self.layers = model, layers_of(model)
         self.arguments = Arguments.of(model)
         example = getattr(model, "dummy_inputs", None) if example is None else example
         if example is not None:
-            self.layers = PartialForward(model, self.layers).ordered(self.arguments.named(example))
+            self.layers = self._ordered(self.arguments.named(example))
         self.names = tuple(layer.own.name or type(model).__name__ for layer in self.layers)
-        self._whole = PartialForward(model, self.layers)
 
     def parameters(self, layer: int) -> dict[str, nn.Parameter]:
         return self.layers[layer].parameters()
 
     def stage(self, first: int, end: int) -> nn.Module:
-        return StageForward(self._whole, range(first, end), self.arguments)
+        return StageForward(self._partial(range(first, end)), range(first, end), self.arguments)
+
+    def _partial(self, kept: range) -> PartialForward:
+        copied = skeleton(self.model, self.layers, kept)
+        return PartialForward(copied, [in_copy(copied, layer) for layer in self.layers])
+
+    def _ordered(self, inputs: dict[str, Any]) -> list[ModuleLayer]:
+        """The layers as a forward with these inputs runs them."""
+        order = self._partial(range(0)).order(inputs)
+        homes = homes_of(self.model)
+        return [
+            ModuleLayer(self.layers[number].own, tuple(homes[name] for name in borrowed))
+            for number, borrowed in order.items()
+        ]
 
 
 def _filled(leaf: Tensor) -> Tensor:
