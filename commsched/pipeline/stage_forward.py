@@ -168,7 +168,8 @@ class StageForward(nn.Module):
             values, inputs, seeds = (), self._stage_arguments.by_name(arguments), ()
         shaped = tree_map_only(Tensor, _filled, inputs)
         leaves, _ = tree_flatten(shaped)
-        random, buffers = random_state(self._stage_device), [(b, b.clone()) for b in self.buffers()]
+        random = random_state(self._stage_device)
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.buffers()]
         path: list[Any] = []
         while True:
             operations = whole.operations(shaped, self._stage_device, path)
@@ -182,8 +183,9 @@ class StageForward(nn.Module):
                 path = mode.found.decisions
                 set_random_state(random, self._stage_device)
                 with torch.no_grad():
-                    for buffer, before in buffers:
-                        buffer.copy_(before)
+                    for buffer, version, before in buffers:
+                        if buffer._version != version:
+                            buffer.copy_(before)
         self._check(mode, operations)
         if end == len(whole.layers):
             return output

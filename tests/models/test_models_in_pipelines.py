@@ -16,11 +16,15 @@ from tests.support.pipeline_runs import replayed, sgd, train
 
 pytestmark = pytest.mark.models
 
-# T5's encoder and decoder share their embedding, and asynchronous schedules refuse shared parameters.
+# T5's encoder and decoder share their embedding, and asynchronous schedules refuse shared parameters. Four ranks
+# with two stages each need eight layers, and a trace does not look into timm's stages of blocks.
 RUNS = [
-    (name, schedule)
+    (name, schedule, ranks)
     for name in TRAINED
-    for schedule in ("gpipe", "1f1b", "zero_bubble", *(() if name == "t5" else ("2bw", "wpipe")))
+    for schedule in ("gpipe", "1f1b", "zero_bubble", "2bw", "wpipe")
+    for ranks in (2, 4)
+    if not (name == "t5" and schedule in ("2bw", "wpipe"))
+    and not (name in ("timm convnext_atto", "timm swin_tiny") and schedule == "wpipe" and ranks == 4)
 ]
 
 
@@ -60,11 +64,13 @@ def test_stages_give_the_models_loss_and_gradients(name: str, stages: int) -> No
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "schedule"), RUNS)
+@pytest.mark.parametrize(("name", "schedule", "ranks"), RUNS)
 def test_pipelines_train_like_one_process(name: str, schedule: str, ranks: int) -> None:
     """Losses of five steps; of asynchronous schedules as the replay of their delays says."""
-    make = TRAINED[name](tie_word_embeddings=False) if name == "gpt2" else TRAINED[name]()
+    options: dict[str, Any] = {"tie_word_embeddings": False} if name == "gpt2" else {}
+    if schedule == "wpipe" and name in ("bert", "roberta", "llama", "vit"):
+        options["num_hidden_layers"] = 8
+    make = TRAINED[name](**options)
     rows = 8 if schedule == "wpipe" else 4
     model, _ = made(make, rows)
     _, inputs = make()
@@ -72,7 +78,7 @@ def test_pipelines_train_like_one_process(name: str, schedule: str, ranks: int) 
     data = [(inputs(rows), torch.zeros(rows)) for _ in range(5)]
     example = data[0][0]
     parts = 4 if schedule == "wpipe" or ranks == 4 else 2
-    options: dict[str, Any] = {"schedule": schedule, "num_microbatches": parts, "mesh": (ranks, 1)}
+    options = {"schedule": schedule, "num_microbatches": parts, "mesh": (ranks, 1)}
     _, losses, pipeline = train(model, data, ranks, sgd, loss_of, example=example, **options)
     _, expected = replayed(model, data, pipeline.program, sgd, loss_of, example=example)
     assert losses == pytest.approx(expected, rel=1e-5)
