@@ -62,3 +62,11 @@ keep_home_clean() {
 horovod_build_variables() {
     env | grep -E '^HOROVOD_(GPU|NCCL|CUDA|ROCM|CPU|MPI|GLOO|WITH|WITHOUT|BUILD|CMAKE)' | sort || true
 }
+
+# Copies tracked and untracked files, but no ignored ones. Keeps the environment and objects of an earlier run.
+copy_checkout() {
+    mkdir -p "$1"
+    find "$1" -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
+    git -C "$ROOT" ls-files -z --cached --others --exclude-standard --deduplicate |
+        tar -C "$ROOT" --null --ignore-failed-read -cf - -T - 2>/dev/null | tar -C "$1" -xf -
+}

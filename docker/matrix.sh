@@ -38,14 +38,6 @@ wrong() {
     exit 2
 }
 
-# Copies tracked and untracked files, but no ignored ones. Keeps the environment and objects of an earlier run.
-copy_checkout() {
-    mkdir -p "$1"
-    find "$1" -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
-    git -C "$ROOT" ls-files -z --cached --others --exclude-standard --deduplicate |
-        tar -C "$ROOT" --null --ignore-failed-read -cf - -T - 2>/dev/null | tar -C "$1" -xf -
-}
-
 free_gb() { df -Pk "$ROOT" | awk 'NR == 2 { print int($4 / 1048576) }'; }
 
 # run_in FOLDER COMMAND...: runs it with the folder's own environment, even if another one is active.

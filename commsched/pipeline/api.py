@@ -46,11 +46,13 @@ class Pipeline:
 
     ``schedule``: a name (``scheduler.pipelines.names()``) or a program. ``mesh``: how many ranks one replica
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
-    ``commsched partition``, which decides all that. ``cuts``: each stage's first layer. ``loss(outputs,
+    ``commsched partition``, which decides all that. ``cuts``: each stage's first layer, by number from 0
+    on or, from the second stage on, by a module's name. ``loss(outputs,
     targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
     gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
     stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
-    bundles. ``inside``: classes of modules that may be cut. Further options go to the schedule
+    bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
+    which order a model that cannot be traced runs its layers. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
 
     ``placements`` puts each stage on tiles (``Tiles((2, 2))``) or on ranks that share samples
@@ -72,8 +74,9 @@ class Pipeline:
         optimizer: Factory | None,
         plan: PipelinePlan | str | Path | None = None,
         ranks: Sequence[Sequence[int]] | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Sequence[int | str] | None = None,
         inside: Iterable[type[nn.Module]] = (),
+        example: Any = None,
         placement: str = "bubble",
         bucket_bytes: float = 4 << 20,
         recompute: bool | Sequence[bool] = False,
@@ -88,7 +91,7 @@ class Pipeline:
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         keep_freed_memory()
-        chain = model if isinstance(model, Chain) else Chain(model, inside)
+        chain = model if isinstance(model, Chain) else Chain(model, inside, example)
         if plan is not None:
             self.program, chain = start.planned(plan, chain)
         elif isinstance(schedule, Program):

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
-from commsched.pipeline.stage import Head, Saved, Stage, random_state, set_random_state
+from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.stage import Head, Saved, Stage
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
 from scheduler.ir.actions import RECVS, Action, Kind

@@ -55,7 +55,7 @@ def profile(
     weights stay as they are; running statistics move, as in training.
     """
     keep_freed_memory()  # as in training
-    chain = Chain(model, inside)
+    chain = Chain(model, inside, batch[0])
     stages = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
     times, halves = [_Times() for _ in stages], [_Times() for _ in stages]
     rows = rows_of(batch, "the batch")

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.parts import Cut
+from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.versions import Version, Versions
 from commsched.pipeline.weight_gradients import split_backward
 
@@ -59,7 +60,7 @@ class Stage:
     def __init__(
         self,
         number: int,
-        module: fx.GraphModule,
+        module: nn.Module,
         loss: Loss | None,
         recompute: bool,
         stays: bool = True,
@@ -258,14 +259,3 @@ def flattened(output: Any, last: Any) -> tuple[list[Any], Any]:
     if type(output) is tuple and _is_flat(last, len(output)) and all(isinstance(x, Tensor) for x in output):
         return list(output), last
     return tree_flatten(output)
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the host's random generator, and of the device's if it is a GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(state: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

@@ -49,14 +49,13 @@ def generated(
     schedule: str,
     microbatches: int,
     mesh: tuple[int, int | Sequence[int]],
-    cuts: Sequence[int] | None,
+    cuts: Sequence[int | str] | None,
     options: dict[str, Any],
     **layout: Any,
 ) -> Program:
     """The program of a schedule by name; ``options`` are the schedule's own."""
     stages = stage_count(get(schedule)(mesh[0], microbatches, **options))
-    chosen = chain.even_cuts(stages) if cuts is None else tuple(cuts)
-    chain.check_cuts(chosen)
+    chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
     return generate(
         schedule,
         mesh[0],

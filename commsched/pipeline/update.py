@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from commsched.pipeline.chain import reads
 from commsched.pipeline.reduction import Scattered
 from commsched.pipeline.stage import Stage
 from commsched.pipeline.versions import Version
@@ -173,15 +174,13 @@ class Sharded:
     def _wait_within(self) -> None:
         """Makes the forward wait for each bucket at the first module that needs it."""
         places = {name: place for place, name in enumerate(self.stage.versions.names)}
-        for node in self.stage.module.graph.nodes:
-            if node.op == "get_attr" and str(node.target) in places:
-                self._first.append(places[str(node.target)])
-            elif node.op == "call_module":
-                module = self.stage.module.get_submodule(str(node.target))
-                mine = self._held(module)
-                if mine:
-                    hook = module.register_forward_pre_hook(lambda *_, mine=mine: self._take_in(mine))
-                    self._handles.append(hook)
+        modules, direct = reads(self.stage.module)
+        self._first += [places[name] for name in direct if name in places]
+        for module in modules:
+            mine = self._held(module)
+            if mine:
+                hook = module.register_forward_pre_hook(lambda *_, mine=mine: self._take_in(mine))
+                self._handles.append(hook)
 
     def _held(self, module: nn.Module) -> frozenset[int]:
         """The parameters under a module."""

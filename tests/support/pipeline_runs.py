@@ -7,6 +7,7 @@ period; ``by_delays`` does it from a delay for every parameter, which is what th
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,11 +101,13 @@ def train(
 # -- references ----------------------------------------------------------------------------------------------
 
 
-def stage_of_parameters(pipeline_cuts: Sequence[int], model: nn.Module) -> dict[str, int]:
+def stage_of_parameters(
+    pipeline_cuts: Sequence[int], model: nn.Module, example: Any = None
+) -> dict[str, int]:
     """The first stage that uses each parameter."""
     from commsched.pipeline import Chain
 
-    chain = Chain(model)
+    chain = Chain(model, example=example)
     found: dict[str, int] = {}
     ends = [*pipeline_cuts[1:], len(chain)]
     for stage, (first, end) in enumerate(zip(pipeline_cuts, ends)):
@@ -115,13 +118,18 @@ def stage_of_parameters(pipeline_cuts: Sequence[int], model: nn.Module) -> dict[
 
 
 def replayed(
-    model: nn.Module, data: Sequence[Batch], program: Program, optimizer: Any = sgd, loss: Any = loss_of
+    model: nn.Module,
+    data: Sequence[Batch],
+    program: Program,
+    optimizer: Any = sgd,
+    loss: Any = loss_of,
+    example: Any = None,
 ) -> tuple[Weights, list[float]]:
     """Every micro-batch with the versions that the program gives its stages."""
     layout = program.pipeline
     assert layout is not None
     seen = version_map(program, len(data))
-    owner = stage_of_parameters(layout.cuts, model)
+    owner = stage_of_parameters(layout.cuts, model, example)
     return _trained(
         model,
         data,
@@ -162,7 +170,10 @@ def _trained(
         for micro in range(parts):
             span = border(micro, rows, parts), border(micro + 1, rows, parts)
             used = {n: history[version(n, micro, period)][n].clone().requires_grad_() for n in newest}
-            output = functional_call(model, used, (cut(inputs, span),))
+            mine = cut(inputs, span)
+            takes = inspect.signature(model.forward).parameters
+            named = mine if isinstance(mine, dict) and set(mine) <= set(takes) else {}
+            output = functional_call(model, used, () if named else (mine,), named)
             part = loss(output, cut(targets, span)) * ((span[1] - span[0]) / rows)
             for name, grad in zip(used, torch.autograd.grad(part, list(used.values()), allow_unused=True)):
                 grads[name] += 0 if grad is None else grad

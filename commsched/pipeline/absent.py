@@ -1,0 +1,104 @@
+"""Tensors that another stage computes: shape and type only. Lists of torch's functions by what they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ASKS_FOR_SHAPE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.stride,
+    Tensor.storage_offset,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.__len__,
+    Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+ASKS_FOR_VALUES = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    torch.equal,
+    Tensor.equal,
+    torch.allclose,
+    Tensor.allclose,
+    torch.is_nonzero,
+    Tensor.is_nonzero,
+}
+DRAWS = {
+    getattr(home, name)
+    for home, names in (
+        (torch, "rand randn randint randperm rand_like randn_like randint_like normal poisson bernoulli"),
+        (torch, "multinomial dropout"),
+        (Tensor, "bernoulli bernoulli_ uniform_ normal_ random_ exponential_ geometric_ multinomial"),
+        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    )
+    for name in names.split()
+}
+"""Functions that draw random numbers."""
+
+
+class Absent(Tensor):
+    """A tensor that another stage computes: shape and type only."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    real_device: torch.device
+    has_grad: bool
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({tuple(self.as_subclass(Tensor).shape)})"
+
+
+def absent(shape_of: Tensor, device: torch.device, grad: bool) -> Absent:
+    found: Absent = torch.Tensor._make_subclass(Absent, shape_of.detach())
+    found.real_device, found.has_grad = device, grad
+    return found
+
+
+def plain(leaf: Any) -> Any:
+    return leaf.as_subclass(Tensor) if isinstance(leaf, Absent) else leaf
+
+
+def on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Absent):
+        return leaf.as_subclass(Tensor)
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.device) or (
+        isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda")
+    ):
+        return torch.device("meta")
+    return leaf
+
+
+def has_grad(tensor: Tensor) -> bool:
+    return tensor.has_grad if isinstance(tensor, Absent) else tensor.requires_grad
+
+
+def versions(leaves: list[Any]) -> list[tuple[Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def among(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

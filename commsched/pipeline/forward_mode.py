@@ -1,0 +1,329 @@
+"""Run a model's own forward where only some layers compute: the values of the others are ``Absent``.
+
+An operation (a torch function) that reads a parameter or buffer belongs to the layer that holds it; any other
+belongs to the layer whose parameter was read last. Operations of the wanted layers compute. Operations of
+other layers work out shapes alone (on the meta device), and their results are ``Absent``. Operations that
+depend on no parameter (masks, positions) are free: every stage computes them. All stages number the results
+alike, so a number names one value in all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from commsched.pipeline.absent import (
+    ASKS_FOR_SHAPE,
+    ASKS_FOR_VALUES,
+    DRAWS,
+    Absent,
+    absent,
+    among,
+    has_grad,
+    on_meta,
+    plain,
+    storage_of,
+    versions,
+)
+from commsched.pipeline.operations import Operations
+from commsched.pipeline.random_state import random_state, set_random_state
+
+_NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
+_INPUTS = "_commsched_inputs"  # attribute of a free result: the model's inputs that its values depend on
+
+_forwards = itertools.count()
+
+
+class StageEnded(BaseException):
+    """Leaves the model's forward: all further operations belong to later stages."""
+
+
+class OtherOperations(BaseException):
+    """Leaves the model's forward: the code asked for a value of an input, and it is another one than in the
+    forward that was expected.
+    """
+
+
+class ForwardMode(TorchFunctionMode):
+    """Decides for each torch function whether it computes: those of ``layers`` do, in a dry run none.
+
+    ``owners``: the layers of each parameter and buffer, by id. ``received``: values of earlier layers, by
+    number. ``inputs``: the place of each input tensor, by id. ``seed``: of the random numbers that free
+    operations draw, the same in all stages.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, Sequence[int]],
+        layers: range,
+        device: torch.device,
+        received: Mapping[int, Tensor] | None = None,
+        inputs: Mapping[int, int] | None = None,
+        wanted: Sequence[int] = (),
+        expected: Operations | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.owners, self.layers, self.device = owners, layers, device
+        self.made: dict[int, Tensor] = dict(received or {})
+        self.inputs, self.expected = inputs or {}, expected
+        self._seed = seed
+        self._drawn_state: list[Tensor] | None = None
+        self.native = False  # whether all operations just compute, unnumbered
+        self.wanted = frozenset(wanted)
+        self.found = Operations()
+        self.current = 0
+        self._forward = next(_forwards)  # a model may keep results for its next forward
+        self._storages: dict[int, list[int]] = {}  # numbers of a dry run's results, by storage
+        self._alive: list[Tensor] = []  # so that no two storages of a dry run have one address
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.native:
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func in ASKS_FOR_SHAPE or getattr(func, "__name__", "") == "__get__":
+            answer = self._metadata(func, tensors, leaves, spec)
+            if not isinstance(answer, Tensor):
+                return answer
+        if not any(id(tensor) in self.owners or self.number(tensor) is not None for tensor in tensors):
+            return self._free(func, tensors, args, kwargs)
+        self._enter_layer(tensors)
+        if self.current in self.layers:
+            return self._computed(func, leaves, spec)
+        return self._shapes(func, tensors, leaves, spec)
+
+    def _metadata(self, func: Any, tensors: list[Tensor], leaves: list[Any], spec: Any) -> Any:
+        """The answer to a question about shape, type or device; a tensor for ``.T`` and other operations."""
+        first = tensors[0] if tensors else None
+        if isinstance(first, Absent):
+            attribute = getattr(func, "__self__", None)
+            if attribute is Tensor.device:
+                return first.real_device
+            if attribute is Tensor.requires_grad:
+                return first.has_grad
+        args, kwargs = tree_unflatten([plain(leaf) for leaf in leaves], spec)
+        return func(*args, **kwargs)
+
+    def number(self, tensor: Tensor) -> int | None:
+        """The number of a result of this forward."""
+        forward, number = getattr(tensor, _NUMBER, (None, None))
+        return number if forward == self._forward else None
+
+    # -- free operations -------------------------------------------------------------------------------------
+
+    def _free(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Every stage computes it. Its result remembers the inputs that it depends on."""
+        places = self._places(tensors)
+        result = self._drawn(func, args, kwargs) if func in DRAWS else func(*args, **kwargs)
+        if not places:
+            return result
+        if func in ASKS_FOR_VALUES:
+            self._read_inputs(places, inf)
+            self._decide(result)
+        for part in tree_flatten(result)[0]:
+            if isinstance(part, Tensor):
+                _depend(part, places)
+        target = tensors[0]
+        if target._is_view() and getattr(func, "__name__", "").endswith("_"):
+            _depend(target._base, places)  # type: ignore[arg-type]
+        return result
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random numbers that are the same in all stages, and no others than without them afterwards."""
+        self.found.draws = True
+        before = random_state(self.device)
+        if self._drawn_state is None:
+            torch.manual_seed(self._seed)
+        else:
+            set_random_state(self._drawn_state, self.device)
+        result = func(*args, **kwargs)
+        self._drawn_state = random_state(self.device)
+        set_random_state(before, self.device)
+        return result
+
+    def _decide(self, value: Any) -> None:
+        decisions = self.found.decisions
+        decisions.append(value.tolist() if hasattr(value, "tolist") else value)
+        if self.expected is not None and decisions[-1:] != self.expected.decisions[len(decisions) - 1 :][:1]:
+            raise OtherOperations
+
+    def _places(self, tensors: list[Tensor]) -> frozenset[int]:
+        """The inputs that these tensors depend on."""
+        found = set()
+        for tensor in tensors:
+            if id(tensor) in self.inputs:
+                found.add(self.inputs[id(tensor)])
+            found |= getattr(tensor, _INPUTS, frozenset())
+        return frozenset(found)
+
+    def _read_inputs(self, places: frozenset[int], layer: float) -> None:
+        for place in places:
+            self.found.inputs[place] = max(layer, self.found.inputs.get(place, 0))
+
+    # -- operations of layers --------------------------------------------------------------------------------
+
+    def enter(self, layer: int) -> None:
+        """Operations belong to this layer from now on, unless later ones have begun."""
+        self.current = max(layer, self.current)
+        if self.layers and self.current >= self.layers.stop:
+            raise StageEnded
+
+    def _enter_layer(self, tensors: list[Tensor]) -> None:
+        """The layer of the parameters read becomes the current one."""
+        for tensor in tensors:
+            owners = self.owners.get(id(tensor))
+            if owners is not None and len(owners) == 1:  # else the call tells which of them runs
+                self.found.events.append(("read", owners[0], id(tensor)))
+            if owners is None or self.current in owners:
+                continue
+            following = min((layer for layer in owners if layer > self.current), default=self.current)
+            self.enter(following)
+            if self.current in self.layers and not any(layer in self.layers for layer in owners):
+                raise ValueError(
+                    f"the model cannot be cut here: {_place()} reads a parameter of layer {max(owners)}"
+                    f" behind layer {self.current}; choose cuts that leave both in one stage, or pass"
+                    " example= (inputs of a batch), which puts the layers into the order in which they run"
+                )
+
+    def _computed(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """An operation of this stage."""
+        leaves = [self.present(leaf) for leaf in leaves]
+        before = versions(leaves)
+        args, kwargs = tree_unflatten(leaves, spec)
+        result = func(*args, **kwargs)
+        written = [leaf for leaf, version in before if leaf._version != version]
+        for target in written:
+            if id(target) not in self.owners:
+                self.keep(target)
+        return self._each(result, lambda part: part if among(part, written) else self.keep(part))
+
+    def present(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Absent):
+            return leaf
+        value = self.known(leaf)
+        if value is leaf:
+            raise ValueError(
+                f"{_place()} reads a value that no earlier stage has sent: the forward did other operations"
+                " than with earlier inputs of these shapes"
+            )
+        return value
+
+    def known(self, leaf: Absent) -> Tensor:
+        """What an earlier stage sent in the place of an absent tensor, or the absent one."""
+        number = self.number(leaf)
+        return leaf if number is None else self.made.get(number, leaf)
+
+    def keep(self, result: Tensor) -> Tensor:
+        number = self.give_number(result)
+        if number in self.wanted:
+            self.made[number] = result
+        return result
+
+    def name(self, result: Tensor, number: int) -> None:
+        """Give a result the number that it has in a recorded call."""
+        setattr(result, _NUMBER, (self._forward, number))
+        if number in self.wanted and number not in self.made:
+            self.made[number] = result
+
+    def _shapes(self, func: Any, tensors: list[Tensor], leaves: list[Any], spec: Any) -> Any:
+        """The absent results of an operation of another stage."""
+        if func in ASKS_FOR_VALUES:
+            raise ValueError(
+                f"this model cannot be cut: {_place()} reads the value of a tensor that another stage"
+                " computes"
+            )
+        for tensor in tensors:
+            number = self.number(tensor)
+            if number is not None:
+                self.found.use(number, self.current)
+        self._read_inputs(self._places(tensors), self.current)
+        device = next((t.real_device for t in tensors if isinstance(t, Absent)), self.device)
+        grad = torch.is_grad_enabled() and any(has_grad(tensor) for tensor in tensors)
+        shaped = [on_meta(leaf) for leaf in leaves]
+        before = versions(shaped)
+        args, kwargs = tree_unflatten(shaped, spec)
+        with torch.no_grad():
+            try:
+                result = args[0] if func in (Tensor.cpu, Tensor.cuda) else func(*args, **kwargs)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"this model cannot be cut: {_place()} needs values to know shapes ({error})"
+                ) from None
+        written = {id(leaf) for leaf, version in before if leaf._version != version}
+        same = {}  # results that are an operand: written to, or ``weight.to(dtype)``
+        for leaf, part in zip(leaves, shaped, strict=True):
+            if id(leaf) in self.owners:
+                same[id(part)] = leaf
+            elif id(part) in written:
+                same[id(part)] = self._written(leaf, device, grad)
+        return self._each(
+            result, lambda part: same[id(part)] if id(part) in same else self._absent(part, device, grad)
+        )
+
+    def _absent(self, shape_of: Tensor, device: torch.device, grad: bool) -> Tensor:
+        received = self.made.get(len(self.found.maker))
+        result = (
+            absent(shape_of, device, grad and shape_of.is_floating_point()) if received is None else received
+        )
+        self.give_number(result)
+        return result
+
+    def _written(self, target: Tensor, device: torch.device, grad: bool) -> Tensor:
+        """Another stage writes into a tensor: the same tensor has a new number from now on."""
+        self.found.written.update(self._storages.get(storage_of(target), ()))
+        if not isinstance(target, Absent) and self.number(target) is None and target._is_view():
+            raise ValueError(
+                f"this model cannot be cut: {_place()} writes a value of another stage into a part of a"
+                " tensor that every stage computes; assign to the tensor itself"
+            )
+        number = self.give_number(target)
+        value = self.made.get(number)
+        if isinstance(target, Absent):
+            target.has_grad = target.has_grad or grad
+            return target if value is None else value
+        if value is not None and value is not target:
+            target.copy_(value)  # every stage has made it; this is its content
+        return target
+
+    def _each(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """``result`` with its tensors changed, in the order of their numbers."""
+        if isinstance(result, Tensor):
+            return result if id(result) in self.owners else change(result)
+        if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
+            parts = [self._each(part, change) for part in result]
+            named = hasattr(result, "_fields")
+            return type(result)(*parts) if named else type(result)(parts)
+        return result
+
+    def give_number(self, result: Tensor) -> int:
+        number = len(self.found.maker)
+        self.found.maker.append(self.current)
+        setattr(result, _NUMBER, (self._forward, number))
+        if not self.layers:
+            self._storages.setdefault(storage_of(result), []).append(number)
+            self._alive.append(result)
+        return number
+
+
+def _depend(tensor: Tensor, places: frozenset[int]) -> None:
+    setattr(tensor, _INPUTS, places | getattr(tensor, _INPUTS, frozenset()))
+
+
+def _place() -> str:
+    """The line of the model's own code that runs now."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and frame.filename != __file__:
+            return f"{frame.name} ({frame.filename}:{frame.lineno}: {frame.line})"
+    return "the forward"

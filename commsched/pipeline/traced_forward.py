@@ -1,0 +1,150 @@
+"""A model's forward as a graph, traced once by torch.fx.
+
+Modules are opaque, except ``nn.Sequential`` and what the caller names; a layer is a module with parameters
+and all that follows it up to the next one. What is alive at a cut is carried to the next stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.fx import Node
+
+from commsched.pipeline.arguments import Arguments
+
+# torch.fx patches modules for the whole process while it traces: one trace at a time, and modules that other
+# threads call meanwhile compute as ever.
+_TRACING = threading.Lock()
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the root and into modules of the given classes."""
+
+    def __init__(self, inside: tuple[type[nn.Module], ...]) -> None:
+        super().__init__()
+        self.inside = inside
+        self.thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not isinstance(m, self.inside)
+
+
+class TracedForward:
+    """The layers of a traced forward. ``names``: of the layers. ``elements``: the model is a list of modules,
+    and each element is one layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, inside: tuple[type[nn.Module], ...] = (), elements: bool = False
+    ) -> None:
+        self.model = model
+        with _TRACING:
+            self.graph = _Tracer(() if elements else (nn.Sequential, *inside)).trace(model)
+        nodes = list(self.graph.nodes)
+        self.placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.arguments = Arguments(
+            tuple(str(node.target) for node in self.placeholders),
+            {str(node.target): node.args[0] for node in self.placeholders if node.args},
+        )
+        self.output = nodes[-1]
+        self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
+        self._starts = self._layer_starts()
+        self.names = tuple(self._name(start) for start in self._starts)
+        if elements:
+            self._cut_at_nodes()
+
+    def by_node(self) -> TracedForward:
+        """The same forward with every node as a layer: cuts may stand before any module or function."""
+        finer = copy.copy(self)
+        finer._cut_at_nodes()
+        return finer
+
+    def _cut_at_nodes(self) -> None:
+        self._starts = list(range(len(self._body))) or [0]
+        self.names = (
+            tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
+        )
+
+    def _layer_starts(self) -> list[int]:
+        starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]
+        return [0, *starts[1:]] if starts else [0]
+
+    def _has_parameters(self, node: Node) -> bool:
+        if node.op == "call_module":
+            return any(True for _ in self.model.get_submodule(str(node.target)).parameters())
+        return any(source.op == "get_attr" for source in node.all_input_nodes)
+
+    def _name(self, start: int) -> str:
+        node = self._body[start] if self._body else self.output
+        for candidate in self._body[start:]:
+            if self._has_parameters(candidate):
+                node = candidate
+                break
+        return str(node.target) if node.op == "call_module" else node.name
+
+    def layer_nodes(self, first: int, end: int) -> list[Node]:
+        """What layers ``first`` to ``end - 1`` compute."""
+        starts = [*self._starts, len(self._body)]
+        return self._body[starts[first] : starts[end]]
+
+    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
+        """The parameters that a layer uses, by their names in the model."""
+        found: dict[str, nn.Parameter] = {}
+        for node in self.layer_nodes(layer, layer + 1):
+            if node.op == "call_module":
+                module = self.model.get_submodule(str(node.target))
+                for name, parameter in module.named_parameters():
+                    found[f"{node.target}.{name}"] = parameter
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    value = _attribute(self.model, str(source.target))
+                    if isinstance(value, nn.Parameter):
+                        found[str(source.target)] = value
+        return found
+
+    def stage(self, first: int, end: int) -> fx.GraphModule:
+        """Layers ``first`` to ``end - 1`` as a module that takes and returns what is alive at its borders. It
+        shares the model's submodules and parameters.
+        """
+        body = self.layer_nodes(first, end)
+        graph = fx.Graph()
+        known: dict[Node, Node] = {
+            node: graph.placeholder(f"live_{place}") for place, node in enumerate(self.live(first))
+        }
+        for node in body:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and source not in known:
+                    known[source] = graph.node_copy(source)
+            known[node] = graph.node_copy(node, known.__getitem__)
+        if end == len(self.names):
+            for source in self.output.all_input_nodes:
+                if source.op == "get_attr" and source not in known:
+                    known[source] = graph.node_copy(source)
+            graph.output(fx.map_arg(self.output.args[0], known.__getitem__))
+        else:
+            graph.output(tuple(known[node] for node in self.live(end)))
+        return fx.GraphModule(self.model, graph)
+
+    def live(self, layer: int) -> list[Node]:
+        """The values made before a layer and used in it or later, in the order in which they are made."""
+        if layer == 0:
+            return self.placeholders
+        later = {*self.layer_nodes(layer, len(self.names)), self.output}
+        before = [*self.placeholders, *self.layer_nodes(0, layer)]
+        return [node for node in before if later & set(node.users)]
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

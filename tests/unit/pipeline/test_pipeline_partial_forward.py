@@ -1,0 +1,449 @@
+"""Models that torch.fx cannot trace, cut everywhere: a stage runs the model's own forward in part.
+
+Each pattern stands in a model that people train. The oracle is the whole model: same loss, same gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from commsched.pipeline.chain import Chain
+from commsched.pipeline.stage_forward import ModuleForward
+from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
+
+WIDTH = 6
+
+
+def untraceable(x: Tensor) -> Tensor:
+    """The same; Python's control flow that depends on a tensor ends a trace by torch.fx."""
+    return x if x.dim() else x + 1
+
+
+def tokens(rows: int = 3) -> Tensor:
+    return torch.randn(rows, 5, WIDTH)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *beside: Tensor) -> Tensor:
+        y = self.linear(self.norm(x))
+        for other in beside:
+            y = y + other
+        return x + F.gelu(y)
+
+
+class Blocks(nn.Module):
+    """Blocks called one after the other."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(untraceable(x))
+        return self.head(x)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    steps: int
+
+
+class MaskedBlocks(Blocks):
+    """A mask that is left out where nothing is masked: the operations depend on the batch's values."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> dict[str, Any]:
+        hidden = untraceable(x) * scale
+        weights = None if mask is None or bool(mask.all()) else mask[..., None].to(x.dtype)
+        for block in self.blocks:
+            hidden = block(hidden)
+            if weights is not None:
+                hidden = hidden * weights
+        return {"logits": self.head(hidden), "weights": weights}
+
+
+class EncoderDecoder(nn.Module):
+    """What the encoder puts out is read by every layer of the decoder; its norm is registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(Block() for _ in range(3))
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, y = untraceable(x), x.roll(1, 1)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return self.norm(y)
+
+
+class TiedHead(Blocks):
+    """The embedding's weight is the head, without a module; and every block reads one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(untraceable(x))
+        for block in self.blocks:
+            x = block(x, self.table)
+        return F.linear(x, self.embed.weight)
+
+
+class Writes(Blocks):
+    """Writes in place: into values of earlier stages, through views, and into a fresh buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](untraceable(x))
+        kept = first.clone()
+        y = self.blocks[1](first)
+        y[:, 0] = kept[:, 1]
+        y += kept
+        z = self.blocks[2](y)
+        part = z[:, 1:3]
+        part.mul_(0.5)
+        F.relu(z, inplace=True)
+        padded = torch.zeros(z.shape[0], z.shape[1] + 1, WIDTH, dtype=z.dtype)
+        padded[:, : z.shape[1]] = z
+        return self.head(self.blocks[3](padded) + kept[:, :1].tanh())
+
+
+class Statistics(nn.Module):
+    """Batch norms with and without parameters, and a module without any that has a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3))
+        self.plain = nn.BatchNorm1d(5, affine=False)
+        self.drop = nn.Dropout(0.5).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.drop(layer(untraceable(x)))
+        return self.plain(x)
+
+
+class Caches(Blocks):
+    """Layers leave their results in a list, and a later one reads an earlier one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        x = untraceable(x)
+        for block in self.blocks:
+            x = self._one(block, x, seen)
+        return self.head(x) + torch.stack(seen).sum(0).mean()
+
+    def _one(self, block: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+        x = block(x, *seen[-2:-1])
+        seen.append(x.tanh())
+        return x
+
+
+class KeyValueBlock(Block):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:  # type: ignore[override]
+        cache.append(self.norm(x))
+        return x + self.linear(cache[-1]) + cache[0]
+
+
+class CachesInside(Blocks):
+    """Layers write into an argument, which others read: no call of a layer stands alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeyValueBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        x = untraceable(x)
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.head(x + cache[-2])
+
+
+class Checkpointed(Blocks):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = checkpoint(block, untraceable(x), use_reentrant=False)
+        return Output(self.head(x), len(self.blocks))
+
+
+class Remembers(Blocks):
+    """Keeps a result of one forward for the next."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(untraceable(x))
+        before, self.last = self.last, x.detach()
+        return self.head(x if before is None else x + 0.0)
+
+
+class Transposed(Blocks):
+    """Attributes that are operations, chunks, and tensors made on a value's device and like a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            left, right = block(untraceable(x)).mT.mT.chunk(2, dim=-1)
+            x = torch.cat([right, left], -1) + torch.ones(WIDTH, device=right.device, dtype=right.dtype)
+            values, _ = x.max(dim=1, keepdim=True)
+            x = x - values * torch.zeros_like(values) + x.new_zeros(x.shape[0], 1, WIDTH)
+        return self.head(x)
+
+
+class RandomOrder(Blocks):
+    """Shuffles tokens at the beginning, puts them back at the end, and sometimes leaves a layer out."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.rand(untraceable(x).shape[:2]).argsort(1)
+        x = x.gather(1, order[..., None].expand_as(x))
+        for block in self.blocks:
+            y = block(x)
+            x = x if torch.rand([]) < 0.3 else y
+        back = order.argsort(1)
+        return x.gather(1, back[..., None].expand_as(x)), self.head(x)
+
+
+def loss_of(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    return output.square().mean()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def in_stages(chain: Chain, cuts: tuple[int, ...], inputs: Any) -> Tensor:
+    """The loss; gradients are left in the parameters, as a pipeline computes them."""
+    state, borders = chain.arguments(inputs), []
+    for first, end in zip(cuts, [*cuts[1:], len(chain)], strict=True):
+        sent = [x for x in tree_leaves(state) if isinstance(x, Tensor)]
+        arguments = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), state)
+        came = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        borders.append(list(zip(sent, came, strict=True)))
+        state = chain.stage(first, end)(*arguments)
+    loss = loss_of(state)
+    loss.backward()
+    for border in reversed(borders[1:]):
+        pairs = [(sent, came.grad) for sent, came in border if came.grad is not None]
+        torch.autograd.backward([sent for sent, _ in pairs], [grad for _, grad in pairs])
+    return loss
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "loops": (Blocks, tokens),
+    "encoder and decoder": (EncoderDecoder, tokens),
+    "tied head and shared table": (TiedHead, tokens),
+    "writes": (Writes, tokens),
+    "statistics": (Statistics, lambda: torch.randn(4, 5)),
+    "results in a list": (Caches, tokens),
+    "layers write into an argument": (CachesInside, tokens),
+    "checkpointed": (Checkpointed, tokens),
+    "remembers": (Remembers, tokens),
+    "attributes and chunks": (Transposed, tokens),
+    "masked": (MaskedBlocks, lambda: {"x": tokens(), "mask": torch.rand(3, 5) > 0.3, "scale": 2.0}),
+    "nothing masked": (MaskedBlocks, lambda: {"x": tokens(), "mask": torch.ones(3, 5) > 0}),
+    "no mask": (MaskedBlocks, lambda: {"x": tokens()}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cut_gives_the_whole_models_loss_and_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model, inputs = make(), batch()
+    oracle = copy.deepcopy(model)
+    chain = Chain(copy.deepcopy(model), example=inputs)
+    layers = len(chain)
+    assert layers >= 4 and isinstance(chain._forward, ModuleForward)
+    whole = loss_of(oracle(**inputs) if isinstance(inputs, dict) else oracle(inputs))
+    whole.backward()
+    for cuts in [tuple(range(layers)), *((0, cut) for cut in range(1, layers))]:
+        mine = copy.deepcopy(model)
+        loss = in_stages(Chain(mine, example=inputs), cuts, inputs)
+        assert torch.equal(loss, whole), cuts
+        expected = gradients(oracle)
+        for key, grad in gradients(mine).items():
+            # A value that several stages read has its gradient summed in another order.
+            torch.testing.assert_close(grad, expected[key], rtol=1e-5, atol=1e-6, msg=f"{cuts} {key}")
+        for one, other in zip(mine.buffers(), oracle.buffers(), strict=True):
+            assert torch.equal(one, other), cuts
+
+
+def test_operations_may_differ_from_batch_to_batch() -> None:
+    """A mask of ones does fewer operations than another one of the same shape: stages notice it alike."""
+    torch.manual_seed(0)
+    model = MaskedBlocks()
+    oracle, chain = copy.deepcopy(model), Chain(model)
+    for masked in (False, True, True, False, True):
+        inputs = {"x": tokens(), "mask": torch.rand(3, 5) > 0.5 if masked else torch.ones(3, 5) > 0}
+        loss = in_stages(chain, (0, 2, 4), inputs)
+        whole = loss_of(oracle(**inputs))
+        whole.backward()
+        assert torch.equal(loss, whole)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, gradients(oracle)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_all_stages_draw_the_same_random_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = RandomOrder(), tokens(4)
+    chain = Chain(model)
+    for block in model.blocks:  # then only the order can change anything
+        block.linear.weight.data.zero_(), block.linear.bias.data.zero_()
+    first, second = chain.stage(0, 3), chain.stage(3, len(chain))
+    seeds = set()
+    for _ in range(5):
+        state = first(*chain.arguments(x))
+        seeds.add(int(state[2][0][0]))
+        assert torch.equal(second(*state)[0], x)
+    assert len(seeds) == 5
+
+
+def test_calls_of_other_stages_are_skipped_only_where_nothing_else_of_them_is_seen() -> None:
+    for model, alone in ((Blocks(), True), (CachesInside(), False)):
+        chain = Chain(model)
+        stage = chain.stage(0, 1)
+        stage(tokens())
+        (whole,) = stage._stage_whole  # type: ignore[misc, union-attr]
+        (known,) = whole._known.values()
+        calls = [call.alone for found in known[0].calls.values() for call in found]
+        assert any(calls) == alone
+
+
+def test_only_shapes_travel_of_inputs_that_no_later_stage_reads() -> None:
+    chain = Chain(Blocks())
+    (value,), inputs, _ = chain.stage(0, 2)(*chain.arguments(tokens(3)))
+    assert value.shape == (3, 5, WIDTH) and inputs["x"].shape == (3, 0, 5, WIDTH)
+    chain = Chain(MaskedBlocks())
+    mask = torch.rand(3, 5) > 0.5
+    _, inputs, _ = chain.stage(0, 2)(*chain.arguments({"x": tokens(3), "mask": mask}))
+    assert inputs["x"].shape == (3, 0, 5, WIDTH) and torch.equal(inputs["mask"], mask)
+
+
+def test_layers_stand_in_the_order_in_which_the_example_runs_them() -> None:
+    assert Chain(EncoderDecoder()).names[0] == "norm"
+    names = Chain(EncoderDecoder(), example=tokens()).names
+    assert names == (*(f"encoder.{n}" for n in range(3)), *(f"decoder.{n}" for n in range(3)), "norm")
+    chain = Chain(EncoderDecoder())
+    with pytest.raises(
+        ValueError, match=r"forward \(.*self.linear.*\) reads a parameter of layer .* pass example="
+    ):
+        in_stages(chain, (0, 4), tokens())
+
+
+class AsksForValue(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum().item() > 1e9:
+                return x
+        return self.head(x)
+
+
+class WritesIntoPart(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros_like(untraceable(x))
+        for block in self.blocks:
+            x = block(x)
+            kept[:, 0][:] = x[:, 0]
+        return self.head(x + kept)
+
+
+class EachTimeOther(Blocks):
+    times = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        for block in self.blocks:
+            x = block(untraceable(x))
+            if self.times % 2 == 0:
+                x = x + 0.0
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (AsksForValue, r"item\(\) > 1e9.*reads the value of a tensor that another stage computes"),
+        (WritesIntoPart, r"kept\[:, 0\].*writes a value of another stage into a part of a tensor"),
+        (EachTimeOther, "is not the same every time"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_with_the_line(make: type[nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        in_stages(Chain(make()), (0, 2), tokens())
+
+
+# Asynchronous schedules refuse parameters that several stages share.
+TRAINED = [
+    (make, schedule)
+    for make in (MaskedBlocks, EncoderDecoder, TiedHead, Writes)
+    for schedule in ("gpipe", "1f1b", "zero_bubble", *(() if make is TiedHead else ("2bw", "wpipe")))
+]
+
+
+@pytest.mark.parametrize(("make", "schedule"), TRAINED)
+def test_pipelines_train_them_like_one_process(make: type[nn.Module], schedule: str) -> None:
+    torch.manual_seed(0)
+    model, dice = make().double(), torch.Generator().manual_seed(1)
+    data = []
+    for number in range(4):
+        x = torch.randn(8, 5, WIDTH, generator=dice, dtype=torch.float64)
+        mask = torch.rand(8, 5, generator=dice) > (0.5 if number % 2 else -1.0)
+        data.append(({"x": x, "mask": mask} if make is MaskedBlocks else x, torch.zeros(8)))
+    options: dict[str, Any] = {"num_microbatches": 4, "example": data[0][0]}
+    weights, losses, pipeline = train(
+        model, data, 4, momentum, lambda output, _: loss_of(output), schedule=schedule, mesh=(2, 2), **options
+    )
+    wanted, expected = replayed(
+        model, data, pipeline.program, momentum, lambda output, _: loss_of(output), example=data[0][0]
+    )
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_a_stage_keeps_its_own_parameters_only() -> None:
+    model = Statistics()
+    chain = Chain(model, example=torch.randn(4, 5))
+    stage, own = chain.stage(1, 3), chain.names[1:3]
+    tensors = {name: weakref.ref(x) for name, x in model.state_dict(keep_vars=True).items()}
+    del model, chain
+    gc.collect()
+    kept = {name for name, reference in tensors.items() if reference() is not None}
+    assert kept == {name for name in tensors if name.rpartition(".")[0] in own} == set(stage.state_dict())
+
+
+def test_cuts_by_name() -> None:
+    chain = Chain(Blocks())
+    assert chain.cuts(["blocks.1", "head"]) == (0, 1, 4) == chain.cuts([0, "blocks.1", 4])
+    assert chain.cuts(["blocks.0", "blocks.2"]) == (0, 2)
+    with pytest.raises(ValueError, match=r"no layer is named 'block.2'.*blocks.0, blocks.1"):
+        chain.cuts(["block.2"])
+    with pytest.raises(ValueError, match="must start with 0, rise"):
+        chain.cuts(["blocks.2", "blocks.1"])
