@@ -16,8 +16,8 @@ from tests.support.pipeline_runs import replayed, sgd, train
 
 pytestmark = pytest.mark.models
 
-# T5's encoder and decoder share their embedding, and asynchronous schedules refuse shared parameters. Four ranks
-# with two stages each need eight layers, and a trace does not look into timm's stages of blocks.
+# T5's encoder and decoder share their embedding, and asynchronous schedules refuse shared parameters. Four
+# ranks with two stages each need eight layers, and a trace does not look into timm's stages of blocks.
 RUNS = [
     (name, schedule, ranks)
     for name in TRAINED
