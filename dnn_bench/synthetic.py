@@ -26,9 +26,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dnn_bench synthetic", description=__doc__)
     parser.add_argument("--model", default="resnet_tiny", help=", ".join(models.names()))
     parser.add_argument("--baseline", default="horovod", help=", ".join(baselines.names()))
-    parser.add_argument("--batch-size", type=int, default=0, help="per worker (default: the model's)")
+    parser.add_argument(
+        "--batch-size", type=int, default=0, help="samples per worker (default: the model's usual number)"
+    )
     parser.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
-    parser.add_argument("--data-dir", default="", metavar="PATH", help="images or text (default: synthetic)")
+    parser.add_argument(
+        "--data-dir", default="", metavar="PATH", help="folder of images or text (default: synthetic data)"
+    )
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=1)
     parser.add_argument("--num-iters", type=int, default=10)

@@ -1,4 +1,4 @@
-"""What is compared: real peers as they are meant to be used, limits, and the scheduler's policies.
+"""The baselines of a comparison: real peers as their documentation uses them, limits, and our schedules.
 
 >>> from dnn_bench import baselines
 >>> baselines.names()

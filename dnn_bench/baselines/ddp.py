@@ -31,7 +31,7 @@ class DDP(Trainer):
         self.model.register_comm_hook(None, lambda state, bucket: self._recorded_all_reduce(bucket))
 
     def _recorded_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP does by itself, noting when it began and ended."""
+        """All-reduce as DDP does by itself, and record its start and end."""
         buffer, begin, number = bucket.buffer(), time.perf_counter(), bucket.index()
         buffer.div_(self.size)
 

@@ -1,4 +1,4 @@
-"""What all ranks of a comparison agree on: model, batches, optimizer."""
+"""A job of a comparison: model, batches and optimizer, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Job:
         return self.batch or models.spec(self.model).batch
 
     def build_model(self) -> nn.Module:
-        """The same weights in every rank. Dropout is off: with it no two runs could be compared."""
+        """Build the model with the same weights on every rank, without dropout, which would differ by run."""
         torch.manual_seed(self.seed)
         model = models.build(self.model)
         for module in model.modules():

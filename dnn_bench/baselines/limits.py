@@ -1,4 +1,4 @@
-"""What nothing can beat: the compute alone, the bytes alone, and both side by side without dependency."""
+"""Lower limits of a step: the compute alone, the bytes alone, and both at once without dependency."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Exchange:
     """Moves as many bytes as an all-reduce of `size` bytes does: a reduce-scatter, then an all-gather.
 
     Every rank sends a share to each other rank, twice. Receives are posted first: gloo announces a receive on
-    the connection that carries the other direction's data, and behind megabytes of it the news comes late.
+    the connection that carries the other direction's data, so megabytes of data would delay it.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,7 +81,7 @@ class Floor(Trainer):
 
 
 class Wire(Trainer):
-    """No compute at all."""
+    """The exchange alone, without compute."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

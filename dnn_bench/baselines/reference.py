@@ -57,7 +57,7 @@ class Verdict:
         return self.error <= self.tolerance
 
     def complaint(self, steps: int) -> str:
-        """What is wrong after so many steps."""
+        """Say what is wrong after this many steps."""
         return (
             f"{self.tensor} is off by {self.error:.1e} of its change after {steps} steps, and rounding"
             f" explains at most {self.tolerance:.1e}"
@@ -74,7 +74,7 @@ class Reference:
     tolerance: float = TOLERANCE
 
     def compare(self, actual: Parameters) -> Verdict:
-        """The worst tensor's error."""
+        """Return the error of the worst tensor."""
         if missing := sorted(set(self.after) - set(actual)):
             return Verdict(float("inf"), missing[0], self.tolerance)
         moves = {name: _double(self.after[name]) - _double(self.before[name]) for name in self.after}

@@ -63,7 +63,7 @@ class Trainer:
         return Stamps(start, forward, backward, time.perf_counter())
 
     def finish(self) -> None:
-        """Waits for everything that is still under way."""
+        """Wait for all operations in flight."""
         if self.job.device.startswith("cuda"):
             torch.cuda.synchronize()
 
@@ -71,7 +71,7 @@ class Trainer:
         dist.barrier()
 
     def record_operations(self) -> None:
-        """Called once, after all timing and before `operations`: recording may cost something."""
+        """Start to record. Called once, after all timing: recording takes time."""
 
     def operations(self) -> list[tuple[str, float, float, int]]:
         """Communication since the last call, where the baseline tells: (label, start, end, bytes sent).

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.cluster.cluster import CONGESTION, Cluster
 from dnn_bench.cluster.system import ClusterError
-from dnn_bench.told import tells
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, link: str = "1gbit") -> None:
@@ -39,11 +39,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="run it on host0 only, as for horovodrun and mpirun, and let the hosts reach each other by ssh",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to run on the hosts"
+    )
     return parser.parse_args(arguments)
 
 
-@tells(ClusterError)
+@one_line_errors(ClusterError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     argv = options.command[1:] if options.command[:1] == ["--"] else options.command

@@ -1,4 +1,4 @@
-"""Commands as root, network namespaces, and what dead owners left behind."""
+"""Commands as root, network namespaces, and the clean-up of namespaces whose owner has died."""
 
 from __future__ import annotations
 

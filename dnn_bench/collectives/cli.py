@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get, require
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.cluster.cli import add_cluster_arguments
-from dnn_bench.told import tells
 
 HERE = "dnn_bench.collectives.transports."
 SIZES = "64k,256k,1m,4m,16m"
@@ -49,15 +49,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "carry.",
     )
     add_cluster_arguments(parser)
-    parser.add_argument("--local", type=int, metavar="N", help="N ranks without emulated hosts and root")
+    parser.add_argument(
+        "--local", type=int, metavar="N", help="run N ranks here, without emulated hosts and without root"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads per rank (default: %(default)s)")
-    parser.add_argument("--transports", default=known, metavar="A,B", help="default: %(default)s")
-    parser.add_argument("--sizes", default=SIZES, help="of the whole tensor (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
+    parser.add_argument(
+        "--transports", default=known, metavar="A,B", help="transports to measure (default: %(default)s)"
+    )
+    parser.add_argument("--sizes", default=SIZES, help="bytes of the whole tensor (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
     return parser.parse_args(arguments)
 
 
-@tells(ValueError)
+@one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     sizes = [size_of(text) for text in options.sizes.split(",")]

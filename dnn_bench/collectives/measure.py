@@ -1,4 +1,4 @@
-"""Checks and times one rank's collectives."""
+"""Check and time the collectives of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sample:
 
 
 def measure(collectives: Any, sizes: Sequence[int]) -> list[Sample]:
-    """Every operation at every size: first the result, then the time."""
+    """Check, then time, every operation at every size."""
     samples = []
     for size in sizes:
         count = max(1, round(size / 4 / collectives.size)) * collectives.size
@@ -51,7 +51,7 @@ def pattern(rank: int, count: int) -> Tensor:
 
 
 def check(collectives: Collectives, operation: str, count: int) -> None:
-    """Raises `WrongResult` unless the operation leaves what it should."""
+    """Raise `WrongResult` unless the operation leaves the expected numbers."""
     size = collectives.size
     tensor = pattern(collectives.rank, count)
     getattr(collectives, operation)(tensor)
@@ -71,7 +71,7 @@ def check(collectives: Collectives, operation: str, count: int) -> None:
 
 
 def time_one(collectives: Collectives, operation: str, count: int) -> Sample:
-    """The mean over calls without a pause; as many go before, since a rested link is faster than its rate."""
+    """Mean time of calls without a pause, after as many untimed ones: a link that rested exceeds its rate."""
     tensor = torch.zeros(count)  # sums of sums stay finite
     call = getattr(collectives, operation)
     repeats = min(MOST, max(LEAST, VOLUME // (4 * count)))

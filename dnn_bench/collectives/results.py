@@ -9,7 +9,7 @@ from scheduler.ir.link import FEWEST_SIZES, fit
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What turns algorithm bandwidth (bytes of the whole tensor per second) into bus bandwidth.
+    """The factor from algorithm bandwidth (bytes of the whole tensor per second) to bus bandwidth.
 
     The bus bandwidth is what the slowest link carries if the algorithm is the best one, so it can be compared
     with the link's rate whatever the operation and the number of ranks.

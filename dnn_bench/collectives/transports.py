@@ -1,4 +1,4 @@
-"""Everything that can carry a collective, behind one face: in-place operations on a flat tensor.
+"""All carriers of collectives with one interface: in-place operations on a flat tensor.
 
 A rank's *shard* is its part of the tensor, whose length is a multiple of the number of ranks.
 """
@@ -25,15 +25,15 @@ class Collectives:
         return tensor.view(self.size, -1)[self.rank]
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        """Leaves the sum over the ranks in the own shard."""
+        """Leave the sum over the ranks in this rank's shard."""
         raise NotImplementedError
 
     def all_gather(self, tensor: Tensor) -> None:
-        """Fills every shard with its rank's."""
+        """Fill every shard with the data of its rank."""
         raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the sum over the ranks everywhere."""
+        """Leave the sum over the ranks in the whole tensor."""
         raise NotImplementedError
 
     def barrier(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dnn_bench.baselines.registry import OURS, Baseline, get, names
-from dnn_bench.told import tells
+from dnn_bench.cli_errors import one_line_errors
 
 if TYPE_CHECKING:
     from dnn_bench.converge.results import Run
@@ -23,16 +23,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "process, and with every schedule and number of workers at the same global batch. All loss curves "
         "must be one.",
     )
-    parser.add_argument("--task", default="digits,text", help="default: %(default)s")
-    parser.add_argument("--baseline", default="all", metavar="A,B", help="'all' is every schedule (default)")
-    parser.add_argument("--workers", default="1,2,3,4", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every curve here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves here")
+    parser.add_argument("--task", default="digits,text", help="tasks to train (default: %(default)s)")
+    parser.add_argument(
+        "--baseline", default="all", metavar="A,B", help="schedules to train with, or 'all' (default)"
+    )
+    parser.add_argument("--workers", default="1,2,3,4", help="numbers of workers (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a run (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every curve to this file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves into this file")
     return parser.parse_args(arguments)
 
 
-@tells(ValueError)
+@one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
     return run(parse(arguments))
 

@@ -50,7 +50,7 @@ def deviation(run: Run, plain: Run) -> float:
 
 
 def problems(run: Run, plain: Run) -> list[str]:
-    """What is wrong with a run that should equal plain training up to rounding."""
+    """List how a run differs from plain training by more than rounding."""
     found = []
     if (off := deviation(run, plain)) > LOSS_TOLERANCE:
         found.append(f"its loss differs by {off:.1e} from plain training's")

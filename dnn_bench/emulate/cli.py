@@ -31,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--algorithm", default="ring", choices=("ring", "direct", "hierarchical"))
-    parser.add_argument("--policies", default="", help="some, with commas between them (default: all)")
+    parser.add_argument("--policies", default="", help="policies, separated by commas (default: all)")
     parser.add_argument(
         "--device", default="cuda", help="cuda, or cpu: the CPU's compute under a thread's timer"
     )
@@ -39,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=0)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args(arguments)
 
 

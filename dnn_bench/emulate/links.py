@@ -18,7 +18,7 @@ from scheduler.ir.link import Link
 
 
 class Mark:
-    """An event of ``ThreadDevice``: when the thread or the host came by."""
+    """An event of ``ThreadDevice``: the time at which the thread or the host reached it."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -94,7 +94,7 @@ class ThreadDevice(Device):
 
 
 class Timer:
-    """Keeps the current stream busy for some seconds."""
+    """Keep the current stream busy for some seconds."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

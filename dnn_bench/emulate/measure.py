@@ -98,7 +98,7 @@ class Emulation:
 
     @contextmanager
     def wrapped(self, schedule: str, profile: Profile | None) -> Iterator[tuple[Any, Any]]:
-        """A new model and its optimizer, which believes in the network."""
+        """A new model, and an optimizer over the emulated network."""
         device: Device = device_for(self.job.device)
         model = self.job.build_model()
         optimizer: Any = hvd.DistributedOptimizer(
@@ -129,7 +129,7 @@ class Emulation:
             optimizer.step()
 
     def time(self, model: Any, optimizer: Any, warmup: int, synchronous: bool = False) -> float:
-        """Median of thirds: one hiccup of the machine does not decide."""
+        """The median over thirds of the run, so that one disturbance does not decide."""
         for _ in range(warmup):
             self._iteration(model, optimizer, synchronous)
         each = max(1, self.iterations // 3)

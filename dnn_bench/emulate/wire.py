@@ -35,7 +35,7 @@ class EmulatedRanks:
 
 
 class OneProcess(Ranks):
-    """Ranks whose values are all this process's own: agreement is found at once."""
+    """Ranks that all have this process's values, so they always agree."""
 
     def share(self, value: Any) -> Any:
         return value
@@ -61,7 +61,7 @@ class _Flags:
 
 
 def emulated_backend(device: Device, link: Link, size: int) -> StreamBackend:
-    """In the place of ``transport=``: a GPU's backend, with this link under it."""
+    """A GPU's backend over this link; pass it as ``transport=``."""
     ranks = OneProcess(EmulatedRanks(size))  # type: ignore[arg-type]
     timeout = settings().timeout
     flags = EngineBackend(ranks, "EMULATED", comm_core.PythonTransport(_Flags(ranks)), timeout)

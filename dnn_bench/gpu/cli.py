@@ -30,8 +30,12 @@ PARTS = ("kernels", "steps", "cost", "memory", "emulate")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dnn_bench gpu", description=__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--device", default="cuda", help="cuda; cpu runs the same code without meaning")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        help="cuda; cpu runs the same code, its figures mean nothing (default: %(default)s)",
+    )
     parser.add_argument("--kernel-models", default="resnet50,bert_large,gpt2")
     parser.add_argument("--step-models", default="resnet50,bert_base,gpt2")
     parser.add_argument("--networks", default="10gbe,25gbe,100gib")

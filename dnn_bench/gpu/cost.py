@@ -1,4 +1,4 @@
-"""What commsched itself takes: the host's time, and memory beside DDP's."""
+"""The cost of commsched itself: time of the host, and memory compared with DDP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MemoryRow:
 
 
 class HostTime:
-    """Seconds within some calls, those of others within them left out; nested calls count once."""
+    """Seconds spent in some functions, without the time of excluded calls inside; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -20,7 +20,7 @@ class StepRow:
 
 
 def one_worker(model: str, device: str, iterations: int, batch: int) -> StepRow:
-    """In turn, so that a slow minute hits both."""
+    """Time both in turn, so that a slow minute affects both."""
     emulation = Emulation(Job(model, batch, device=device), FREE, 2, warmup=3, iterations=iterations)
 
     def wrapped() -> float:

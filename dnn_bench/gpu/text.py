@@ -14,7 +14,7 @@ Cells = tuple[str, ...]
 
 
 def markdown(report: Report) -> str:
-    """What was measured; what was not is left out."""
+    """The measured parts as Markdown."""
     where = report["environment"]
     head = [
         f"Measured {where['when']} on {where['device']}: torch {where['torch']}, CUDA {where['cuda']},"

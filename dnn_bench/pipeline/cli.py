@@ -1,4 +1,4 @@
-"""``python -m dnn_bench pipeline``: here, on emulated hosts, or as a rank of a launcher.
+"""Measure a pipeline: on this machine, on emulated hosts, or as a rank of a launcher.
 
 python -m dnn_bench pipeline --schedule wpipe --depth 4 --num-data-parallel 2 --model bert_tiny
 python -m dnn_bench pipeline bundle --num-hp 2 --world-size 2 --rank 0 --IP 10.0.0.1 [--DP-ONLY]
@@ -31,50 +31,122 @@ WORKER = "dnn_bench.pipeline.worker"
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m dnn_bench pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("kind", nargs="?", choices=("bundle",), help="bundles, with options of their own")
-    parser.add_argument("--model", default="mlp_tiny", help="of the registry, or paced (layers that sleep)")
+    parser.add_argument(
+        "--model",
+        default="mlp_tiny",
+        help="a model's name, or paced: layers that sleep (default: %(default)s)",
+    )
     parser.add_argument(
         "--task",
         choices=models.HEADS,
         help="head of a language model (default: classification for BERT under an asynchronous schedule,"
         " which refuses the tied embedding of pre-training; otherwise as --model says)",
     )
-    parser.add_argument("--schedule", help="default 1f1b; with --config ashpipe")
-    parser.add_argument("--depth", type=int, default=2, metavar="S", help="ranks of one replica")
-    parser.add_argument("--num-data-parallel", default="1", metavar="R", help="replicas, or 4,3,1 by stage")
-    parser.add_argument("--num-microbatches", type=int, metavar="M", help="default 4 (ashpipe, bundle: 1)")
+    parser.add_argument(
+        "--schedule", help="order of the micro-batches (default: 1f1b; with --config: ashpipe)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=2, metavar="S", help="ranks of one replica (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-data-parallel",
+        default="1",
+        metavar="R",
+        help="replicas, or one number per stage such as 4,3,1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-microbatches",
+        type=int,
+        metavar="M",
+        help="micro-batches of a step (default: 4; ashpipe and bundle: 1)",
+    )
     parser.add_argument(
         "--batch-size",
         type=int,
         default=0,
         metavar="N",
-        help="rows of a step, all replicas (default: 4 per micro-batch, at least 1 per replica)",
+        help="rows of a step over all replicas (default: 4 per micro-batch, at least 1 per replica)",
     )
-    parser.add_argument("--config", metavar="FILE", help="hybrid_conf.json of PipeDream and AshPipe")
+    parser.add_argument(
+        "--config", metavar="FILE", help="take the stages from this hybrid_conf.json of PipeDream or AshPipe"
+    )
     parser.add_argument("--graph", metavar="FILE", help="with --config: the partitioned graph, gpus=N.txt")
-    parser.add_argument("--plan", default="", metavar="FILE", help="of `commsched partition`")
-    parser.add_argument("--placement", default="bubble", choices=("eager", "bubble", "aligned"))
     parser.add_argument(
-        "--against", default="", choices=("eager", "bubble", "aligned"), help="in turn with this placement"
+        "--plan", default="", metavar="FILE", help="take the stages from this plan of `commsched partition`"
     )
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--warmup", type=int, default=4, metavar="N", help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times all that; medians count")
-    parser.add_argument("--layers", type=int, default=0, metavar="N", help="of the paced model")
-    parser.add_argument("--seconds", type=float, default=0.005, help="that each of its F, B and W takes")
     parser.add_argument(
-        "--layer-bytes", type=int, default=256, metavar="N", help="of its weights, each layer"
+        "--placement",
+        default="bubble",
+        choices=("eager", "bubble", "aligned"),
+        help="where collectives stand among the messages (default: %(default)s)",
     )
-    parser.add_argument("--hop", type=int, default=1, help="of 1f1b, 2bw: micro-batches ahead for each stage")
-    parser.add_argument("--peer", action="store_true", help="torch.distributed.pipelining too")
-    parser.add_argument("--link", metavar="L", help="one rank per emulated host, with such links (root)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--against",
+        default="",
+        choices=("eager", "bubble", "aligned"),
+        help="also measure this placement of collectives, in turn with the other",
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="keep a stage's inputs only and repeat its forward"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        metavar="N",
+        help="untimed steps before each round (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed steps of each round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rounds; the table reports medians (default: %(default)s)",
+    )
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="layers of the paced model")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.005,
+        help="seconds that F, B and W of a paced layer take each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layer-bytes",
+        type=int,
+        default=256,
+        metavar="N",
+        help="bytes of a paced layer's weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hop",
+        type=int,
+        default=1,
+        help="1f1b and 2bw: micro-batches ahead for each later stage (default: %(default)s)",
+    )
+    parser.add_argument("--peer", action="store_true", help="also measure torch.distributed.pipelining")
+    parser.add_argument(
+        "--link", metavar="L", help="one rank on each emulated host, with links of this speed (needs root)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     bundles = parser.add_argument_group("bundles")
-    bundles.add_argument("--num-hp", type=int, default=1, metavar="N", help="bundles on each host")
-    bundles.add_argument("--world-size", type=int, default=1, metavar="N", help="hosts")
-    bundles.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this is")
-    bundles.add_argument("--IP", default="127.0.0.1", metavar="A", help="address of the first one")
-    bundles.add_argument("--port", type=int, default=29531, help="free on the first one")
+    bundles.add_argument(
+        "--num-hp", type=int, default=1, metavar="N", help="bundles on each host (default: %(default)s)"
+    )
+    bundles.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="number of hosts (default: %(default)s)"
+    )
+    bundles.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="this host's number (default: %(default)s)"
+    )
+    bundles.add_argument(
+        "--IP", default="127.0.0.1", metavar="A", help="address of host 0 (default: %(default)s)"
+    )
+    bundles.add_argument(
+        "--port", type=int, default=29531, help="a free port of host 0 (default: %(default)s)"
+    )
     bundles.add_argument("--shape", metavar="F,R", help="fronts and rears of a host, instead of --num-hp")
     bundles.add_argument("--DP-ONLY", action="store_true", help="the whole model on every rank")
     return parser.parse_args(arguments)
@@ -145,7 +217,7 @@ def _model(given: argparse.Namespace, options: Options) -> str:
 
 
 def _late(options: Options) -> bool:
-    """Whether some stage applies gradients of earlier steps."""
+    """Whether a stage applies gradients of earlier steps."""
     if options.plan:
         plan = PipelinePlan.load(options.plan)
         return any(delays(generate(plan.schedule, len(plan.cuts), plan.microbatches)))

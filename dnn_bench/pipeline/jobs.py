@@ -52,7 +52,7 @@ def _batches(name: str) -> Callable[[int], Iterator[tuple[Any, Any]]]:
 
 
 class _Pause(torch.autograd.Function):
-    """Does nothing, for so long."""
+    """Sleep for a given time in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a measurement of a pipeline is asked for, and what it finds."""
+"""Options and result of a pipeline's measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass
 class Options:
-    """What is measured; ``cli`` says what each means."""
+    """What to measure; the help texts in ``cli`` explain each field."""
 
     model: str
     schedule: str = "1f1b"

@@ -49,7 +49,7 @@ class Taken:
 
 
 def measure(options: Options) -> Result | None:
-    """All ranks call; the result is rank 0's."""
+    """Measure; every rank calls, rank 0 gets the result."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     commsched.init()
@@ -96,7 +96,7 @@ def default_rows(layout: Layout) -> int:
 
 
 def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
-    """Times this pipeline, the one with the other placement and torch's in turn."""
+    """Time this pipeline, the one with the other placement and torch's, in turn."""
     pipeline, other, peer = three
     taken = Taken()
 
@@ -121,7 +121,7 @@ def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeli
 
     turns = [take_ours, take_other, take_peer]
     for number in range(options.rounds):
-        # To and fro, so that nobody gains by the place in the round.
+        # Alternate the order, so that no place in the round is an advantage.
         for take in turns if number % 2 == 0 else reversed(turns):
             take()
     return taken

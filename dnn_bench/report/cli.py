@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.told import tells
+from dnn_bench.cli_errors import one_line_errors
 
 
-@tells(ValueError, OSError)
+@one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
     from dnn_bench.report import page
 

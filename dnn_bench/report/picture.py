@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.report.cli import load
-from dnn_bench.told import tells
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE
 from scheduler.render import Panel, compare_svg
@@ -18,7 +18,7 @@ Entry = dict[str, Any]
 NAMES = {"auto": "commsched", "ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
-@tells(ValueError, OSError)
+@one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dnn_bench picture",

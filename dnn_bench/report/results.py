@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
-from dnn_bench.told import tells
+from dnn_bench.cli_errors import one_line_errors
 
 REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
 
@@ -37,7 +37,7 @@ class Table:
         return [row for row in self.rows if all(row[name] == value for name, value in wanted.items())]
 
 
-@tells(ValueError, OSError)
+@one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dnn_bench results",

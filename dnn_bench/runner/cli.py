@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dnn_bench import models
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.cluster import Cluster
 from dnn_bench.cluster.cli import add_cluster_arguments
-from dnn_bench.told import tells
 
 if TYPE_CHECKING:
     from dnn_bench.baselines import Baseline, Job
@@ -35,12 +35,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", default="all", metavar="A,B,C", help="'all', or names (default: %(default)s)"
     )
-    parser.add_argument("--batch-size", type=int, default=0, help="per rank (default: the model's usual one)")
-    parser.add_argument("--seq-len", type=int, help="tokens per sentence, for language models")
-    parser.add_argument("--image-size", type=int, help="for image models")
-    parser.add_argument("--data-dir", default="", metavar="PATH", help="images or text (default: synthetic)")
+    parser.add_argument(
+        "--batch-size", type=int, default=0, help="samples per rank (default: the model's usual number)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, help="tokens per sentence, for language models (default: the model's)"
+    )
+    parser.add_argument("--image-size", type=int, help="height and width of the images, for image models")
+    parser.add_argument(
+        "--data-dir", default="", metavar="PATH", help="folder of images or text (default: synthetic data)"
+    )
     add_cluster_arguments(parser, link="250mbit")
-    parser.add_argument("--local", type=int, metavar="N", help="N ranks without emulated hosts and root")
+    parser.add_argument(
+        "--local", type=int, metavar="N", help="run N ranks here, without emulated hosts and without root"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads per rank (default: %(default)s)")
     parser.add_argument(
         "--reps", type=int, default=5, help="repetitions of every baseline (default: %(default)s)"
@@ -49,15 +57,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--iters", type=int, default=5, help="iterations per repetition (default: %(default)s)"
     )
     parser.add_argument(
-        "--warmup", type=int, default=1, help="untimed ones before them (default: %(default)s)"
+        "--warmup",
+        type=int,
+        default=1,
+        help="untimed iterations before each repetition (default: %(default)s)",
     )
     parser.add_argument("--no-trace", action="store_true", help="record no timelines")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts to this file")
     return parser.parse_args(arguments)
 
 
-@tells(ValueError)
+@one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     for path in filter(None, (options.json, options.html)):
@@ -80,7 +91,7 @@ def chosen(text: str) -> list[Baseline]:
 
 
 def check_writable(path: Path) -> None:
-    """Nobody wants to hear it after the measurement."""
+    """Fail before the measurement if a file cannot be written."""
     folder = path.absolute().parent
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: name a file in a folder that exists and is yours")

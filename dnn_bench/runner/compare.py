@@ -40,7 +40,7 @@ MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """How much to measure."""
 
     repetitions: int = 5
     iterations: int = 5
@@ -50,7 +50,7 @@ class Effort:
 
 
 class Watcher(Protocol):
-    """Is told what goes on; `total` is the number of steps, `more` a further try of the last one."""
+    """Gets progress reports; `total` is the number of steps, `more` a further try of the last one."""
 
     def begin(self, total: int) -> None: ...
 
@@ -112,7 +112,7 @@ class Comparison:
             self._crew.dismiss(lambda ranks: True)
 
     def _fit(self, entries: Sequence[Baseline]) -> bool:
-        """Whether their ranks can live at once, of which one baseline's compute at a time."""
+        """Whether the ranks of these baselines fit into memory together; one baseline computes at a time."""
         new = [entry for entry in entries if entry.name not in self._crew]
         activations = self._need.rank(self.job.rank_batch) - self._need.resting
         need = self.place.size * (len(new) * self._need.resting + activations)

@@ -1,4 +1,4 @@
-"""What a rank measures about itself."""
+"""Measurements that each rank takes of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler says about a measured profile: the lower bound, and the time of each policy."""
+"""The scheduler's predictions for a measured profile: the lower bound, and the time of each policy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fit_link(rounds: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> Link:
 
 
 def doubts(link: Link, bound: float, rows: Sequence[Row]) -> list[str]:
-    """What shows that link or compute were slower while they were timed than beside the baselines."""
+    """Signs that link or compute were slower while they were timed alone than beside the baselines."""
     found = []
     if link.error > ROUGH_FIT:
         found.append(

@@ -148,7 +148,7 @@ def paired_ratio(row: Row, other: Row | None) -> float | None:
 
 
 def disturbances(rows: Sequence[Row]) -> list[str]:
-    """What others on the same physical machine took while something computed."""
+    """The share of processor time that other users of the physical machine took."""
     shares = [(share, row.name) for row in rows if row.name != "wire" for share in row.stolen]
     worst, name = max(shares, default=(0.0, ""))
     if worst <= DISTURBED:

@@ -70,7 +70,7 @@ class RankSet:
                 self.connections[rank] = connection
 
     def call(self, command: str, *arguments: Any, timeout: float = 600.0) -> list[Any]:
-        """Every rank's answer, by rank."""
+        """Call a method on every rank; return the answers by rank."""
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # a rank that has died already is noticed below
                 connection.send((command, arguments))
@@ -94,7 +94,7 @@ class RankSet:
         self._signal(signal.SIGCONT)
 
     def ask_to_end(self) -> None:
-        """Does not wait for it; `close` does."""
+        """Ask the ranks to end, without waiting; `close` waits."""
         self.resume()
         for connection in self.connections.values():
             with contextlib.suppress(OSError):

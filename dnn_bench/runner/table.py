@@ -61,7 +61,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What the table cannot say: limits, why rows are empty, whether it is complete."""
+    """Notes below the table: limits, reasons for empty rows, whether it is complete."""
     lines = []
     if report["bound"]:
         line = f"lower bound for the measured profile and link: {_ms(report['bound'])} ms"

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.launch import launched
 from dnn_bench.spatial.options import Plan, read
 from dnn_bench.spatial.start import start
-from dnn_bench.told import tells
 
 
-@tells(ValueError, RuntimeError)
+@one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     plan = read(arguments)
     if not launched():
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(plan: Plan) -> int:
-    """As one rank."""
+    """Run as one rank."""
     import torch
 
     import commsched as hvd
@@ -56,7 +56,7 @@ def describe(plan: Plan) -> str:
 
 
 def train(plan: Plan) -> dict[str, Any]:
-    """Times of the steps, the slowest rank's, and what the training came to."""
+    """Train; return the times of the steps on the slowest rank, and the losses."""
     import torch
     import torch.nn.functional as F
 

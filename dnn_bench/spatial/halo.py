@@ -47,7 +47,7 @@ class Convolution:
 
 
 class Instant(SilentChannel):
-    """Messages are there at once, with whatever their buffers hold."""
+    """A channel that delivers at once, with buffers as they are."""
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Instant:
         return self
@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def predicted(self) -> float:
-        """What the simulator says of it, from the halo's and the computation's own times."""
+        """The simulator's prediction from the times of halo and computation."""
         profile = Profile("convolution", (Layer("convolution", *self.compute, 0),))
         border = Border(*self.sent, self.border)
         wire = Link(0.0, sum(self.halo) / sum(self.sent))
@@ -157,7 +157,7 @@ class _Data:
 
 
 def check(data: _Data, waiting: Mesh, overlapped: Mesh) -> None:
-    """Both ways give the same result."""
+    """Check that both ways give the same result."""
     one, other = data.forward(waiting), data.forward(overlapped)
     if not torch.allclose(one, other, rtol=1e-4, atol=1e-3):
         raise RuntimeError(

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dnn_bench.cli_errors import one_line_errors
 from dnn_bench.launch import launched
 from dnn_bench.spatial.start import add_start_arguments, grid_of, start
-from dnn_bench.told import tells
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -20,20 +20,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         " it the interior hides, beside what the simulator predicts. Runs under mpirun, torchrun or"
         " horovodrun; started by itself it starts its own ranks.",
     )
-    parser.add_argument("--image-size", default="8192x64", help="S or HxW (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--image-size", default="8192x64", help="pixels: S or HxW (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=2, help="images (default: %(default)s)")
     parser.add_argument("--num-filters", type=int, default=16, help="channels (default: %(default)s)")
-    parser.add_argument("--halo-len", type=int, default=2, help="kernel 2*H+1 (default: %(default)s)")
+    parser.add_argument(
+        "--halo-len", type=int, default=2, help="H of a kernel of 2*H+1 (default: %(default)s)"
+    )
     parser.add_argument("--num-spatial-parts", type=int, default=2, help="tiles (default: %(default)s)")
-    parser.add_argument("--slice-method", choices=("vertical", "horizontal", "square"), default="vertical")
-    parser.add_argument("--warmup", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--iterations", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes everything measured here")
+    parser.add_argument(
+        "--slice-method",
+        choices=("vertical", "horizontal", "square"),
+        default="vertical",
+        help="how the image is cut into tiles (default: %(default)s)",
+    )
+    parser.add_argument("--warmup", type=int, default=2, help="untimed iterations (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=9, help="timed iterations (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
     add_start_arguments(parser)
     return parser.parse_args(arguments)
 
 
-@tells(ValueError, RuntimeError)
+@one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     shape, grid = shape_of(options), grid_of(options.slice_method, options.num_spatial_parts)
@@ -54,7 +61,7 @@ def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
 
 
 def run(options: argparse.Namespace, shape: tuple[int, int, int, int], grid: tuple[int, int]) -> int:
-    """As one rank."""
+    """Run as one rank."""
     import torch
 
     import commsched as hvd

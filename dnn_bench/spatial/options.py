@@ -22,10 +22,12 @@ def parser() -> argparse.ArgumentParser:
     what = p.add_argument_group("model and data")
     what.add_argument("--model", choices=tuple(LAYERS), default="amoebanet")
     what.add_argument("--image-size", type=int, default=256, help="pixels a side (default: %(default)s)")
-    what.add_argument("--batch-size", type=int, default=2, help="of a replica (default: %(default)s)")
-    what.add_argument("--num-classes", type=int, default=10, help="default: %(default)s")
-    what.add_argument("--num-layers", type=int, help=f"default: {_list(LAYERS)}")
-    what.add_argument("--num-filters", type=int, help=f"default: {_list(FILTERS)}")
+    what.add_argument(
+        "--batch-size", type=int, default=2, help="images of a replica's step (default: %(default)s)"
+    )
+    what.add_argument("--num-classes", type=int, default=10, help="classes (default: %(default)s)")
+    what.add_argument("--num-layers", type=int, help=f"layers of the model (default: {_list(LAYERS)})")
+    what.add_argument("--num-filters", type=int, help=f"filters of the model (default: {_list(FILTERS)})")
     how = p.add_argument_group("parallelism")
     how.add_argument(
         "--mode",
@@ -34,24 +36,41 @@ def parser() -> argparse.ArgumentParser:
         " order (default: sp with --spatial-size, else lp)",
     )
     how.add_argument("--split-size", type=int, default=2, help="stages (default: %(default)s)")
-    how.add_argument("--spatial-size", type=int, help="how many of them run on tiles (default for sp: 1)")
+    how.add_argument("--spatial-size", type=int, help="stages that run on tiles (default for sp: 1)")
     how.add_argument(
-        "--num-spatial-parts", default="4", help="tiles, or of each tiled stage: 4,2 (default: %(default)s)"
+        "--num-spatial-parts",
+        default="4",
+        help="tiles, or one number per tiled stage such as 4,2 (default: %(default)s)",
     )
-    how.add_argument("--slice-method", choices=("square", "vertical", "horizontal"), default="square")
+    how.add_argument(
+        "--slice-method",
+        choices=("square", "vertical", "horizontal"),
+        default="square",
+        help="how the image is cut into tiles (default: %(default)s)",
+    )
     how.add_argument("--parts", type=int, default=1, help="micro-batches of a batch (default: %(default)s)")
     how.add_argument("--balance", help="cells in each stage: 3,4 (default: equally many)")
     how.add_argument("--times", type=int, default=1, help="gems: batches of a step (default: %(default)s)")
-    how.add_argument("--local-DP", type=int, default=1, help="ranks that share the samples of later stages")
+    how.add_argument(
+        "--local-DP",
+        type=int,
+        default=1,
+        help="ranks that share the samples of later stages (default: %(default)s)",
+    )
     how.add_argument("--replicas", type=int, default=1, help="data-parallel replicas (default: %(default)s)")
     how.add_argument("--halo-D2", action="store_true", help="one wide halo for several layers")
-    how.add_argument("--fused-layers", type=int, default=2, help="with --halo-D2: layers a halo is for")
+    how.add_argument(
+        "--fused-layers",
+        type=int,
+        default=2,
+        help="with --halo-D2: layers that share one halo (default: %(default)s)",
+    )
     how.add_argument("--overlap", choices=("auto", "on", "off"), default="auto")
     run = p.add_argument_group("measuring")
-    run.add_argument("--warmup", type=int, default=2, help="default: %(default)s")
-    run.add_argument("--iterations", type=int, default=5, help="default: %(default)s")
-    run.add_argument("--json", metavar="FILE", help="rank 0 writes what it measured here")
-    run.add_argument("--seed", type=int, default=0, help="of weights and images (default: %(default)s)")
+    run.add_argument("--warmup", type=int, default=2, help="untimed steps (default: %(default)s)")
+    run.add_argument("--iterations", type=int, default=5, help="timed steps (default: %(default)s)")
+    run.add_argument("--json", metavar="FILE", help="write all measurements to this file")
+    run.add_argument("--seed", type=int, default=0, help="seed of weights and images (default: %(default)s)")
     add_start_arguments(p)
     return p
 

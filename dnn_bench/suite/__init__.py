@@ -1,1 +1,1 @@
-"""Many comparisons by one command: models, link speeds and numbers of hosts, and what they add up to."""
+"""Many comparisons by one command: models, link speeds and numbers of hosts, and their summary."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dnn_bench.told import tells
+from dnn_bench.cli_errors import one_line_errors
 
 if TYPE_CHECKING:
     from dnn_bench.runner.compare import Watcher
@@ -26,26 +26,34 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Measures each model's compute, chooses links at which communication takes the wanted "
         "share of it, compares the baselines there, and sums up what one schedule gains, as Markdown.",
     )
-    parser.add_argument("--models", default=MODELS, metavar="A,B", help="default: %(default)s")
-    parser.add_argument("--ratios", default="0.5,1,2", help="communication / compute (default: %(default)s)")
+    parser.add_argument("--models", default=MODELS, metavar="A,B", help="models (default: %(default)s)")
+    parser.add_argument(
+        "--ratios", default="0.5,1,2", help="ratios of communication to compute time (default: %(default)s)"
+    )
     parser.add_argument("--hosts", default="2", help="numbers of hosts (default: %(default)s)")
-    parser.add_argument("--baseline", default=BASELINES, metavar="A,B", help="default: %(default)s")
-    parser.add_argument("--schedule", default="auto", help="whose gain is summed up (default: %(default)s)")
+    parser.add_argument(
+        "--baseline", default=BASELINES, metavar="A,B", help="baselines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", default="auto", help="schedule whose gain is summarised (default: %(default)s)"
+    )
     parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
     parser.add_argument(
         "--iters", type=int, default=4, help="iterations per repetition (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where reports are kept")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="record every timeline, not only the two fastest ones'",
+        help="record every baseline's timeline, not only the two fastest ones'",
     )
-    parser.add_argument("--summary", action="store_true", help="measure nothing: sum up what is in --out")
+    parser.add_argument(
+        "--summary", action="store_true", help="measure nothing; summarise the reports in --out"
+    )
     return parser.parse_args(arguments)
 
 
-@tells(ValueError)
+@one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
@@ -122,7 +130,7 @@ def progress(
 
 
 def summary(folder: Path, schedule: str) -> str:
-    """The table of the folder's cells; what is not whole is told, and left out."""
+    """The table of the folder's cells; incomplete ones are named and left out."""
     from dnn_bench.suite.figures import cell_of
     from dnn_bench.suite.run import read
     from dnn_bench.suite.table import markdown

@@ -1,4 +1,4 @@
-"""How a command ends when its user got something wrong."""
+"""Exit statuses of commands: 2 after a wrong argument, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import wraps
 Main = Callable[[list[str]], int]
 
 
-def tells(*errors: type[Exception]) -> Callable[[Main], Main]:
-    """For a command's ``main``: these errors are told in one line and give status 2; Ctrl-C gives 130."""
+def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
+    """Decorate a command's ``main``: print these errors in one line and return 2; return 130 on Ctrl-C."""
 
     def decorate(main: Main) -> Main:
         @wraps(main)
-        def told(arguments: list[str]) -> int:
+        def wrapped(arguments: list[str]) -> int:
             try:
                 return main(arguments)
             except errors as error:
@@ -23,6 +23,6 @@ def tells(*errors: type[Exception]) -> Callable[[Main], Main]:
             except KeyboardInterrupt:
                 return 130
 
-        return told
+        return wrapped
 
     return decorate
