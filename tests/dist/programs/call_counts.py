@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +39,7 @@ class Trace:
         self.chains: dict[str, list[str]] = {}
         self.calls: dict[str, list[str]] = {}
         self._since: list[str] = []
+        self.on_call: Callable[[str], None] = lambda name: None
 
     def _reach(self, goal: str, frame: FrameType | None) -> None:
         chain = []
@@ -51,6 +53,7 @@ class Trace:
 
     def __call__(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "call" and ours(frame):
+            self.on_call(frame.f_code.co_name)
             if not any(map(ours, outer_frames(frame))):
                 self._since.clear()
             self._since.append(name_of(frame))
@@ -75,9 +78,15 @@ def traced(trace: Trace) -> Iterator[None]:
         sys.setprofile(None)
 
 
+def set_on_call(store: Any, key: str, name: str) -> None:
+    """These two functions are called when it is decided whether updates are left for later."""
+    if name in ("defer", "complete_all"):
+        store.set(key, "")
+
+
 def train(gather: str) -> Trace:
-    """Rank 1's backward starts when rank 0's is over, so that rank 0 has to leave updates for later; except one
-    of a parameter that the script has an alias of.
+    """Rank 1's backward starts when rank 0 has decided what to wait for in its step, so that rank 0 has to leave
+    updates for later; except one of a parameter that the script has an alias of.
     """
     trace, store = Trace(), carrier().meeting.store
     model = seeded(lambda: nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 3)))
@@ -99,9 +108,15 @@ def train(gather: str) -> Trace:
         with traced(trace):
             loss.backward()
         aliases.append(model[2].bias.detach() if gather == "gradients" else None)
-        store.set(f"{gather} {step}", "")
+        key = f"{gather} {step}"
+        if gather == "gradients":
+            trace.on_call = partial(set_on_call, store, key)
+        else:
+            store.set(key, "")
         with traced(trace):
             optimizer.step()
+        trace.on_call = lambda name: None
+        with traced(trace):
             optimizer.zero_grad()
     optimizer.close()
     return trace
