@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from commsched.pipeline.absent import Absent
 from commsched.pipeline.arguments import Arguments
-from commsched.pipeline.forward_mode import ForwardMode, OtherOperations, StageEnded
+from commsched.pipeline.forward_mode import ForwardMode, StageEnded
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
 from commsched.pipeline.module_layers import (
     Held,
@@ -23,7 +23,6 @@ from commsched.pipeline.module_layers import (
     skeleton,
 )
 from commsched.pipeline.operations import Operations
-from commsched.pipeline.random_state import random_state, set_random_state
 
 
 class PartialForward:
@@ -44,25 +43,27 @@ class PartialForward:
                 found.setdefault(id(tensor), []).append(number)
         return found
 
-    def operations(
-        self, inputs: dict[str, Any], device: torch.device, path: Sequence[Any] = ()
-    ) -> Operations:
-        """The operations of a forward with inputs of these shapes, from a dry run; kept for the next call.
-        ``path``: the decisions of a forward that turned out otherwise.
+    def operations(self, inputs: dict[str, Any], device: torch.device, seed: int) -> Operations:
+        """The operations of a forward with these inputs, from a dry run; kept for inputs of the same shapes
+        with which the code decides alike.
         """
         leaves, spec = tree_flatten(inputs)
         key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
         known = self._known.setdefault(key, [])
-        fitting = [o for o in known if o.decisions[: len(path)] == list(path)]
-        if fitting:
-            known.remove(fitting[-1])
-        known.append(fitting[-1] if fitting else self._dry_run(inputs, device))
+        if known and known[-1].decisions:
+            mode = self._dry_mode(inputs, device, seed)
+            self._imagine(mode, Replay(mode, known[-1].calls), inputs)
+            known.sort(key=lambda found: found.decisions == mode.found.decisions)  # the one that fits is last
+            if known[-1].decisions != mode.found.decisions:
+                known.append(self._dry_run(inputs, device, seed))
+        elif not known:
+            known.append(self._dry_run(inputs, device, seed))
         return known[-1]
 
-    def _dry_run(self, inputs: dict[str, Any], device: torch.device) -> Operations:
-        recorded, outputs = self._recorded(inputs, device)
+    def _dry_run(self, inputs: dict[str, Any], device: torch.device, seed: int) -> Operations:
+        recorded, outputs = self._recorded(inputs, device, seed)
         # A call may also leave something behind in an argument or attribute: then skipping it shows.
-        again = self._dry_mode(inputs, device)
+        again = self._dry_mode(inputs, device, seed)
         try:
             same = self._imagine(again, Replay(again, recorded.calls), inputs) == outputs
         except Exception:
@@ -70,19 +71,21 @@ class PartialForward:
         seen = again.found.maker, again.found.outer_uses
         if same and seen == (recorded.maker, recorded.outer_uses):
             return recorded
-        recorded, _ = self._recorded(inputs, device)  # the first forward may have prepared something
+        recorded, _ = self._recorded(inputs, device, seed)  # the first forward may have prepared something
         recorded.calls = {}
         return recorded
 
-    def _recorded(self, inputs: dict[str, Any], device: torch.device) -> tuple[Operations, list[int | None]]:
-        mode = self._dry_mode(inputs, device)
+    def _recorded(
+        self, inputs: dict[str, Any], device: torch.device, seed: int
+    ) -> tuple[Operations, list[int | None]]:
+        mode = self._dry_mode(inputs, device, seed)
         recording = Recording(mode)
         outputs = self._imagine(mode, recording, inputs)
         mode.found.calls = recording.settle()
         return mode.found, outputs
 
-    def _dry_mode(self, inputs: dict[str, Any], device: torch.device) -> ForwardMode:
-        return ForwardMode(self.owners(), range(0), device, inputs=_places(tree_leaves(inputs)))
+    def _dry_mode(self, inputs: dict[str, Any], device: torch.device, seed: int) -> ForwardMode:
+        return ForwardMode(self.owners(), range(0), device, inputs=_places(tree_leaves(inputs)), seed=seed)
 
     def order(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
         """The layers as a forward with these inputs runs them, each with what it borrows."""
@@ -101,11 +104,10 @@ class PartialForward:
             mode.found.use(mode.number(leaf), len(self.layers) - 1)  # type: ignore[arg-type]
         return [mode.number(leaf) for leaf in leaves]
 
-    def run(self, mode: ForwardMode, inputs: dict[str, Any]) -> Any:
+    def run(self, mode: ForwardMode, operations: Operations, inputs: dict[str, Any]) -> Any:
         """The model's output as far as the mode's layers make it."""
-        assert mode.expected is not None
         try:
-            with intercepted(self._whole_layers, Replay(mode, mode.expected.calls)), mode:
+            with intercepted(self._whole_layers, Replay(mode, operations.calls)), mode:
                 output = self.model(**inputs)
         except StageEnded:
             return None
@@ -168,24 +170,12 @@ class StageForward(nn.Module):
             values, inputs, seeds = (), self._stage_arguments.by_name(arguments), ()
         shaped = tree_map_only(Tensor, _filled, inputs)
         leaves, _ = tree_flatten(shaped)
-        random = random_state(self._stage_device)
-        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.buffers()]
-        path: list[Any] = []
-        while True:
-            operations = whole.operations(shaped, self._stage_device, path)
-            if operations.draws and not first:
-                seeds = (_seeds(leaves),)
-            mode = self._mode(operations, values, leaves, seeds)
-            try:
-                output = whole.run(mode, shaped)
-                break
-            except OtherOperations:
-                path = mode.found.decisions
-                set_random_state(random, self._stage_device)
-                with torch.no_grad():
-                    for buffer, version, before in buffers:
-                        if buffer._version != version:
-                            buffer.copy_(before)
+        operations = whole.operations(shaped, self._stage_device, _seed(seeds))
+        if operations.draws and not first:
+            seeds = (_seeds(leaves),)
+            operations = whole.operations(shaped, self._stage_device, _seed(seeds))
+        mode = self._mode(operations, values, leaves, seeds)
+        output = whole.run(mode, operations, shaped)
         self._check(mode, operations)
         if end == len(whole.layers):
             return output
@@ -209,14 +199,13 @@ class StageForward(nn.Module):
             received,
             _places(leaves),
             operations.crossing(end),
-            operations,
-            int(seeds[0][0]) if seeds else 0,
+            _seed(seeds),
         )
 
     def _check(self, mode: ForwardMode, expected: Operations) -> None:
-        """All stages must have numbered alike."""
-        count = expected.before(self._stage_layers.stop)
-        if len(mode.found.maker) != count:
+        """All stages must have decided and numbered alike."""
+        count, decisions = expected.before(self._stage_layers.stop), mode.found.decisions
+        if len(mode.found.maker) != count or decisions != expected.decisions[: len(decisions)]:
             raise ValueError(
                 f"the forward of {type(self._stage_whole[0].model).__name__} is not the same every time: up"
                 f" to layer {self._stage_layers.stop - 1} a dry run made {count} values and this run"
@@ -279,6 +268,10 @@ def _seeds(leaves: Sequence[Any]) -> Tensor:
     """A new seed, once for each row: rows are what travels."""
     rows = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
     return torch.randint(1 << 62, (1,)).expand(rows).contiguous()
+
+
+def _seed(seeds: Sequence[Tensor]) -> int:
+    return int(seeds[0][0]) if seeds else 0
 
 
 def _places(leaves: Sequence[Any]) -> dict[int, int]:

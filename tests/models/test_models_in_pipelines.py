@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commsched.pipeline.chain import Chain
 from tests.models.zoo import CUT, TRAINED, loss_of, made
 from tests.support.pipeline_runs import replayed, sgd, train
+from tests.support.stage_runs import in_stages
 
 pytestmark = pytest.mark.models
 
@@ -37,19 +36,7 @@ def test_stages_give_the_models_loss_and_gradients(name: str, stages: int) -> No
     whole.backward()
     chain = Chain(model, example=inputs)
     cuts = chain.even_cuts(min(stages, len(chain)))
-    state: Any = chain.arguments(inputs)
-    borders = []
-    for first, end in zip(cuts, [*cuts[1:], len(chain)], strict=True):
-        sent = [x for x in tree_leaves(state) if isinstance(x, Tensor)]
-        arguments = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), state)
-        came = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        borders.append(list(zip(sent, came, strict=True)))
-        state = chain.stage(first, end)(*arguments)
-    loss = loss_of(state)
-    loss.backward()
-    for border in reversed(borders[1:]):
-        grads = [(x, y.grad) for x, y in border if y.grad is not None]
-        torch.autograd.backward([x for x, _ in grads], [grad for _, grad in grads])
+    loss = in_stages(chain, cuts, inputs, loss_of)
     assert torch.equal(loss, whole)
     wanted = dict(oracle.named_parameters())
     for key, parameter in model.named_parameters():

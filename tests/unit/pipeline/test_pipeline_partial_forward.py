@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from commsched.pipeline.chain import Chain
+from commsched.pipeline.forward_mode import ForwardMode
 from commsched.pipeline.stage_forward import ModuleForward
 from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
+from tests.support.stage_runs import in_stages
 
 WIDTH = 6
 
@@ -238,23 +239,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def in_stages(chain: Chain, cuts: tuple[int, ...], inputs: Any) -> Tensor:
-    """The loss; gradients are left in the parameters, as a pipeline computes them."""
-    state, borders = chain.arguments(inputs), []
-    for first, end in zip(cuts, [*cuts[1:], len(chain)], strict=True):
-        sent = [x for x in tree_leaves(state) if isinstance(x, Tensor)]
-        arguments = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), state)
-        came = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        borders.append(list(zip(sent, came, strict=True)))
-        state = chain.stage(first, end)(*arguments)
-    loss = loss_of(state)
-    loss.backward()
-    for border in reversed(borders[1:]):
-        pairs = [(sent, came.grad) for sent, came in border if came.grad is not None]
-        torch.autograd.backward([sent for sent, _ in pairs], [grad for _, grad in pairs])
-    return loss
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "loops": (Blocks, tokens),
     "encoder and decoder": (EncoderDecoder, tokens),
@@ -285,7 +269,7 @@ def test_every_cut_gives_the_whole_models_loss_and_gradients(name: str) -> None:
     whole.backward()
     for cuts in [tuple(range(layers)), *((0, cut) for cut in range(1, layers))]:
         mine = copy.deepcopy(model)
-        loss = in_stages(Chain(mine, example=inputs), cuts, inputs)
+        loss = in_stages(Chain(mine, example=inputs), cuts, inputs, loss_of)
         assert torch.equal(loss, whole), cuts
         expected = gradients(oracle)
         for key, grad in gradients(mine).items():
@@ -302,7 +286,7 @@ def test_operations_may_differ_from_batch_to_batch() -> None:
     oracle, chain = copy.deepcopy(model), Chain(model)
     for masked in (False, True, True, False, True):
         inputs = {"x": tokens(), "mask": torch.rand(3, 5) > 0.5 if masked else torch.ones(3, 5) > 0}
-        loss = in_stages(chain, (0, 2, 4), inputs)
+        loss = in_stages(chain, (0, 2, 4), inputs, loss_of)
         whole = loss_of(oracle(**inputs))
         whole.backward()
         assert torch.equal(loss, whole)
@@ -318,11 +302,27 @@ def test_all_stages_draw_the_same_random_numbers() -> None:
         block.linear.weight.data.zero_(), block.linear.bias.data.zero_()
     first, second = chain.stage(0, 3), chain.stage(3, len(chain))
     seeds = set()
-    for _ in range(5):
+    for _ in range(30):
         state = first(*chain.arguments(x))
         seeds.add(int(state[2][0][0]))
         assert torch.equal(second(*state)[0], x)
-    assert len(seeds) == 5
+    assert len(seeds) == 30
+
+
+def test_layers_are_left_out_alike_in_all_stages() -> None:
+    """LayerDrop: whether a layer counts depends on random numbers, so another value crosses each time."""
+    torch.manual_seed(0)
+    model, x = RandomOrder(), tokens(4)
+    chain = Chain(model)
+    for cut in (1, 2, 3):
+        first, second = chain.stage(0, cut), chain.stage(cut, len(chain))
+        for _ in range(20):
+            state = first(*chain.arguments(x))
+            outputs = second(*state)
+            mode = ForwardMode({}, range(0), torch.device("cpu"), seed=int(state[2][0][0]))
+            with mode:
+                wanted = model(x)
+            assert all(map(torch.equal, outputs, wanted))
 
 
 def test_calls_of_other_stages_are_skipped_only_where_nothing_else_of_them_is_seen() -> None:
@@ -354,7 +354,7 @@ def test_layers_stand_in_the_order_in_which_the_example_runs_them() -> None:
     with pytest.raises(
         ValueError, match=r"forward \(.*self.linear.*\) reads a parameter of layer .* pass example="
     ):
-        in_stages(chain, (0, 4), tokens())
+        in_stages(chain, (0, 4), tokens(), loss_of)
 
 
 class AsksForValue(Blocks):
@@ -397,7 +397,7 @@ class EachTimeOther(Blocks):
 )
 def test_what_cannot_be_cut_is_said_with_the_line(make: type[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        in_stages(Chain(make()), (0, 2), tokens())
+        in_stages(Chain(make()), (0, 2), tokens(), loss_of)
 
 
 # Asynchronous schedules refuse parameters that several stages share.
