@@ -19,11 +19,13 @@ from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
+from commsched.pipeline.factory import Make
 from commsched.pipeline.full_state import FullState
 from commsched.pipeline.gradients import added_to
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
+from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.rows import Share, rows_of, shape_key
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.ties import checked_ties, sum_ties
@@ -31,7 +33,7 @@ from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
-from scheduler.ir.unroll import depth, reach
+from scheduler.ir.unroll import reach
 from scheduler.ir.weight_versions import delays
 
 
@@ -55,6 +57,11 @@ class Pipeline:
     which order a model that cannot be traced runs its layers. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
 
+    ``model`` may be a function that makes the model, so that no rank ever holds all of it; then a rank makes
+    the parameters of its own stages, as in one process. ``weights`` are read instead, by name and only those
+    of its stages: a mapping, a file (safetensors, ``torch.save``), or a folder as Hugging Face writes it.
+    With them, ``model`` may be on the meta device. ``device``: where such parameters go.
+
     ``placements`` puts each stage on tiles (``Tiles((2, 2))``) or on ranks that share samples
     (``Samples(2)``), as often as ``mesh`` has replicas. ``mirrored`` adds to each replica one on the same
     ranks in opposite order, with ``num_microbatches`` of its own. ``tile_options``: ``overlap`` and
@@ -65,7 +72,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | Chain,
+        model: nn.Module | Sequence[nn.Module] | Make | Chain,
         schedule: str | Program = "1f1b",
         num_microbatches: int = 1,
         mesh: tuple[int, int | Sequence[int]] | None = None,
@@ -77,6 +84,8 @@ class Pipeline:
         cuts: Sequence[int | str] | None = None,
         inside: Iterable[type[nn.Module]] = (),
         example: Any = None,
+        weights: WeightSource | None = None,
+        device: torch.device | str | None = None,
         placement: str = "bubble",
         bucket_bytes: float = 4 << 20,
         recompute: bool | Sequence[bool] = False,
@@ -90,8 +99,7 @@ class Pipeline:
     ) -> None:
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
-        keep_freed_memory()
-        chain = model if isinstance(model, Chain) else Chain(model, inside, example)
+        chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         if plan is not None:
             self.program, chain = start.planned(plan, chain)
         elif isinstance(schedule, Program):
@@ -103,15 +111,12 @@ class Pipeline:
             self.program = start.generated(
                 chain, schedule, num_microbatches, mesh, cuts, options, recompute=recompute, **layout
             )
-        self.layout = start.check(self.program, chain, self.fabric)
+        self.layout = start.check(self.program, chain, self.fabric, leaves_gradients=optimizer is None)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
         start.agree(self.fabric, self._lane, f"program {self.program.hash}, layers of {chain.sizes} bytes")
-        if optimizer is None and (any(self.delays) or depth(self.program)):
-            raise ValueError(
-                f"schedule {self.program.policy!r} begins a step before the last one has ended, so the"
-                " pipeline must take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
-            )
+        start.fill(chain, self.layout, self.fabric, self._lane, device)
+        keep_freed_memory()
         self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
@@ -129,16 +134,13 @@ class Pipeline:
         hosts: Any,
         tile_options: Mapping[str, Any],
     ) -> None:
+        tied = chain.tied(self.layout.cuts).values()
         own = optimizer is None
-        self.stages = make_stages(chain, self.program, self.fabric, loss, own, tile_options)
+        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
-        ties, lane = checked_ties(chain, self.program, self.rank, self.stages), self.fabric.lane("ties")
-        tied = [pair for tie in ties for pair in tie.mine]
+        ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
-        self._updates = {
-            number: maker.make(stage, frozenset(place for n, place in tied if n == number))
-            for number, stage in self.stages.items()
-        }
+        self._updates = maker.make(self.stages, [pair for tie in ties for pair in tie.mine])
         self._losses = Losses(self.layout, self.fabric, self.stages)
         self._batches = Batches(self.layout, self.stages, chain.arguments)
         inputs = Inputs(self.layout, self.rank, self.stages, self._batches.inputs, self._batches.targets)
@@ -149,11 +151,9 @@ class Pipeline:
             self.stages,
             self._updates,
             inputs,
-            partial(sum_ties, ties, self.stages, lane, self.rank) if chain.tied(self.layout.cuts) else None,
+            partial(sum_ties, ties, self.stages, lane, self.rank) if tied else None,
             self._losses.tell,
         )
-
-    # -- training ------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, local: bool = False) -> float | None:
         """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank, or with
@@ -201,18 +201,18 @@ class Pipeline:
 
     def _iterate(self, last: int | None) -> float | None:
         iteration = self._done
+        finishes = 0 <= iteration < self._periods
         with self._guarded():
-            finishes = 0 <= iteration < self._periods
             self._interpreter.run(iteration, last, self._losses.begin if finishes else _nothing)
             self._done += 1
-            if not finishes:
-                return None
-            self._batches.given.pop(iteration)
-            return self._losses.total()
+            if finishes:
+                self._batches.given.pop(iteration)
+            return self._losses.total() if finishes else None
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """A failure ends the pipeline: its ranks no longer agree on where they are."""
+        self._usable()
         try:
             yield
         except BaseException as error:
@@ -224,8 +224,6 @@ class Pipeline:
     def _usable(self) -> None:
         if self._broken:
             raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
-
-    # -- the whole model -----------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
@@ -243,9 +241,17 @@ class Pipeline:
         """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
         replica.
         """
-        self._usable()
-        self._newest()
-        return self._weights.state_dict()
+        with self._guarded():
+            self._newest()
+            return self._weights.state_dict()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the whole model's newest weights as Hugging Face does: a file of safetensors for each stage,
+        and their index. No rank holds more than its stages; ``weights=folder`` reads them.
+        """
+        with self._guarded():
+            self._newest()
+            self._weights.save(folder)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """A whole model's; only while nothing is in flight. Optimizers keep their state."""
@@ -266,7 +272,6 @@ class Pipeline:
         """Everything that this rank needs to go on exactly here, for ``torch.save``; every rank must call.
         Nothing is drained: micro-batches in flight are part of it.
         """
-        self._usable()
         with self._guarded():
             return checkpoint.taken(self)
 

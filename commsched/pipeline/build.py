@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,15 +34,20 @@ def bare_profile(chain: Chain, name: str, cuts: Sequence[int]) -> Profile:
 
 
 def make_stages(
-    chain: Chain, program: Program, fabric: Fabric, loss: Loss, own_parameters: bool, tile_options: Any
+    chain: Chain,
+    program: Program,
+    fabric: Fabric,
+    loss: Loss,
+    tied: Collection[Mapping[int, str]],
+    own_parameters: bool,
+    tile_options: Any,
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
-    tied = list(chain.tied(layout.cuts).values())
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
-        if any(number in users and set(users) & set(stages) for users in tied):
+        if any(number in users and users.keys() & stages.keys() for users in tied):
             # Each of a rank's stages steps its own copy; the caller steps a shared parameter once.
             module = copy.deepcopy(module, _parameters(module) if own_parameters else {})
         last = number + 1 == layout.stages
@@ -104,7 +109,14 @@ class UpdateMaker:
         self.factory, self.on_step, self.hosts = factory, on_step, hosts
         self.lane = fabric.lane("sums")
 
-    def make(self, stage: Stage, apart: frozenset[int]) -> Update:
+    def make(self, stages: dict[int, Stage], tied: Sequence[tuple[int, int]]) -> dict[int, Update]:
+        """``tied``: stage and place of the parameters that other stages have too."""
+        return {
+            number: self._make(stage, frozenset(place for n, place in tied if n == number))
+            for number, stage in stages.items()
+        }
+
+    def _make(self, stage: Stage, apart: frozenset[int]) -> Update:
         ranks = self.layout.members(stage.number)
         if self.factory is None:
             return self._gradients(stage, ranks, apart)

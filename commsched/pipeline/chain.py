@@ -11,9 +11,12 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from commsched.pipeline.arguments import Arguments
+from commsched.pipeline.factory import Make
+from commsched.pipeline.origin import Origin, WeightSource
 from commsched.pipeline.stage_forward import ModuleForward, StageForward
 from commsched.pipeline.traced_forward import TracedForward
 
@@ -24,17 +27,22 @@ class Chain:
     ``names``: of the layers; ``sizes``: bytes of their trainable parameters, each where it is used first.
     ``inside``: classes of modules that a trace looks into. ``example``: inputs of a batch, for models that
     cannot be traced. ``elements``: the model is a list of modules, and each element is one layer.
+
+    ``model`` may also be a function that makes it, or on the meta device with ``weights`` to read: then
+    parameters are shapes until ``fill`` gives some of them their values.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Make,
         inside: Iterable[type[nn.Module]] = (),
         example: Any = None,
         *,
         elements: bool = False,
+        weights: WeightSource | None = None,
     ) -> None:
-        self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        self.origin = Origin(model, weights)
+        self.model = self.origin.model
         self._forward = _forward_of(self.model, tuple(inside), example, elements)
 
     @property
@@ -44,6 +52,15 @@ class Chain:
     @property
     def arguments(self) -> Arguments:
         return self._forward.arguments
+
+    def fill(self, parts: Iterable[range], random: Tensor, device: torch.device | str | None = None) -> None:
+        """Gives the layers of these parts, and what belongs to no layer, their values. ``random``: the state
+        of torch's generator with which a factory begins.
+        """
+        if not self.origin.complete:
+            rest = self.model.state_dict().keys() - self.stage(0, len(self)).state_dict().keys()
+            mine = {name for part in parts for name in self.stage(part.start, part.stop).state_dict()}
+            self.origin.fill(rest | mine, random, device)
 
     def by_node(self) -> Chain:
         """The same model with every node of a traced forward as a layer; else with the same layers."""
@@ -74,16 +91,18 @@ class Chain:
     def sizes(self) -> tuple[int, ...]:
         return self.layer_sizes()
 
-    def tied(self, cuts: Sequence[int]) -> dict[int, list[int]]:
-        """Trainable parameters (by id) that several stages use, and those stages.
+    def tied(self, cuts: Sequence[int]) -> dict[int, dict[int, str]]:
+        """Trainable parameters (by id) that several stages use, and those stages, each with the parameter's
+        name there. All ranks get them in the same order: they sum their gradients in it.
 
-        All ranks get them in the same order: they sum their gradients in it.
+        Only before stages are made: these exchange the parameters of the model's modules.
         """
-        users: dict[int, list[int]] = {}
+        users: dict[int, dict[int, str]] = {}
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(self)])):
-            mine = [p for layer in range(first, end) for p in self.layer_parameters(layer).values()]
-            for key in dict.fromkeys(id(p) for p in mine if p.requires_grad):
-                users.setdefault(key, []).append(stage)
+            for layer in range(first, end):
+                for name, parameter in self.layer_parameters(layer).items():
+                    if parameter.requires_grad:
+                        users.setdefault(id(parameter), {}).setdefault(stage, name)
         return {key: stages for key, stages in users.items() if len(stages) > 1}
 
     def cuts(self, cuts: Sequence[int | str]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.utils._pytree import tree_map
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
-from commsched.pipeline.messages import receive_tree, send_tree
+from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Stage
+from commsched.pipeline.weights import save_index, save_shard
 from scheduler.ir.layout import Layout
 
 
@@ -25,10 +27,7 @@ class FullState:
         self.owners = [ranks[0] for ranks in layout.ranks]
         state = chain.model.state_dict()
         self.keys = tuple(state)
-        held = set()
-        for number in range(layout.stages):
-            layers = layout.layers(number, len(chain))
-            held |= set(chain.stage(layers.start, layers.stop).state_dict())
+        held = chain.stage(0, len(chain)).state_dict().keys()
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in state.items() if key not in held}
 
@@ -50,6 +49,24 @@ class FullState:
         for sent in pending:
             sent.wait()
         return {key: found[key] for key in self.keys}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a file of safetensors for each stage, by its first rank, and their index."""
+        folder, count = Path(folder), len(self.owners)
+        mine = {}
+        for number, owner in enumerate(self.owners):
+            if owner == self.fabric.rank:
+                state = self.stages[number].module.state_dict()
+                mine[number] = save_shard(folder, state | (self.spare if number == 0 else {}), number, count)
+        pending = []
+        if self.fabric.rank:
+            pending = send_object(self.lane, 0, mine)
+        else:
+            for peer in self._peers:
+                mine |= receive_object(self.lane, peer)
+            save_index(folder, [mine[number] for number in range(count)])
+        for sent in pending:
+            sent.wait()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

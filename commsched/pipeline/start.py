@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from commsched.errors import CommError
 from commsched.pipeline.build import bare_profile
 from commsched.pipeline.chain import Chain
@@ -15,6 +17,8 @@ from commsched.pipeline.stage import Stage
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
+from scheduler.ir.unroll import depth
+from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate, get, program_of, stage_count
 from scheduler.validate import validate
 
@@ -68,8 +72,8 @@ def generated(
     )
 
 
-def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
-    """The program's layout, if it can run here."""
+def check(program: Program, chain: Chain, fabric: Fabric, leaves_gradients: bool) -> Layout:
+    """The program's layout, if it can run here. ``leaves_gradients``: the caller takes the steps."""
     layout = program.pipeline
     if layout is None:
         raise ValueError("the program has no stages; commsched.DistributedOptimizer runs it")
@@ -85,6 +89,11 @@ def check(program: Program, chain: Chain, fabric: Fabric) -> Layout:
             " another mesh=, placements= or plan="
         )
     validate(program)
+    if leaves_gradients and (any(delays(program)) or depth(program)):
+        raise ValueError(
+            f"schedule {program.policy!r} begins a step before the last one has ended, so the pipeline must"
+            " take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
+        )
     return layout
 
 
@@ -102,6 +111,21 @@ def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
             f"rank {fabric.rank}: all ranks must make the same pipeline, but rank 0 has {everyone[0]} and"
             f" {listed}; pass the same model, schedule and options on every rank"
         )
+
+
+def fill(chain: Chain, layout: Layout, fabric: Fabric, lane: Lane, device: torch.device | str | None) -> None:
+    """Gives this rank's stages their parameters where the model came without. Those that a factory makes with
+    random numbers are the same for all ranks as in one process that starts like rank 0.
+    """
+    random, pending = torch.get_rng_state(), []
+    if fabric.rank == 0:
+        pending = [p for peer in range(1, fabric.size) for p in send_tree(lane, peer, random)]
+    else:
+        random = receive_tree(lane, 0)
+    mine = [layout.layers(number, len(chain)) for number in layout.held_by(fabric.rank)]
+    chain.fill(mine, random, device)
+    for sent in pending:
+        sent.wait()
 
 
 def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:

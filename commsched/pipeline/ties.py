@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Lane
 from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.stage import Stage
@@ -23,42 +22,29 @@ class Tie:
     ranks: tuple[int, ...]
 
 
-def checked_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """Parameters on several stages; asynchronous schedules refuse them."""
+def checked_ties(
+    tied: Iterable[Mapping[int, str]], program: Program, stages: Mapping[int, Stage]
+) -> list[Tie]:
+    """The ties that this rank is part of, in the same order on every rank; asynchronous schedules refuse any.
+    ``tied``: of each parameter the stages that use it, with its name there.
+    """
     assert program.pipeline is not None
-    tied, late = chain.tied(program.pipeline.cuts), delays(program)
+    late, tied = delays(program), list(tied)
     if tied and any(late):
-        names = [name for name, p in chain.model.named_parameters() if id(p) in tied]
-        users = sorted({stage for found in tied.values() for stage in found})
+        names = [next(iter(users.values())) for users in tied]
+        using = sorted({stage for users in tied for stage in users})
         raise ValueError(
-            f"{', '.join(names)} is used by stages {users}, and schedule {program.policy!r} is asynchronous"
+            f"{', '.join(names)} is used by stages {using}, and schedule {program.policy!r} is asynchronous"
             f" (delays {late}): the stages would step it with gradients of different steps; use a synchronous"
             " schedule, cut so that one stage has all its uses, or give the model an output layer of its own"
         )
-    return _make_ties(chain, program, rank, stages)
-
-
-def _make_ties(chain: Chain, program: Program, rank: int, stages: dict[int, Stage]) -> list[Tie]:
-    """In the same order on every rank; only those that this rank is part of."""
-    layout, ties = program.layout, []
-    for key, users in chain.tied(layout.cuts).items():
-        places = []
-        for number in users:
-            if number in stages:
-                name = _name_of(chain, key, layout.layers(number, len(chain)))
-                places.append((number, stages[number].versions.names.index(name)))
-        ranks = sorted({r for number in users for r in layout.members(number)})
-        if places:
-            ties.append(Tie(tuple(places), tuple(ranks)))
+    ties = []
+    for users in tied:
+        mine = [(n, stages[n].versions.places[name]) for n, name in users.items() if n in stages]
+        if mine:
+            ranks = {rank for number in users for rank in program.layout.members(number)}
+            ties.append(Tie(tuple(mine), tuple(sorted(ranks))))
     return ties
-
-
-def _name_of(chain: Chain, key: int, layers: range) -> str:
-    for layer in layers:
-        for name, parameter in chain.layer_parameters(layer).items():
-            if id(parameter) == key:
-                return name
-    raise ValueError("a shared parameter is missing in a stage that uses it")
 
 
 def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int, period: int) -> None:

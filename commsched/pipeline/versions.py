@@ -38,16 +38,21 @@ class Versions:
     def __init__(self, modules: Sequence[nn.Module], own_parameters: bool = False) -> None:
         self.slots: dict[str, list[Slot]] = {}
         by_id: dict[int, str] = {}
-        leaves = []
+        leaves: list[nn.Parameter] = []
+        self.places: dict[str, int] = {}  # of every name in the leaves
         # Shared parameters have one name and several slots.
-        for prefix, part in (found for module in modules for found in module.named_modules()):
+        every = [found for module in modules for found in module.named_modules(remove_duplicate=False)]
+        for prefix, part in every:
             for key, parameter in part._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue
-                name = by_id.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                path = f"{prefix}.{key}" if prefix else key
+                name = by_id.setdefault(id(parameter), path)
                 if name not in self.slots:
+                    self.slots[name] = []
                     leaves.append(parameter)
-                self.slots.setdefault(name, []).append((part._parameters, key))
+                self.slots[name].append((part._parameters, key))
+                self.places[path] = self.places.get(name, len(leaves) - 1)
         self.names = tuple(self.slots)
         if not own_parameters:
             # Hooks and gradients of the caller's parameters stay out of the pipeline.
