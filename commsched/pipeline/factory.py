@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from commsched.pipeline.allocator import giving_back_large_blocks
+
 Make = Callable[[], nn.Module | Sequence[nn.Module]]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -76,7 +78,7 @@ class Factory:
     def _run(
         self, construction: _Construction, random: Tensor | None = None
     ) -> tuple[nn.Module, _Construction]:
-        with _CONSTRUCTING:
+        with _CONSTRUCTING, giving_back_large_blocks():
             before = torch.get_rng_state()
             if random is not None:
                 torch.set_rng_state(random)
