@@ -25,8 +25,9 @@ class Chain:
     """A model's forward as a list of layers.
 
     ``names``: of the layers; ``sizes``: bytes of their trainable parameters, each where it is used first.
-    ``inside``: classes of modules that a trace looks into. ``example``: inputs of a batch, for models that
-    cannot be traced. ``elements``: the model is a list of modules, and each element is one layer.
+    ``inside``: classes of modules that may be cut, beside lists of blocks and what holds them. ``example``:
+    inputs of a batch, for models that cannot be traced. ``elements``: the model is a list of modules, and
+    each element is one layer.
 
     ``model`` may also be a function that makes it, or on the meta device with ``weights`` to read: then
     parameters are shapes until ``fill`` gives some of them their values.
@@ -159,8 +160,8 @@ def _forward_of(
     try:
         return TracedForward(model, inside, elements)
     except Exception as error:
-        found = ModuleForward(model, example)
-        if not inside and len(found.names) > 1:
+        found = ModuleForward(model, example, inside)
+        if len(found.names) > 1:
             return found
         raise ValueError(
             f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut"

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -76,35 +78,43 @@ def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn
     return copy.deepcopy(model, memo)
 
 
-def layers_of(model: nn.Module) -> list[ModuleLayer]:
+def layers_of(model: nn.Module, inside: tuple[type[nn.Module], ...] = ()) -> list[ModuleLayer]:
     """Modules with parameters or saved buffers, in the order in which the model registers them. Lists of
-    blocks, and modules that have such a list inside, are opened; every other module stays whole.
+    blocks, modules that have such a list inside, and those of classes ``inside`` are opened; every other
+    module stays whole.
     """
     found: list[Held] = []
-    _open("", model, found, True)
+    _open("", model, found, (*_LISTS, type(model), *inside))
     return [ModuleLayer(held) for held in found]
 
 
-def _open(name: str, module: nn.Module, found: list[Held], root: bool = False) -> None:
+def _open(name: str, module: nn.Module, found: list[Held], opened: tuple[type[nn.Module], ...]) -> None:
     if not _has_state(module):
         return
-    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if not (root or listed or _has_blocks(module)):
+    if not (isinstance(module, opened) or has_blocks(module)):
         found.append(Held(name, module))
         return
     if any(value is not None for value in (*module._parameters.values(), *module._buffers.values())):
         found.append(Held(name, module, whole=False))
     for child_name, child in module.named_children():
-        _open(f"{name}.{child_name}" if name else child_name, child, found)
+        _open(f"{name}.{child_name}" if name else child_name, child, found, opened)
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether a list inside holds two modules of one class that have modules with parameters themselves."""
+def has_blocks(module: nn.Module) -> bool:
+    """Whether a list inside holds two modules of one class that have modules with parameters themselves; or
+    a module two numbered ones (``b1``, ``b2``) of one class, whose parts have such modules.
+    """
     for part in module.modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)):
-            kinds = [type(child) for child in part.children() if any(map(_has_state, child.children()))]
-            if len(kinds) > len(set(kinds)):
-                return True
+        listed = isinstance(part, _LISTS)
+        kinds = []
+        for name, child in part.named_children():
+            parts = list(child.children())
+            if not listed:
+                parts = [inner for each in parts for inner in each.children()]
+            if any(map(_has_state, parts)):
+                kinds.append((type(child), "" if listed else name.rstrip("0123456789")))
+        if len(kinds) > len(set(kinds)):
+            return True
     return False
 
 

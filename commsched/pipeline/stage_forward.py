@@ -229,8 +229,10 @@ class StageForward(nn.Module):
 class ModuleForward:
     """A forward in layers that are modules; a stage runs it with the other layers' values absent."""
 
-    def __init__(self, model: nn.Module, example: Any = None) -> None:
-        self.model, self.layers = model, layers_of(model)
+    def __init__(
+        self, model: nn.Module, example: Any = None, inside: tuple[type[nn.Module], ...] = ()
+    ) -> None:
+        self.model, self.layers = model, layers_of(model, inside)
         self.arguments = Arguments.of(model)
         example = getattr(model, "dummy_inputs", None) if example is None else example
         if example is not None:

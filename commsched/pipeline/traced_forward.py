@@ -1,7 +1,8 @@
 """A model's forward as a graph, traced once by torch.fx.
 
-Modules are opaque, except ``nn.Sequential`` and what the caller names; a layer is a module with parameters
-and all that follows it up to the next one. What is alive at a cut is carried to the next stage.
+Modules are opaque, except ``nn.Sequential``, modules with a list of blocks inside, and what the caller names;
+a layer is a module with parameters and all that follows it up to the next one. What is alive at a cut is
+carried to the next stage.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from commsched.pipeline.arguments import Arguments
+from commsched.pipeline.module_layers import has_blocks
 
 # torch.fx patches modules for the whole process while it traces: one trace at a time, and modules that other
 # threads call meanwhile compute as ever.
@@ -22,11 +24,11 @@ _TRACING = threading.Lock()
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the root and into modules of the given classes."""
+    """Looks into the root, into modules of the given classes, and where there are blocks, if it may."""
 
-    def __init__(self, inside: tuple[type[nn.Module], ...]) -> None:
+    def __init__(self, inside: tuple[type[nn.Module], ...], blocks: bool) -> None:
         super().__init__()
-        self.inside = inside
+        self.inside, self.blocks = inside, blocks
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -35,7 +37,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not isinstance(m, self.inside)
+        return not isinstance(m, self.inside) and not (self.blocks and has_blocks(m))
 
 
 class TracedForward:
@@ -47,8 +49,8 @@ class TracedForward:
         self, model: nn.Module, inside: tuple[type[nn.Module], ...] = (), elements: bool = False
     ) -> None:
         self.model = model
-        with _TRACING:
-            self.graph = _Tracer(() if elements else (nn.Sequential, *inside)).trace(model)
+        opened = () if elements else (nn.Sequential, *inside)
+        self.graph = _traced(model, lambda: _Tracer(opened, not elements))
         nodes = list(self.graph.nodes)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.arguments = Arguments(
@@ -141,6 +143,23 @@ class TracedForward:
         later = {*self.layer_nodes(layer, len(self.names)), self.output}
         before = [*self.placeholders, *self.layer_nodes(0, layer)]
         return [node for node in before if later & set(node.users)]
+
+
+def _traced(model: nn.Module, tracer: Callable[[], _Tracer]) -> fx.Graph:
+    """The graph, if it is the same in training and in evaluation: a trace holds one of two branches."""
+    with _TRACING:
+        graph, modules = tracer().trace(model), list(model.modules())
+        modes = [module.training for module in modules]
+        try:
+            for module in modules:
+                module.training = not module.training
+            other = tracer().trace(model)
+        finally:
+            for module, mode in zip(modules, modes):
+                module.training = mode
+    if str(graph) != str(other):
+        raise ValueError("the forward computes other things in training than in evaluation")
+    return graph
 
 
 def _attribute(module: nn.Module, path: str) -> Any:
