@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -186,75 +187,96 @@ class _Outline(_Construction):
 
 
 class _Partial(_Construction):
-    """All parameters are computed; those not ``kept`` have memory only from when they are written until the
-    next one is.
+    """All parameters are computed; those not ``kept`` have memory only from when they are used until others
+    are. Then their values are lost; so is what is computed from lost values, which nothing kept may be.
     """
 
     def __init__(self, kept: frozenset[int]) -> None:
         super().__init__()
         self.kept = kept
-        self._there: int | None = None  # the one that has memory at present
-        self._valid = False  # whether its values are those of one process
+        self._valid: dict[
+            int, bool
+        ] = {}  # of those not kept that have memory: whether they have their values
         self._sizes: dict[int, int] = {}
+        self._lost_results: dict[int, StorageWeakRef] = {}
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.number(parameter) is None:
-            self._has(self.new(parameter), valid=True)
+            self._use({self.new(parameter): True})
         return parameter
 
-    def _has(self, number: int, valid: bool) -> None:
-        """This parameter has memory from now on, no other one."""
-        if number in self.kept or number == self._there:
-            return
-        if self._there is not None:
-            self._storages[self._there].resize_(0)
-        storage = self._storages[number]
-        self._sizes.setdefault(number, storage.nbytes())
-        storage.resize_(self._sizes[number])
-        self._there, self._valid = number, valid
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        try:
+            with super().registering():
+                yield
+        except BaseException:
+            for number, size in self._sizes.items():  # printing a tensor without memory ends the process
+                self._storages[number].resize_(size)
+            raise
 
-    def _lost(self, number: int | None) -> bool:
-        """Whether the values are gone."""
-        return number is not None and number not in self.kept and not (number == self._there and self._valid)
+    def _use(self, valid: dict[int, bool]) -> None:
+        """Gives memory to these parameters, and takes it from all others. ``valid``: whether they have their
+        values then.
+        """
+        valid = {number: is_valid for number, is_valid in valid.items() if number not in self.kept}
+        if not valid:
+            return
+        for number in self._valid.keys() - valid.keys():
+            self._storages[number].resize_(0)
+        for number in valid:
+            size = self._sizes.setdefault(number, self._storages[number].nbytes())
+            if self._storages[number].nbytes() != size:  # resize_ copies even to the same size
+                self._storages[number].resize_(size)
+        self._valid = valid
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        number = self.number(tensor)
+        if number is not None:
+            return number not in self.kept and not self._valid.get(number, False)
+        reference = self._lost_results.get(tensor.untyped_storage()._cdata)
+        return reference is not None and not reference.expired()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        source = self.number(args[0]) if func in _COPIES else None
-        if source is not None:
-            return self._copied(func, args, kwargs, source)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        target = args[0] if _name(func) in _FILLS else kwargs.get("out")
+        lost = [x for x in tensors if x is not target and self._is_lost(x)]
+        self._use({n: self._valid.get(n, False) for x in tensors if (n := self.number(x)) is not None})
+        result = func(*args, **kwargs)
         if func.is_view:
-            if self._lost(viewed := self.number(args[0])) and viewed is not None:
-                self._has(viewed, valid=False)
-        else:
-            self._written(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _copied(self, func: Any, args: Any, kwargs: Any, source: int) -> Any:
-        lost = self._lost(source)
-        if lost:
-            kinds = {
-                key: value for key, value in kwargs.items() if key in ("dtype", "device", "memory_format")
-            }
-            result = torch.empty_like(args[0], **kinds)
-        else:
-            result = func(*args, **kwargs)
-        self._has(self.new(result, source), valid=not lost)
+            return result
+        for out in [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] + [target]:
+            self._made(func, out, target, lost)
+        if func in _COPIES and (source := self.number(args[0])) is not None:
+            self._use({source: self._valid.get(source, False), self.new(result, source): not lost})
+        elif lost and not isinstance(result, (Tensor, tuple, list)):
+            raise _reads_lost(func, lost[0])
         return result
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Gives memory to what this operation writes; its other tensors must still have their values."""
-        filled = kwargs.get("out")
-        if filled is None and func._schema.name.removeprefix("aten::") in _FILLS:
-            filled = args[0]
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and self._lost(number := self.number(tensor)):
-                assert number is not None
-                if tensor is not filled:
-                    raise ValueError(
-                        f"the model's factory reads (in {func}) a parameter of shape"
-                        f" {tuple(self.shapes[number][0])} after others were made, and this rank does not"
-                        " hold it; initialise each parameter at once, or pass a made model"
-                    )
-                self._has(number, valid=False)
-                whole = tensor.numel() * tensor.element_size() == self._sizes[number]
-                self._valid = whole
+    def _made(self, func: Any, out: Tensor | None, target: Tensor | None, lost: list[Tensor]) -> None:
+        """Remembers whether a tensor that an operation has written has its values."""
+        if out is None:
+            return
+        number = self.number(out)
+        if number in self.kept and lost:
+            raise _reads_lost(func, lost[0])
+        if number in self._valid:
+            whole = out.numel() * out.element_size() == self._sizes[number]
+            filled = out is target and whole
+            self._valid[number] = not lost and (filled or self._valid[number])
+        elif number is None and lost:
+            storage = out.untyped_storage()
+            self._lost_results[storage._cdata] = StorageWeakRef(storage)
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def _reads_lost(func: Any, tensor: Tensor) -> ValueError:
+    return ValueError(
+        f"the model's factory reads (in {func}) a parameter, or what was made of it, of shape"
+        f" {tuple(tensor.shape)} after others were made, and this rank does not hold it; initialise each"
+        " parameter at once, or pass a made model"
+    )
