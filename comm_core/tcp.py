@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+import struct
+import time
+from contextlib import suppress
 from datetime import timedelta
+from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
 from comm_core import _C
-from comm_core._C import HOST_TIMEOUT
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
+
+HOST_TIMEOUT = 25.0
+_PROBES = 4  # unanswered ones after which a host is lost
+_GREETING = struct.Struct("32sIII")  # token, rank, number of ranks, 1 for the keepalive connection
+_GREETING_SECONDS = 5.0
+_NO_CONNECTION = -1, -1, ""
 
 
 class Host:
     """The host at the other end of `keepalive`, a connection that carries no data.
 
     The host's kernel answers TCP keepalive probes, however busy its processes are. Without an answer for
-    about `timeout_seconds` the connection fails, and poll() reports it.
+    about `timeout_seconds` the connection fails, and poll() reports it. Probes stop while bytes are
+    unacknowledged or the receiver's window is full, so this works only on a connection without data.
     """
 
     def __init__(self, keepalive: socket.socket | Connection, timeout_seconds: float) -> None:
-        self.keepalive = keepalive
-        self.address = _C.peer_address(keepalive.fileno())
+        self.keepalive: Any = keepalive
         self._lost = ""
-        _C.set_keepalive(keepalive.fileno(), timeout_seconds)
+        interval = max(1, round(timeout_seconds / (_PROBES + 1)))
+        with socket.socket(fileno=os.dup(keepalive.fileno())) as handle:
+            self.address = str(handle.getpeername()[0])
+            handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
     def lost(self) -> str:
         """Return why the host is lost; "" if it is not, or if only its process has ended."""
@@ -56,8 +72,12 @@ def tcp_channel(
     other ranks reach this one; by default the address from which this rank reaches the store's host. The
     channel fails once a host's kernel has not answered for `host_timeout_seconds`.
     """
-    mesh, addresses, token = _exchange_addresses(store, rank, size, address, timeout_seconds)
-    return mesh.join(addresses, token, timeout_seconds, host_timeout_seconds)
+    connections = tcp_connections(store, rank, size, address, timeout_seconds, host_timeout_seconds)
+    rows = [
+        (one.data.detach(), one.host.keepalive.detach(), one.host.address) if one else _NO_CONNECTION
+        for one in connections
+    ]
+    return _C.TcpChannel(rank, rows)
 
 
 def tcp_connections(
@@ -69,22 +89,92 @@ def tcp_connections(
     host_timeout_seconds: float = HOST_TIMEOUT,
 ) -> list[TcpConnection | None]:
     """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one."""
-    mesh, addresses, token = _exchange_addresses(store, rank, size, address, timeout_seconds)
-    connected = mesh.connect(addresses, token, timeout_seconds, host_timeout_seconds)
-    return [_connection(*pair, host_timeout_seconds) if min(pair) >= 0 else None for pair in connected]
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
+    deadline = time.monotonic() + timeout_seconds
+    with _listen(address or ("127.0.0.1" if size == 1 else _own_address(store)), 2 * size) as listener:
+        addresses, token = _exchange_addresses(store, rank, size, listener.getsockname(), timeout_seconds)
+        found = {
+            (peer, keepalive): _dial(addresses[peer], peer, (token, rank, size, keepalive), deadline)
+            for peer in range(rank)
+            for keepalive in (False, True)
+        }
+        while len(found) < 2 * (size - 1):
+            _accept(listener, (token, rank, size), found, deadline)
+    for end in found.values():
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return [
+        TcpConnection(found[peer, False], Host(found[peer, True], host_timeout_seconds))
+        if peer != rank
+        else None
+        for peer in range(size)
+    ]
 
 
-def _connection(data: int, keepalive: int, host_timeout_seconds: float) -> TcpConnection:
-    sockets = [close_in_children(socket.socket(fileno=number)) for number in (data, keepalive)]
-    return TcpConnection(sockets[0], Host(sockets[1], host_timeout_seconds))
+def local_channels(size: int) -> list[_C.TcpChannel]:
+    """Return connected channels for `size` ranks that are threads of this process."""
+    rows = [[_NO_CONNECTION] * size for _ in range(size)]
+    for one, other in combinations(range(size), 2):
+        ends = socket.socketpair()
+        rows[one][other], rows[other][one] = ((end.detach(), -1, "this process") for end in ends)
+    return [_C.TcpChannel(rank, row) for rank, row in enumerate(rows)]
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return close_in_children(socket.create_server((host, 0), family=family, backlog=backlog))
+    except OSError as error:
+        raise EngineError(f"cannot listen at {host}: {error}", kind="usage") from error
+
+
+def _dial(
+    address: tuple[str, int], peer: int, greeting: tuple[bytes, int, int, bool], deadline: float
+) -> socket.socket:
+    try:
+        left = max(0.001, deadline - time.monotonic())
+        connection = close_in_children(socket.create_connection(address, left))
+        connection.sendall(_GREETING.pack(*greeting))
+    except OSError as error:
+        where = ":".join(map(str, address))
+        message = f"rank {peer} at {where} cannot be reached: {error}"
+        raise EngineError(message, kind="peer_lost", rank=greeting[1], peer=peer) from error
+    return connection
+
+
+def _accept(
+    listener: socket.socket,
+    expected: tuple[bytes, int, int],
+    found: dict[tuple[int, bool], socket.socket],
+    deadline: float,
+) -> None:
+    """Add the next connection with a valid greeting to `found`; close those of strangers."""
+    token, rank, size = expected
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise EngineError("not all ranks connected in time", kind="timeout", rank=rank)
+    with suppress(OSError):  # nobody came, or the other end has closed already
+        listener.settimeout(left)
+        guest = close_in_children(listener.accept()[0])
+        guest.settimeout(min(_GREETING_SECONDS, left))
+        greeting = b""
+        while len(greeting) < _GREETING.size and (piece := guest.recv(_GREETING.size - len(greeting))):
+            greeting += piece
+        if len(greeting) == _GREETING.size:
+            theirs, peer, ranks, keepalive = _GREETING.unpack(greeting)
+            known = secrets.compare_digest(theirs, token) and ranks == size and rank < peer < size
+            if known and (peer, bool(keepalive)) not in found:
+                found[peer, bool(keepalive)] = guest
+                return
+        guest.close()
 
 
 def _exchange_addresses(
-    store: Store, rank: int, size: int, address: str | None, timeout_seconds: float
-) -> tuple[_C.TcpMesh, list[tuple[str, int]], str]:
-    """Return this rank's mesh, every rank's address, and a token that rejects connections of other jobs."""
-    mesh = _C.TcpMesh(rank, size, address or ("127.0.0.1" if size == 1 else _own_address(store)))
-    store.set(f"address/{rank}", f"{mesh.host} {mesh.port}")
+    store: Store, rank: int, size: int, own: tuple[Any, ...], timeout_seconds: float
+) -> tuple[list[tuple[str, int]], bytes]:
+    """Return every rank's address, and a token that rejects connections of other jobs."""
+    store.set(f"address/{rank}", f"{own[0]} {own[1]}")
     if rank == 0:
         store.set("token", secrets.token_hex(16))
     addresses = []
@@ -101,7 +191,7 @@ def _exchange_addresses(
             ) from error
         host, port = store.get(f"address/{peer}").decode().split()
         addresses.append((host, int(port)))
-    return mesh, addresses, store.get("token").decode()
+    return addresses, store.get("token")
 
 
 def _own_address(store: Any) -> str:

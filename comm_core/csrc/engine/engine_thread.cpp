@@ -27,7 +27,6 @@ bool EngineCore::run_step(Lock& lock, int64_t step) {
 }
 
 bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
-  if (tag.op == Op::UPDATE) return true;  // the AG waits for it
   awaited_ = tag.bucket;
   thread_wakes_.wait(lock, [&] { return may_start(tag) || stopping_ || error_; });
   awaited_ = -1;
