@@ -8,7 +8,6 @@ from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.simulate.lower_data_parallel import lower_data_parallel
 from scheduler.simulate.lower_pipeline import lower_pipeline
-from scheduler.simulate.lower_tiles import lower_tiles
 from scheduler.simulate.task_graph import TaskGraph
 
 
@@ -25,6 +24,4 @@ def lower(program: Program, profile: Profile, link: Links | Cluster, ranks: int 
         return lower_pipeline(program, profile, link)
     if isinstance(link, Cluster):
         raise ValueError("a cluster gives the wires of programs with stages; give a Link for this program")
-    if program.borders:
-        return lower_tiles(program, profile, link)
     return lower_data_parallel(program, profile, link, ranks)
