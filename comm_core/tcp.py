@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations
@@ -22,7 +24,6 @@ from comm_core.forks import close_in_children
 HOST_TIMEOUT = 25.0
 _PROBES = 4  # unanswered ones after which a host is lost
 _GREETING = struct.Struct("32sIII")  # token, rank, number of ranks, 1 for the keepalive connection
-_GREETING_SECONDS = 5.0
 _NO_CONNECTION = -1, -1, ""
 
 
@@ -87,26 +88,36 @@ def tcp_connections(
     address: str | None = None,
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
+    star: bool = False,
 ) -> list[TcpConnection | None]:
-    """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one."""
+    """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one.
+
+    With `star` only rank 0 is connected to the others.
+    """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
     deadline = time.monotonic() + timeout_seconds
+    dialled = range(min(rank, 1) if star else rank)
+    awaited = range(size if star and rank else rank + 1, size)
     with _listen(address or ("127.0.0.1" if size == 1 else _own_address(store)), 2 * size) as listener:
-        addresses, token = _exchange_addresses(store, rank, size, listener.getsockname(), timeout_seconds)
+        host, port = listener.getsockname()[:2]
+        store.set(f"address/{rank}", f"{host} {port}")
+        if rank == 0:
+            store.set("token", secrets.token_hex(16))
+        addresses = [_address_of(store, peer, rank, timeout_seconds) for peer in dialled]
+        own = store.get("token"), rank, size
         found = {
-            (peer, keepalive): _dial(addresses[peer], peer, (token, rank, size, keepalive), deadline)
-            for peer in range(rank)
+            (peer, keepalive): _dial(addresses[peer], peer, (*own, keepalive), deadline)
+            for peer in dialled
             for keepalive in (False, True)
         }
-        while len(found) < 2 * (size - 1):
-            _accept(listener, (token, rank, size), found, deadline)
+        found |= _accept_all(listener, own, awaited, deadline)
     for end in found.values():
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return [
         TcpConnection(found[peer, False], Host(found[peer, True], host_timeout_seconds))
-        if peer != rank
+        if (peer, False) in found
         else None
         for peer in range(size)
     ]
@@ -143,55 +154,74 @@ def _dial(
     return connection
 
 
-def _accept(
-    listener: socket.socket,
-    expected: tuple[bytes, int, int],
-    found: dict[tuple[int, bool], socket.socket],
-    deadline: float,
-) -> None:
-    """Add the next connection with a valid greeting to `found`; close those of strangers."""
-    token, rank, size = expected
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise EngineError("not all ranks connected in time", kind="timeout", rank=rank)
-    with suppress(OSError):  # nobody came, or the other end has closed already
-        listener.settimeout(left)
+def _accept_all(
+    listener: socket.socket, own: tuple[bytes, int, int], peers: Iterable[int], deadline: float
+) -> dict[tuple[int, bool], socket.socket]:
+    """Accept both connections of each of these ranks. A silent stranger delays nobody."""
+    missing = {(peer, keepalive) for peer in peers for keepalive in (False, True)}
+    found: dict[tuple[int, bool], socket.socket] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(listener, selectors.EVENT_READ)
+        while missing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                ranks = sorted({peer for peer, _ in missing})
+                message = f"not all ranks connected in time; missing: {ranks}"
+                raise EngineError(message, kind="timeout", rank=own[1], peer=ranks[0])
+            for key, _ in waiting.select(left):
+                guest: Any = key.fileobj
+                if guest is listener:
+                    _let_in(listener, waiting)
+                    continue
+                piece = b""
+                with suppress(OSError):
+                    piece = guest.recv(_GREETING.size - len(key.data))
+                key.data.extend(piece)
+                if piece and len(key.data) < _GREETING.size:
+                    continue
+                waiting.unregister(guest)
+                who = _who(key.data, own)
+                if who in missing:
+                    found[who] = guest
+                    missing.remove(who)
+                else:
+                    guest.close()
+        for key in waiting.get_map().values():
+            if key.fileobj is not listener:
+                key.fileobj.close()  # type: ignore[union-attr]
+    return found
+
+
+def _let_in(listener: socket.socket, waiting: selectors.BaseSelector) -> None:
+    with suppress(OSError):  # the other end has closed already
         guest = close_in_children(listener.accept()[0])
-        guest.settimeout(min(_GREETING_SECONDS, left))
-        greeting = b""
-        while len(greeting) < _GREETING.size and (piece := guest.recv(_GREETING.size - len(greeting))):
-            greeting += piece
-        if len(greeting) == _GREETING.size:
-            theirs, peer, ranks, keepalive = _GREETING.unpack(greeting)
-            known = secrets.compare_digest(theirs, token) and ranks == size and rank < peer < size
-            if known and (peer, bool(keepalive)) not in found:
-                found[peer, bool(keepalive)] = guest
-                return
-        guest.close()
+        guest.setblocking(False)
+        waiting.register(guest, selectors.EVENT_READ, bytearray())
 
 
-def _exchange_addresses(
-    store: Store, rank: int, size: int, own: tuple[Any, ...], timeout_seconds: float
-) -> tuple[list[tuple[str, int]], bytes]:
-    """Return every rank's address, and a token that rejects connections of other jobs."""
-    store.set(f"address/{rank}", f"{own[0]} {own[1]}")
-    if rank == 0:
-        store.set("token", secrets.token_hex(16))
-    addresses = []
-    for peer in range(size):
-        try:
-            store.wait([f"address/{peer}"], timedelta(seconds=timeout_seconds))
-        except RuntimeError as error:
-            raise EngineError(
-                f"rank {peer} did not publish its address within {timeout_seconds:g} s; look for an error in"
-                " its output",
-                kind="timeout",
-                rank=rank,
-                peer=peer,
-            ) from error
-        host, port = store.get(f"address/{peer}").decode().split()
-        addresses.append((host, int(port)))
-    return addresses, store.get("token")
+def _who(greeting: bytearray, own: tuple[bytes, int, int]) -> tuple[int, bool]:
+    """Return the rank that a greeting names, and whether its connection is the keepalive one; -1: nobody."""
+    if len(greeting) < _GREETING.size:
+        return -1, False
+    token, peer, size, keepalive = _GREETING.unpack(greeting)
+    known = secrets.compare_digest(token, own[0]) and size == own[2]
+    return (peer, bool(keepalive)) if known else (-1, False)
+
+
+def _address_of(store: Store, peer: int, rank: int, timeout_seconds: float) -> tuple[str, int]:
+    try:
+        store.wait([f"address/{peer}"], timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise EngineError(
+            f"rank {peer} did not publish its address within {timeout_seconds:g} s; look for an error in its"
+            " output",
+            kind="timeout",
+            rank=rank,
+            peer=peer,
+        ) from error
+    host, port = store.get(f"address/{peer}").decode().split()
+    return host, int(port)
 
 
 def _own_address(store: Any) -> str:
