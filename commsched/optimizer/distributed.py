@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from commsched.collectives.compression import Compression
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.collectives.reductions import Adasum, Average
+from commsched.optimizer.driver import Driver
 from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
 from commsched.optimizer.parameter_names import checked_names, group_indices
 from commsched.optimizer.unplanned import Unplanned
-from commsched.optimizer.wrapper import DistributedMethods, make_driver
+from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -102,7 +103,7 @@ def DistributedOptimizer(
             factor = options.predivide
             wrapped._unplanned = Unplanned(compression, op, factor, sparse_as_dense, process_set, grouped)
         else:
-            wrapped._driver = make_driver(wrapped)
+            wrapped._driver = Driver(wrapped)
     wrapped._patch_step_function()
     _keep_together(wrapped)
     wrapped.set_backward_passes_per_step(backward_passes_per_step)

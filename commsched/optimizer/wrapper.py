@@ -19,7 +19,6 @@ from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
-from commsched.optimizer.shards import swapped
 from commsched.optimizer.unplanned import Unplanned
 from scheduler.ir.profile import Profile
 
@@ -211,10 +210,13 @@ class DistributedMethods(Optimizer):
         With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
         """
         self._settle()
+        own = self.__dict__["state"]
         if self._shards is not None:
-            with swapped(self, "state", self._shards.whole_state()):
-                return self._base.state_dict(self)
-        return self._base.state_dict(self)
+            self.__dict__["state"] = self._shards.whole_state()
+        try:
+            return self._base.state_dict(self)
+        finally:
+            self.__dict__["state"] = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
@@ -248,7 +250,7 @@ class DistributedMethods(Optimizer):
         driver.close()
         self._parameter_names = later_names(self.param_groups, self._parameter_names)
         self._options = self._options.for_other_params(before, trained)
-        self._driver = successor = make_driver(self)
+        self._driver = successor = Driver(self)
         successor.reducer.inherit(driver.reducer)
         return successor
 
@@ -267,9 +269,3 @@ class DistributedMethods(Optimizer):
                 " several ranks"
             )
         return self._driver.profile
-
-
-def make_driver(optimizer: Any) -> Driver:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    names = [optimizer._parameter_names[p] for p in params]
-    return Driver(optimizer, optimizer._base, params, names, optimizer._model, optimizer._options)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.borders import Border
 from scheduler.ir.buckets import ALIGNMENT, fuse_by_bytes
 from scheduler.ir.link import Links, named_link
-from scheduler.ir.profile import Profile
+from scheduler.ir.profile import Border, Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
 from scheduler.pipelines.passes.traffic_priority import largest_chunk, urgent_first
 from scheduler.simulate.durations import HALO_LANE

@@ -11,8 +11,7 @@ from __future__ import annotations
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.validate import data_parallel, pipeline
-from scheduler.validate.engine import InvalidProgram, Violation, check
-from scheduler.validate.grid import grid
+from scheduler.validate.engine import InvalidProgram, Violation, check, grid
 
 __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 

@@ -26,7 +26,6 @@ def test_files_round_trip(tmp_path: Path) -> None:
 def test_sums() -> None:
     assert example().compute == 5.0
     assert example().total_bytes == 8
-    assert example().scaled(time=2.0, size=0.5).layers[0] == Layer("a", 2.0, 4.0, 4, 4, 1.0)
 
 
 @pytest.mark.parametrize(
