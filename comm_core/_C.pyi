@@ -9,9 +9,6 @@ from torch import Tensor
 
 CUDA_BUILT: bool
 
-def pack(tensors: Sequence[Tensor], buffer: Tensor, scale: float = 1.0) -> None:
-    """Write scale * all tensors, flattened, one after the other, into the flat `buffer`; zero the rest."""
-
 class Channel:
     """Point-to-point messages between the ranks of one engine."""
 
@@ -21,56 +18,22 @@ class C10dChannel(Channel):
     def __init__(self, backend: Any) -> None: ...
 
 class TcpChannel(Channel):
-    """Own connections between the ranks; comm_core.tcp_channel() makes one."""
+    """Connections to the other ranks; `comm_core.tcp_channel()` and `local_channels()` make them.
 
-class TcpMesh:
-    """Listens for the other ranks, which need its host and port before any rank calls join()."""
+    `connections` has (data, keepalive, host) for each rank: two file descriptors, which the channel closes
+    (-1: none), and the other end's address for errors.
+    """
 
-    def __init__(self, rank: int, size: int, host: str) -> None: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    def join(
-        self,
-        addresses: Sequence[tuple[str, int]],
-        token: str,
-        timeout_seconds: float = 300.0,
-        host_timeout_seconds: float = 25.0,
-    ) -> TcpChannel:
-        """Connect to every rank, given all ranks' addresses and 32 secret characters that they share."""
-
-    def connect(
-        self,
-        addresses: Sequence[tuple[str, int]],
-        token: str,
-        timeout_seconds: float = 300.0,
-        host_timeout_seconds: float = 25.0,
-    ) -> list[tuple[int, int]]:
-        """Connect like join(), but return file descriptors that the caller closes.
-
-        There is a pair (data, keepalive) for each rank, and (-1, -1) for this one.
-        """
+    def __init__(self, rank: int, connections: Sequence[tuple[int, int, str]]) -> None: ...
 
 def abort_message(work: Any) -> None:
     """Abort a c10d group's send or receive: a thread in its wait() returns False."""
-
-HOST_TIMEOUT: float
-
-def set_keepalive(descriptor: int, seconds: float) -> None:
-    """Make an idle TCP connection fail when the other host's kernel has not answered for about `seconds`."""
-
-def peer_address(descriptor: int) -> str:
-    """Return the address of a connection's other end, for errors."""
 
 def lost_host(descriptor: int, address: str) -> str:
     """Return why the host of a keepalive connection is lost, "" if only its process has ended.
 
     Call it for a connection that poll() reports.
     """
-
-class HubChannel(Channel):
-    """One rank's end of a Hub."""
 
 class Traffic(Enum):
     """The kind of a message; lower numbers are more urgent."""
@@ -108,23 +71,6 @@ class LinkGate:
 def link_gate() -> LinkGate:
     """Return the gate of this process."""
 
-class Hub:
-    """Connects ranks that are threads of one process, for tests; can delay or lose a rank's messages."""
-
-    def __init__(self, size: int) -> None: ...
-    @property
-    def size(self) -> int: ...
-    def channel(self, rank: int) -> HubChannel: ...
-    def disconnect(self, rank: int) -> None: ...
-    def set_faults(
-        self,
-        rank: int,
-        delay_seconds: float = 0.0,
-        seed: int = 0,
-        drop_after: int = -1,
-        disconnect_after: int = -1,
-    ) -> None: ...
-
 class Transport:
     """Carries out single operations for an engine; its methods run one directly, without an engine."""
 
@@ -134,34 +80,13 @@ class Transport:
     def size(self) -> int: ...
     def set_timeout(self, seconds: float) -> None: ...
     def abort(self, reason: str) -> None: ...
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        step: int = 0,
-    ) -> None:
+    def reduce_scatter(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
         """Leave the sum of all ranks' flat `tensor`, scaled, in this rank's shard of it."""
 
-    def all_gather(
-        self,
-        tensor: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        step: int = 0,
-    ) -> None:
+    def all_gather(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
         """Fill every shard of the flat `tensor` with its owner's."""
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        step: int = 0,
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
         """Fill the flat `tensor` with the scaled sum of all ranks'."""
 
 class DirectTransport(Transport):
@@ -214,7 +139,7 @@ class Engine:
 
     def clear_buckets(self) -> None: ...
     def install(self, plan: Sequence[tuple[str, int]]) -> None:
-        """Replace the plan, in link order: ("RS"|"AG"|"AR"|"UPDATE", bucket). Call it between steps only."""
+        """Replace the plan, in link order: ("RS"|"AG"|"AR", bucket). Call it between steps only."""
 
     def begin_step(self) -> int:
         """Start the next step and return its number; each operation runs once its bucket is marked."""
@@ -225,17 +150,15 @@ class Engine:
     def mark_updated(self, bucket: int) -> None:
         """Declare this rank's shard of the bucket's parameters updated, so that its AG may run."""
 
-    def rs_done(self, bucket: int, step: int | None = None) -> bool: ...
-    def ag_done(self, bucket: int, step: int | None = None) -> bool: ...
-    def wait_rs(self, bucket: int, timeout: float | None = None, step: int | None = None) -> None:
-        """Block until the bucket's RS is done.
+    def ag_done(self, bucket: int) -> bool: ...
+    def wait_rs(self, bucket: int) -> None:
+        """Block until the bucket's RS in the step begun last is done.
 
-        `step` is by default the one begun last. Without `timeout` it fails once the engine has made no
-        progress for its own time-out.
+        Fails once the engine has made no progress for its time-out.
         """
 
-    def wait_ag(self, bucket: int, timeout: float | None = None, step: int | None = None) -> None: ...
-    def wait_all(self, timeout: float | None = None) -> None:
+    def wait_ag(self, bucket: int) -> None: ...
+    def wait_all(self) -> None:
         """Block until all steps begun so far are finished."""
 
     def abort(self, reason: str) -> None: ...

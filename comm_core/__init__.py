@@ -1,4 +1,4 @@
-"""comm_core moves bytes: the engine that runs a plan of collectives without the GIL, and the fusion kernels.
+"""comm_core moves bytes: the engine that runs a plan without the GIL, and the fusion kernel of GPUs.
 
 It does not depend on schedules; `docs/engine.md` describes the way of a gradient through it. `CUDA_BUILT` is
 True where the CUDA sources were compiled in.
@@ -8,12 +8,9 @@ import torch  # noqa: F401  (loads the libraries that the extension is linked ag
 
 from comm_core._C import (
     CUDA_BUILT,
-    HOST_TIMEOUT,
     C10dChannel,
     Channel,
     DirectTransport,
-    Hub,
-    HubChannel,
     LinkGate,
     PythonTransport,
     RingTransport,
@@ -22,12 +19,11 @@ from comm_core._C import (
     Transport,
     abort_message,
     link_gate,
-    pack,
 )
-from comm_core.engine import OPS, Engine, HubTransport
+from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
-from comm_core.tcp import Host, TcpConnection, tcp_channel, tcp_connections
+from comm_core.tcp import HOST_TIMEOUT, Host, TcpConnection, local_channels, tcp_channel, tcp_connections
 
 __all__ = [
     "CUDA_BUILT",
@@ -39,9 +35,6 @@ __all__ = [
     "Engine",
     "EngineError",
     "Host",
-    "Hub",
-    "HubChannel",
-    "HubTransport",
     "LinkGate",
     "PythonTransport",
     "RingTransport",
@@ -52,7 +45,7 @@ __all__ = [
     "abort_message",
     "close_in_children",
     "link_gate",
-    "pack",
+    "local_channels",
     "tcp_channel",
     "tcp_connections",
 ]

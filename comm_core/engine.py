@@ -8,7 +8,7 @@ import weakref
 from comm_core import _C
 
 # The field `op` of Engine.events() is an index into this.
-OPS = ("RS", "AG", "AR", "UPDATE")
+OPS = ("RS", "AG", "AR")
 
 
 class Engine(_C.Engine):
@@ -27,14 +27,6 @@ class Engine(_C.Engine):
     ) -> None:
         super().__init__(transport, rank, size, timeout_seconds, max_events)
         _open_engines.add(self)
-
-
-def HubTransport(
-    hub: _C.Hub, rank: int, segment_bytes: int = 1 << 18, depth: int = 4, ring: bool = False
-) -> _C.Transport:
-    """Return the transport of one rank of an in-process hub, for tests with several engines in a process."""
-    kind = _C.RingTransport if ring else _C.DirectTransport
-    return kind(hub.channel(rank), rank, hub.size, segment_bytes=segment_bytes, depth=depth)
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

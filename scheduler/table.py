@@ -67,37 +67,26 @@ def measure(profile: Profile, ratio: float, startup: float) -> Cell:
     )
 
 
-def markdown(cells: Sequence[Cell]) -> str:
-    """The cells of one profile as a table."""
-    names = list(cells[0].ratios)
-    head = ["ratio", "start-up (us)", *names, "bound with start-up", "buckets"]
-    rows = [
-        [
-            f"{cell.ratio:g}",
-            f"{cell.startup * 1e6:g}",
-            *(
-                f"{cell.ratios[name]:.4f}" if name == "optimal" else f"{cell.ratios[name]:.3f}"
-                for name in names
-            ),
-            f"{cell.startup_bound:.4f}",
-            str(cell.buckets),
-        ]
-        for cell in cells
-    ]
-    lines = [head, ["---:"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write_csv(cells: Sequence[Cell], path: Path) -> None:
-    """All cells as one table. Lines that start with # above an older table (how to draw it) are kept."""
-    kept = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
+def rows_of(cells: Sequence[Cell]) -> list[list[str]]:
+    """Return the names of the columns and a row for each cell."""
     names = list(cells[0].ratios)
     rows = [["profile", "ratio", "startup_us", *names, "startup_bound", "buckets"]]
     for cell in cells:
         figures = [f"{cell.ratios[name]:.4f}" for name in names]
         place = [cell.profile, f"{cell.ratio:g}", f"{cell.startup * 1e6:g}"]
         rows.append([*place, *figures, f"{cell.startup_bound:.4f}", str(cell.buckets)])
-    path.write_text("\n".join([*kept, *map(",".join, rows), ""]))
+    return rows
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    head, *rows = rows_of(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---:"] * len(head), *rows])
+
+
+def write_csv(cells: Sequence[Cell], path: Path) -> None:
+    """Write all cells as one table; keep the lines above an older one that start with # (how to draw it)."""
+    kept = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
+    path.write_text("\n".join([*kept, *map(",".join, rows_of(cells)), ""]))
 
 
 def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
@@ -112,7 +101,7 @@ def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]
         # On standard error, so that the tables can be kept in a file.
         shown = track(links, profile.name, console=Console(stderr=True), transient=True)
         mine = [measure(profile, ratio, startup) for ratio, startup in shown]
-        print(f"### {profile.name}\n\n{markdown(mine)}\n")
+        print(f"{markdown(mine)}\n")
         cells += mine
     return cells
 

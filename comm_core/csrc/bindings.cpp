@@ -1,19 +1,49 @@
-// The Python module comm_core._C: one bind_*() call per area.
+// The Python module comm_core._C: the engine (torch/bindings_engine.cpp) and the link's gate.
+#include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "fusion.h"
-#include "torch/bindings_engine.h"
-#include "torch/bindings_gate.h"
+#include "engine/link_gate.h"
+
+namespace commsched {
+
+void bind_engine(py::module_& m);
 
 namespace {
 
-void bind_fusion(py::module_& m) {
-  // Tensors are only read and written here, no Python object is touched: the GIL is free while the bytes move.
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def("pack", &commsched::pack, py::arg("tensors"), py::arg("buffer"), py::arg("scale") = 1.0, NoGil());
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+const std::atomic<bool> kNever{false};
+
+void bind_gate(py::module_& m) {
+  PYBIND11_NUMPY_DTYPE(Passage, traffic, waiting, asked, start, end, bytes);
+  py::enum_<Traffic>(m, "Traffic")
+      .value("halo", Traffic::halo)
+      .value("activation", Traffic::activation)
+      .value("gradient", Traffic::gradient);
+  py::class_<LinkGate, std::unique_ptr<LinkGate, py::nodelete>>(m, "LinkGate")
+      .def("begin", &LinkGate::begin, py::arg("traffic"), py::arg("bytes"), py::arg("patience"), NoGil())
+      .def("end", &LinkGate::end, py::arg("number"), NoGil())
+      .def(
+          "passing", [](LinkGate& gate, Traffic traffic, int64_t bytes) { gate.pass(traffic, bytes, kNever); },
+          py::arg("traffic"), py::arg("bytes"), NoGil())
+      .def("held_back", &LinkGate::held_back, NoGil())
+      .def("record", &LinkGate::record, py::arg("on"), NoGil())
+      .def(
+          "passages",
+          [](LinkGate& gate, bool clear) {
+            std::vector<Passage> found;
+            {
+              const py::gil_scoped_release no_gil;
+              found = gate.passages(clear);
+            }
+            return py::array_t<Passage>(static_cast<py::ssize_t>(found.size()), found.data());
+          },
+          py::arg("clear") = true);
+  m.def("link_gate", &LinkGate::of_process, py::return_value_policy::reference);
 }
 
 }  // namespace
+}  // namespace commsched
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #ifdef COMMSCHED_WITH_CUDA
@@ -21,7 +51,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
   m.attr("CUDA_BUILT") = false;
 #endif
-  bind_fusion(m);
   commsched::bind_engine(m);
   commsched::bind_gate(m);
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from comm_core.cuda.kernels import pack_kernel
-from comm_core.cuda.launchers import Launcher, device_number, launcher_for, stream_handle
-from comm_core.cuda.memory import DeviceTable, addresses
+from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for, stream_handle
 from comm_core.cuda.tables import Region, chunk_table
 
 Tensors = Sequence[torch.Tensor | None]
@@ -45,7 +44,10 @@ class BucketCopy:
         table = torch.from_numpy(chunk_table(self.regions))
         self._blocks = len(table)
         self._chunks = table.to(bucket.device)
-        self._addresses = DeviceTable((max(tensors, 1),), torch.int64, bucket.device)
+        # Gradients mostly come back at the same addresses, so the table in device memory rarely changes.
+        self._table = torch.zeros(max(tensors, 1), dtype=torch.int64, device=bucket.device)
+        self._addresses: list[int] = []
+        self._stream: Any = None  # the one that was current last time
 
     def pack(self, tensors: Tensors, scale: float = 1.0) -> None:
         """Write scale * tensors into the bucket; a tensor that is None counts as zeros."""
@@ -56,13 +58,31 @@ class BucketCopy:
         if self._blocks == 0:
             return
         device = self.bucket.device
-        self._addresses.set(addresses(list(tensors)))
+        self._set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
         arguments = (
-            self._chunks.data_ptr(), self._addresses.address, self.bucket.data_ptr(), float(scale)
+            self._chunks.data_ptr(), self._table.data_ptr(), self.bucket.data_ptr(), float(scale)
         )  # fmt: skip
         self._launcher.launch(
             self._kernel, device_number(device), self._blocks, arguments, stream_handle(device)
         )
+
+    def _set_addresses(self, addresses: list[int]) -> None:
+        """Write the tensors' addresses for kernels on the current stream, without waiting for any.
+
+        A change travels through pinned memory, which torch keeps until it has arrived.
+        """
+        # Kernels on the stream that was current last time may still read the table. Compare streams, not
+        # their numbers: torch makes a new stream of the default one's number, which is 0.
+        stream = current_stream(self._table.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        if addresses != self._addresses:
+            self._addresses = addresses
+            source = torch.tensor(addresses, dtype=torch.int64)
+            self._table[: len(addresses)].copy_(
+                source.pin_memory() if self._table.is_cuda else source, non_blocking=True
+            )
 
     def _check_tensors(self, tensors: Tensors) -> None:
         if len(tensors) != self._count:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commsched.collectives.handles import synchronize
-from commsched.collectives.objects import broadcast_object, gather_objects
+from commsched.collectives.objects import allgather_object, broadcast_object
 from commsched.collectives.process_sets import ProcessSet
 from commsched.errors import CommError
 
@@ -28,7 +28,7 @@ class Ranks:
 
     def all_values(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        return gather_objects(value, "commsched.agreement", self.process_set)
+        return allgather_object(value, "commsched.agreement", process_set=self.process_set)
 
     def agree(self, what: str, value: str, advice: str) -> None:
         """Raise ``CommError`` on every rank unless all have the same value."""

@@ -9,8 +9,6 @@ from scheduler import policies, profiles
 from scheduler.ir.link import ALGORITHMS, Level, Link, Network
 
 DEFAULT_RANKS = 2
-ALL_REDUCE_POLICIES = ("wfbp", "mgwfbp", "bytescheduler")
-"""Policies that cannot update shards, because they have no point between RS and AG."""
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -99,8 +97,7 @@ def policy_names(arguments: argparse.Namespace) -> list[str]:
     """Return the policies of --policies; by default all that support --gather."""
     if arguments.policies:
         return [name.strip() for name in arguments.policies.split(",")]
-    all_reduce_only = ALL_REDUCE_POLICIES if arguments.gather == "parameters" else ()
-    return [name for name in policies.names() if name not in all_reduce_only]
+    return policies.names(arguments.gather)
 
 
 def step(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.handles import start, synchronize
 from commsched.collectives.process_sets import ProcessSet

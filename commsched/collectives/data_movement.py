@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commsched.collectives import autograd
-from commsched.collectives.handles import start, synchronize
+from commsched.collectives.handles import start, waiting
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 
@@ -71,14 +71,7 @@ def broadcast_async_(
     return start("broadcast", [tensor], name, process_set, root=root_rank, inplace=True)
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Overwrite the tensor with rank `root_rank`'s."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+broadcast_ = waiting(broadcast_async_, "Overwrite the tensor with rank `root_rank`'s.")
 
 
 def alltoall_async(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 
-from commsched.collectives.collective import Collective
+from commsched.collectives.carrier import Collective
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
 
@@ -30,6 +31,21 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     Accepts the result of ``sparse_allreduce_async`` too.
     """
     return handle() if callable(handle) else carrier().synchronize(handle)
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def waiting(start_it: Callable[Arguments, int], what: str) -> Callable[Arguments, Any]:
+    """Return a function that starts an operation and waits for it; ``what`` is its description."""
+
+    @wraps(start_it)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Any:
+        return synchronize(start_it(*arguments, **options))
+
+    run.__name__ = run.__qualname__ = start_it.__name__.replace("_async", "")
+    run.__doc__ = what
+    return run
 
 
 def join(device: int = -1) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from commsched.collectives.carrier import Built, Carrier, OperationNames
-from commsched.collectives.collective import Collective
+from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process.launch import Launch

@@ -6,8 +6,8 @@ import atexit
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from commsched.collectives.current_carrier import carrier, carrier_or_none, set_carrier
 from commsched.collectives.process_sets import (
@@ -163,46 +163,21 @@ def mpi_threads_supported() -> bool:
     return carrier().mpi_threads_supported()
 
 
-def mpi_enabled() -> bool:
-    """Return whether MPI carries the collectives."""
-    return _built().mpi_enabled
+def _capability(name: str, meaning: str) -> Callable[[], Any]:
+    def answer() -> Any:
+        return getattr(_built(), name)
+
+    answer.__name__ = answer.__qualname__ = name
+    answer.__doc__ = f"Return {meaning}."
+    return answer
 
 
-def mpi_built() -> bool:
-    """Return whether the carrier was built with MPI."""
-    return _built().mpi_built
-
-
-def gloo_enabled() -> bool:
-    """Return whether gloo carries the collectives."""
-    return _built().gloo_enabled
-
-
-def gloo_built() -> bool:
-    """Return whether the carrier was built with gloo."""
-    return _built().gloo_built
-
-
-def nccl_built() -> int:
-    """Return NCCL's version as one integer, 0 if the carrier was built without it."""
-    return _built().nccl_built
-
-
-def ddl_built() -> bool:
-    """Return whether the carrier was built with IBM's DDL."""
-    return _built().ddl_built
-
-
-def ccl_built() -> bool:
-    """Return whether the carrier was built with oneCCL."""
-    return _built().ccl_built
-
-
-def cuda_built() -> bool:
-    """Return whether the carrier was built with CUDA."""
-    return _built().cuda_built
-
-
-def rocm_built() -> bool:
-    """Return whether the carrier was built with ROCm."""
-    return _built().rocm_built
+mpi_enabled = _capability("mpi_enabled", "whether MPI carries the collectives")
+mpi_built = _capability("mpi_built", "whether the carrier was built with MPI")
+gloo_enabled = _capability("gloo_enabled", "whether gloo carries the collectives")
+gloo_built = _capability("gloo_built", "whether the carrier was built with gloo")
+nccl_built = _capability("nccl_built", "NCCL's version as one integer, 0 if the carrier was built without it")
+ddl_built = _capability("ddl_built", "whether the carrier was built with IBM's DDL")
+ccl_built = _capability("ccl_built", "whether the carrier was built with oneCCL")
+cuda_built = _capability("cuda_built", "whether the carrier was built with CUDA")
+rocm_built = _capability("rocm_built", "whether the carrier was built with ROCm")

@@ -38,13 +38,10 @@ def broadcast_object(
     return obj if sends else _loads(data)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
-    return gather_objects(obj, name, global_process_set)
-
-
-def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """``allgather_object`` within a process set."""
     data = _dumps(obj)
     lengths = allgather(torch.tensor([data.numel()]), name and f"{name}.length", process_set)
     gathered = allgather(data, name and f"{name}.data", process_set)

@@ -10,10 +10,10 @@ import torch
 from torch.autograd import Function
 
 from commsched.collectives import autograd
-from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.compression import Compression
 from commsched.collectives.data_movement import allgather_async
-from commsched.collectives.handles import start, synchronize
+from commsched.collectives.handles import start, synchronize, waiting
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 # Plain integers, as in Horovod: scripts compare and store them.
@@ -98,19 +98,7 @@ def allreduce_async_(
     return start("allreduce", [tensor], name, process_set, reduction=reduction, inplace=True)
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """``allreduce`` into the tensor itself; not differentiable."""
-    return synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
+allreduce_ = waiting(allreduce_async_, "``allreduce`` into the tensor itself; not differentiable.")
 
 
 def grouped_allreduce_async(
@@ -156,19 +144,7 @@ def grouped_allreduce_async_(
     return start("allreduce", tensors, name, process_set, reduction=reduction, grouped=True, inplace=True)
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """``grouped_allreduce`` into the tensors themselves."""
-    return synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
+grouped_allreduce_ = waiting(grouped_allreduce_async_, "``grouped_allreduce`` into the tensors themselves.")
 
 
 def sparse_allreduce_async(

@@ -8,7 +8,7 @@ its gradients have arrived, under the next forward. Every other optimizer runs w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -98,19 +98,8 @@ def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def plain_math() -> Iterator[None]:
     """Run an update without the autocast or inference mode of the forward that triggered it."""
-    with torch.inference_mode(False), torch.no_grad(), _no_autocast():
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not active:
-        yield
-        return
-    with torch.autocast(active[0], enabled=False):
-        if len(active) == 1:
-            yield
-        else:
-            with torch.autocast(active[1], enabled=False):
-                yield

@@ -5,6 +5,7 @@ The package's docstring says which files a gradient passes; ``wrapper.py`` has t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 
 from commsched.collectives.compression import Compression
 from commsched.collectives.process_sets import ProcessSet, global_process_set
-from commsched.collectives.reductions import Average
-from commsched.optimizer import unplanned
+from commsched.collectives.reductions import Adasum, Average
+from commsched.optimizer.driver import Driver
 from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
 from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.wrapper import DistributedMethods, keep_together, make_driver
+from commsched.optimizer.unplanned import Unplanned
+from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -64,14 +66,14 @@ def DistributedOptimizer(
     if named is None and model is not None:
         named = list(model.named_parameters())
     one_by_one = needs_plain(optimizer, compression, op, transport)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     if master_weights:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         check_master_weights(gather, params, not one_by_one, bool(process_set.included()))
     if one_by_one:
         tell_ignored(gather, early_step)
-        passes, predivide = backward_passes_per_step, gradient_predivide_factor
-        more = (passes, op, predivide, num_groups, groups, sparse_as_dense, process_set)
-        return unplanned.DistributedOptimizer(optimizer, named, compression, *more)
+        gather, early_step = "gradients", False
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support process sets; use the global one")
     names = checked_names(optimizer.param_groups, named)
     options = Options(
         process_set=process_set,
@@ -95,8 +97,45 @@ def DistributedOptimizer(
     wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
     # One rank alone needs a driver for master weights only.
     if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
-        wrapped._driver = make_driver(wrapped)
+        if one_by_one:
+            trained = [p for p in params if p.requires_grad]
+            grouped = [[trained[i] for i in group] for group in options.groups] if options.groups else None
+            factor = options.predivide
+            wrapped._unplanned = Unplanned(compression, op, factor, sparse_as_dense, process_set, grouped)
+        else:
+            wrapped._driver = Driver(wrapped)
     wrapped._patch_step_function()
-    keep_together(wrapped)
+    _keep_together(wrapped)
     wrapped.set_backward_passes_per_step(backward_passes_per_step)
     return wrapped
+
+
+def _keep_together(wrapped: Any) -> None:
+    """Make the wrapped optimizer, which shares all state, step on all ranks too.
+
+    Its ``state_dict()`` then shows the state after the last step.
+    """
+    this = weakref.ref(wrapped)
+
+    def settle(optimizer: Optimizer, *_: Any) -> None:
+        owner = this()
+        if owner is None or owner._driver is None:
+            return
+        if optimizer is not owner and owner._options.gather == "parameters":
+            raise ValueError(
+                "with gather='parameters' the state is spread over the ranks; call state_dict() and"
+                " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"
+            )
+        owner._settle()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = this()
+        owner._opt_called = True
+        return type(owner).step(owner, *args, **kwargs)
+
+    wrapped.register_state_dict_pre_hook(settle)
+    wrapped.register_load_state_dict_pre_hook(settle)
+    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        wrapped.__dict__["step"] = step

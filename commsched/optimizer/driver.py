@@ -21,9 +21,6 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from commsched.backends.choice import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.env import settings
@@ -60,31 +57,21 @@ class Measuring:
 class Driver:
     """Everything behind a ``DistributedOptimizer`` on more than one rank."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        base: type[Optimizer],
-        params: Sequence[nn.Parameter],
-        names: Sequence[str],
-        model: nn.Module | None,
-        options: Options,
-    ) -> None:
-        self.options = options
+    def __init__(self, optimizer: Any) -> None:
+        """Drive a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
+        options: Options = optimizer._options
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        names = [optimizer._parameter_names[p] for p in params]
         self.backend = backend_for(params, options.transport, options.process_set)
         ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         self.model = Model(tuple(names), numels, dtypes)
-        asked: dict[str, Any] = {"gather": options.gather, "early_step": options.early_step}
-        if options.bucket_bytes:
-            asked["bucket_bytes"] = options.bucket_bytes
-        self.planner = Planner(
-            self.model, self.backend, options.schedule, asked, options.profile, options.groups
-        )
+        self.planner = Planner(self.model, self.backend, options)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
         self.gathering: Gathering = (
-            ParameterGathering(state, self.backend, optimizer, base, options.master_weights)
+            ParameterGathering(state, self.backend, optimizer, options.master_weights)
             if options.gather == "parameters"
             else GradientGathering(state, self.backend)
         )
@@ -93,7 +80,7 @@ class Driver:
         self.order = list(range(len(params)))
         self.times = StepTimes(self.arrivals, self.backend)
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.reducer, model)
+        self.hooks = Hooks(self.reducer, optimizer._model)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         file = settings().timeline

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from commsched.backends.interface import Backend
 from commsched.errors import CommError
@@ -31,11 +30,9 @@ from scheduler.ir.program import Program
 class ParameterGathering(Gathering):
     shards: Shards
 
-    def __init__(
-        self, state: StepState, backend: Backend, optimizer: Optimizer, base: type[Optimizer], masters: bool
-    ) -> None:
+    def __init__(self, state: StepState, backend: Backend, optimizer: Any, masters: bool) -> None:
         super().__init__(state, backend)
-        check_elementwise(base)
+        check_elementwise(optimizer._base)
         backend.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
         for name, param in zip(state.names, state.params, strict=True):
             if not can_pend(param):
@@ -44,7 +41,7 @@ class ParameterGathering(Gathering):
                     f" own ({type(param).__name__}); use gather='gradients'"
                 )
         # The optimizer owns this object: a strong reference back would be a cycle that delays their end.
-        self._optimizer, self._base, self._masters = weakref.proxy(optimizer), base, masters
+        self._optimizer, self._masters = weakref.proxy(optimizer), masters
         self._rank = backend.ranks.rank
         self._whole = False  # the user has had this round's gradients gathered
         self._consumed = False  # the last step left no gradients
@@ -62,9 +59,10 @@ class ParameterGathering(Gathering):
             )
         if self._buckets:
             self._optimizer.__dict__["state"].update(self.whole_state())
-        optimizer = self._optimizer, self._base, self.state.params
-        where = buffers, self._rank, self.backend.ranks.size
-        self.shards = Shards(*optimizer, *where, masters=self._masters)
+        ranks = self.backend.ranks
+        self.shards = Shards(
+            self._optimizer, self.state.params, buffers, ranks.rank, ranks.size, self._masters
+        )
         self.take_state()
         return self.shards.buffers
 

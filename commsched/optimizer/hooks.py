@@ -47,21 +47,15 @@ def _live_modules() -> list[nn.Module]:
 class _BeforeForward:
     """A module's forward pre-hook; copies and pickles of the module get a hook that does nothing."""
 
-    def __init__(self, hooks: Hooks, number: int, params: tuple[int, ...]) -> None:
+    def __init__(self, hooks: Hooks | None, number: int, params: tuple[int, ...]) -> None:
         self._hooks, self._number, self._params = hooks, number, params
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._hooks.before_forward(self._number, self._params)
+        if self._hooks is not None:
+            self._hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """Replaces the hook in a copied module."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        pass
+        return _BeforeForward, (None, -1, ())
 
 
 class Hooks:

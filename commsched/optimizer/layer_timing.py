@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,17 +25,21 @@ class Moments:
     marks: dict[str, float]
     waits: list[tuple[float, float]]
 
-    def without_waits(self) -> Moments:
-        """Return the same iteration on a clock that stops during waits."""
-
-        def moved(moment: float) -> float:
-            return moment - sum(min(end, moment) - start for start, end in self.waits if start < moment)
-
+    def mapped(self, moved: Callable[[Any], float]) -> Moments:
+        """Return the same iteration with every moment moved, without its waits."""
         return Moments(
             [(module, moved(moment)) for module, moment in self.forwards],
             [(param, moved(moment)) for param, moment in self.grads],
             {name: moved(moment) for name, moment in self.marks.items()},
             [],
+        )
+
+    def without_waits(self) -> Moments:
+        """Return the same iteration on a clock that stops during waits."""
+        return self.mapped(
+            lambda moment: (
+                moment - sum(min(end, moment) - start for start, end in self.waits if start < moment)
+            )
         )
 
 
@@ -50,28 +54,19 @@ class Watch:
     ) -> None:
         self.sees_waits = sees_waits  # whether the waits for messages are on the clock of ``now``
         self._now, self._seconds = now, seconds
-        self._forwards: list[tuple[int, Any]] = []
-        self._grads: list[tuple[int, Any]] = []
-        self._marks: dict[str, Any] = {}
-        self._waits: list[tuple[float, float]] = []
+        self._marked = Moments([], [], {}, [])
 
     def forward(self, module: int) -> None:
-        self._forwards.append((module, self._now()))
+        self._marked.forwards.append((module, self._now()))
 
     def grad(self, param: int) -> None:
-        self._grads.append((param, self._now()))
+        self._marked.grads.append((param, self._now()))
 
     def mark(self, name: str) -> None:
-        self._marks[name] = self._now()
+        self._marked.marks[name] = self._now()
 
     def wait(self, start: float, end: float) -> None:
-        self._waits.append((start, end))
+        self._marked.waits.append((start, end))
 
     def moments(self) -> Moments:
-        seconds = self._seconds
-        return Moments(
-            [(module, seconds(mark)) for module, mark in self._forwards],
-            [(param, seconds(mark)) for param, mark in self._grads],
-            {name: seconds(mark) for name, mark in self._marks.items()},
-            list(self._waits),
-        )
+        return replace(self._marked.mapped(self._seconds), waits=list(self._marked.waits))

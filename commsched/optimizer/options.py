@@ -64,7 +64,7 @@ def tell_ignored(gather: str, early_step: bool) -> None:
 
 
 def is_sum(op: Any, predivide: float) -> bool:
-    if op not in (Average, Sum):
+    if op not in (Average, Sum, Adasum):
         raise ValueError(f"op must be commsched.Average, Sum or Adasum, got {op!r}")
     if predivide != 1.0 and op != Average:
         raise ValueError(

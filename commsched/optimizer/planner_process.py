@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import scheduler
 from commsched.env import settings
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.policies import planner_process as child_planner
 
 _log = logging.getLogger("commsched")
+_FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
+# Uses this very package, wherever it lies and whatever lies in the current folder.
+_CODE = f"""
+import sys
+sys.path.insert(0, {_FOLDER!r})
+from scheduler.policies.planner_process import serve
+serve()
+"""
 
 
 def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
@@ -29,8 +39,8 @@ def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[st
         try:
             # The search uses one processor; other jobs may share the host.
             child = subprocess.run(
-                child_planner.command(),
-                input=child_planner.question(profile, link, policy, options),
+                [sys.executable, "-c", _CODE],
+                input=pickle.dumps((profile, link, policy, dict(options))),
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 timeout=settings().timeout,
@@ -39,5 +49,9 @@ def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[st
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("the planning process failed, so this training process plans itself: %s", error)
         else:
-            return child_planner.answer(child.stdout)
+            answer = pickle.loads(child.stdout)
+            if isinstance(answer, ValueError):
+                raise answer
+            assert isinstance(answer, Program)
+            return answer
     return policies.plan(profile, link, policy, **options)

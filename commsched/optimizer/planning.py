@@ -9,6 +9,7 @@ from typing import Any
 
 from commsched.backends.interface import Backend
 from commsched.optimizer.model_layers import Model
+from commsched.optimizer.options import Options
 from commsched.optimizer.planner_process import plan_in_child
 from scheduler import policies
 from scheduler.ir.actions import Kind
@@ -56,19 +57,19 @@ class Planner:
         self,
         model: Model,
         backend: Backend,
-        schedule: str | Program,
-        options: dict[str, Any],
-        profile: Any,
-        groups: list[list[int]] | None = None,
+        asked: Options,
     ) -> None:
         self.model = model
         self.backend, self.ranks = backend, backend.ranks
-        self.schedule = schedule
+        self.schedule = schedule = asked.schedule
+        options: dict[str, Any] = {"gather": asked.gather, "early_step": asked.early_step}
+        if asked.bucket_bytes:
+            options["bucket_bytes"] = asked.bucket_bytes
         self.options = {**options, "ranks": self.ranks.size}
         self.policy = "optimal" if schedule == "auto" else schedule
         if isinstance(self.policy, str):
             policies.get(self.policy)  # an unknown name is an error now
-        self.groups = groups
+        self.groups, profile = asked.groups, asked.profile
         self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (

@@ -76,8 +76,7 @@ class Shards:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        base: type[Optimizer],
+        optimizer: Any,
         params: Sequence[nn.Parameter],
         grads: Buffers,
         rank: int,
@@ -96,7 +95,6 @@ class Shards:
                 self.params[i].data = view
         self.parts = [list(self._parts_of(piece.number, grads, masters)) for piece in self.layout.slices]
         self.state: dict[Any, Any] = defaultdict(dict)
-        self._base = base
         # The update multiplies gradients by this factor, which clipping sets; on the device.
         self.factor: torch.Tensor | None = None
 
@@ -134,7 +132,7 @@ class Shards:
         if groups:
             self._scale([leaf.grad for members in leaves.values() for leaf in members])
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
-            OptimizerView(optimizer, self._base, self.state).step(groups)
+            OptimizerView(optimizer, optimizer._base, self.state).step(groups)
             self._zero_skipped_momentum(leaf for (_, fresh), new in leaves.items() if fresh for leaf in new)
             self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
         for part in self.parts[bucket]:
@@ -278,17 +276,3 @@ class _ByElement:
     """Stands for a tensor with one value for each element of the parameter."""
 
     dtype: torch.dtype
-
-
-class swapped:
-    """An entry of an object's ``__dict__``, replaced for a while."""
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self._owner, self._name, self._value = owner, name, value
-
-    def __enter__(self) -> None:
-        self._saved = self._owner.__dict__[self._name]
-        self._owner.__dict__[self._name] = self._value
-
-    def __exit__(self, *exc: Any) -> None:
-        self._owner.__dict__[self._name] = self._saved

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from comm_core import Traffic, link_gate
+from comm_core import OPS, Traffic, link_gate
 from commsched.optimizer.layer_timing import Watch
 
 _PATIENCE = 10.0  # seconds that rank 0 waits at its exit for the other ranks' parts
-_OPS = ("RS", "AG", "AR", "UPDATE")
 _WORTH_SHOWING = 1e-5  # seconds
 _LANES = {"compute": 0, "link": 1, "wait": 2, "halo": 3, "activation": 4, "chunks": 5}
 _TRAFFIC = {
@@ -76,7 +75,7 @@ class Timeline:
             bucket = int(event["bucket"])
             self.add(
                 "link",
-                f"{_OPS[int(event['op'])]}{bucket}",
+                f"{OPS[int(event['op'])]}{bucket}",
                 float(event["start"]),
                 float(event["end"]),
                 step=int(event["step"]),

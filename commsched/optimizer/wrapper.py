@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,20 +12,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.collectives.reductions import Adasum
 from commsched.optimizer.deferred_updates import plain_step
 from commsched.optimizer.driver import Driver
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
-from commsched.optimizer.shards import swapped
+from commsched.optimizer.unplanned import Unplanned
 from scheduler.ir.profile import Profile
 
 
 class DistributedMethods(Optimizer):
-    """Mixed in before the wrapped optimizer's class. Without a driver (one rank) they do what torch does."""
+    """Mixed in before the wrapped optimizer's class.
+
+    Several ranks have a driver or, where gradients are reduced one by one, an ``Unplanned``. Without either
+    the methods do what torch does.
+    """
 
     _driver: Driver | None = None
+    _unplanned: Unplanned | None = None
     _base: type[Optimizer] = Optimizer
     _model: nn.Module | None
     _options: Options
@@ -44,16 +49,23 @@ class DistributedMethods(Optimizer):
         hyperparameters of this call. Every access to such a parameter waits for the update.
         """
         if self._synchronized and not self._skip:
+            again = "they are reduced again" if self._unplanned else "Horovod would reduce them again"
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize(), but synchronize() has reduced"
-                " the gradients: Horovod would reduce again, here step() takes what there is",
+                f" the gradients: {again}",
                 stacklevel=3,
             )
         self._synchronized = False
-        if self._driver is None:
+        if self._unplanned is not None and self._unplanned.op == Adasum:
+            return self._unplanned.adasum_step(self._named_trained(), partial(self._update, closure))
+        if self._driver is None and self._unplanned is None:
             return self._update(*(() if closure is None else (closure,)))
         if closure is not None:
             return self._step_with_closure(closure)
+        if self._driver is None:
+            if not self._skip:
+                self._synchronize()
+            return self._update()
         driver = self._refresh(in_step=True)
         driver.arrivals.mark("enter")
         if not self._skip:
@@ -73,7 +85,6 @@ class DistributedMethods(Optimizer):
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """Reduce the gradients after each backward of the closure, which may run several times."""
-        assert self._driver is not None
         if self._shards is not None:
             raise ValueError(
                 "step(closure) needs whole gradients each time the closure has run; use gather='gradients'"
@@ -86,9 +97,11 @@ class DistributedMethods(Optimizer):
             return loss
 
         result = self._update(reduced)
+        self._synchronized = False
         driver = self._driver  # another one, where parameters were frozen or added since the last step
-        driver.gathering.finish_step()
-        driver.after_step()
+        if driver is not None:
+            driver.gathering.finish_step()
+            driver.after_step()
         return result
 
     # -- Horovod's methods -----------------------------------------------------------------------------------
@@ -99,14 +112,23 @@ class DistributedMethods(Optimizer):
         self._synchronized = self._options.gather == "gradients"
 
     def _synchronize(self) -> None:
-        if self._driver is not None:
+        if self._unplanned is not None:
+            self._unplanned.reduce(self._named_trained())
+        elif self._driver is not None:
             driver = self._refresh(in_step=True)
             driver.reducer.require_sent()
             driver.gathering.gather_gradients()
 
+    def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
+        self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
+        return [(names[p], p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within this context ``step()`` uses the gradients as they are, reduced by ``synchronize()``."""
+        if self._unplanned is not None and self._unplanned.op == Adasum:
+            raise AssertionError("Adasum combines the update itself within step(), which can not be skipped")
         self._skip = True
         try:
             yield
@@ -149,6 +171,11 @@ class DistributedMethods(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients to a total norm of at most ``max_norm``; return the norm they had."""
+        if self._unplanned is not None:
+            raise ValueError(
+                "without a plan, call synchronize() and torch.nn.utils.clip_grad_norm_(), then step() within"
+                " skip_synchronize()"
+            )
         if self._driver is not None and self._shards is not None:
             self._driver.reducer.require_sent()
             return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -183,10 +210,13 @@ class DistributedMethods(Optimizer):
         With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
         """
         self._settle()
+        own = self.__dict__["state"]
         if self._shards is not None:
-            with swapped(self, "state", self._shards.whole_state()):
-                return self._base.state_dict(self)
-        return self._base.state_dict(self)
+            self.__dict__["state"] = self._shards.whole_state()
+        try:
+            return self._base.state_dict(self)
+        finally:
+            self.__dict__["state"] = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
@@ -220,7 +250,7 @@ class DistributedMethods(Optimizer):
         driver.close()
         self._parameter_names = later_names(self.param_groups, self._parameter_names)
         self._options = self._options.for_other_params(before, trained)
-        self._driver = successor = make_driver(self)
+        self._driver = successor = Driver(self)
         successor.reducer.inherit(driver.reducer)
         return successor
 
@@ -239,40 +269,3 @@ class DistributedMethods(Optimizer):
                 " several ranks"
             )
         return self._driver.profile
-
-
-def make_driver(optimizer: Any) -> Driver:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    names = [optimizer._parameter_names[p] for p in params]
-    return Driver(optimizer, optimizer._base, params, names, optimizer._model, optimizer._options)
-
-
-def keep_together(wrapped: Any) -> None:
-    """Make the wrapped optimizer, which shares all state, step on all ranks too.
-
-    Its ``state_dict()`` then shows the state after the last step.
-    """
-    this = weakref.ref(wrapped)
-
-    def settle(optimizer: Optimizer, *_: Any) -> None:
-        owner = this()
-        if owner is None or owner._driver is None:
-            return
-        if optimizer is not owner and owner._options.gather == "parameters":
-            raise ValueError(
-                "with gather='parameters' the state is spread over the ranks; call state_dict() and"
-                " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"
-            )
-        owner._settle()
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        owner: Any = this()
-        owner._opt_called = True
-        return type(owner).step(owner, *args, **kwargs)
-
-    wrapped.register_state_dict_pre_hook(settle)
-    wrapped.register_load_state_dict_pre_hook(settle)
-    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        wrapped.__dict__["step"] = step

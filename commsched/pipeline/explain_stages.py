@@ -27,8 +27,8 @@ from commsched.spatial.fuse import meta_state
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Parcel, Pending, SilentChannel
-from scheduler.ir.borders import Border
 from scheduler.ir.placements import Placement, Tiles, place
+from scheduler.ir.profile import Border
 
 
 @dataclass(frozen=True)

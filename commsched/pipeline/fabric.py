@@ -173,7 +173,7 @@ class ThreadWorld:
         self._lock = threading.Lock()
         self._aborted = False
         self._hubs: dict[str, ThreadHub] = {}
-        self._transports: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._transports: dict[tuple[str, tuple[int, ...]], list[comm_core.Transport]] = {}
 
     def fabric(self, rank: int) -> ThreadFabric:
         return ThreadFabric(self, rank)
@@ -184,11 +184,15 @@ class ThreadWorld:
             self._break()
             return hub
 
-    def transport_hub(self, name: str, ranks: tuple[int, ...]) -> Any:
+    def transports(self, name: str, ranks: tuple[int, ...]) -> list[comm_core.Transport]:
         with self._lock:
-            hub = self._transports.setdefault((name, ranks), comm_core.Hub(len(ranks)))
+            if (name, ranks) not in self._transports:
+                self._transports[name, ranks] = [
+                    comm_core.DirectTransport(channel, place, len(ranks))
+                    for place, channel in enumerate(comm_core.local_channels(len(ranks)))
+                ]
             self._break()
-            return hub
+            return self._transports[name, ranks]
 
     def abort(self) -> None:
         """Whoever waits for a message, now or later, gets an error."""
@@ -202,8 +206,8 @@ class ThreadWorld:
             for hub in self._hubs.values():
                 hub.broken.set()
             for transports in self._transports.values():
-                for rank in range(transports.size):
-                    transports.disconnect(rank)
+                for transport in transports:
+                    transport.abort("another rank has ended")
 
 
 class ThreadLane:
@@ -228,8 +232,7 @@ class ThreadFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         # A number per rank would differ between ranks: only lanes are made by all of them alike.
-        hub = self.world.transport_hub(f"{self._made} {name}", tuple(ranks))
-        transport = comm_core.HubTransport(hub, list(ranks).index(self.rank))
+        transport = self.world.transports(f"{self._made} {name}", tuple(ranks))[list(ranks).index(self.rank)]
         transport.set_timeout(self.timeout)
         return transport
 

@@ -101,7 +101,7 @@ class Scattered:
     def read(self, leaves: Sequence[Tensor]) -> None:
         """Takes the weights as they are."""
         for bucket, buffer in enumerate(self.weights):
-            comm_core.pack(self._views(bucket, leaves), buffer)
+            _pack(self._views(bucket, leaves), buffer)
 
     def _views(self, bucket: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -130,7 +130,7 @@ class Scattered:
             grad = grads[place]
             found[place] = torch.zeros_like(leaves[place]) if grad is None else grad
         parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
-        comm_core.pack(parts, self.grads[bucket])
+        _pack(parts, self.grads[bucket])
         with translated():
             self.engine.mark_ready(bucket)
 
@@ -226,3 +226,9 @@ def _add(lane: Lane, peers: Sequence[int], buffers: list[Tensor]) -> None:
         parts = [torch.empty_like(buffer) for buffer in buffers]
         lane.receive(peer, parts).wait()
         torch._foreach_add_(buffers, parts)
+
+
+@torch.no_grad()
+def _pack(parts: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy the vectors, one after the other, to the start of the buffer."""
+    torch.cat(list(parts), out=buffer[: sum(map(len, parts))])

@@ -22,9 +22,8 @@ from commsched.spatial.mesh import Mesh
 from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Channel, Parcel, SilentChannel
-from scheduler.ir.borders import Border
 from scheduler.ir.link import Link
-from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.pipelines.tile_step import predict
 
 Pair = tuple[float, float]

@@ -66,12 +66,12 @@ class Graph:
             raise ValueError(f"{path}: cannot be read ({error})") from None
         return parse_graph(text, str(path))
 
-    def profile(self, name: str, update_per_byte: float = 0.0) -> Profile:
+    def profile(self, name: str) -> Profile:
         """The nodes as layers, in the order in which they run."""
         order = self.order()
         try:
             layers = tuple(_layer(self.nodes[number]) for number in order)
-            return Profile(name, layers, update_per_byte, f"imported from {self.where}")
+            return Profile(name, layers, source=f"imported from {self.where}")
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from None
 
@@ -134,13 +134,6 @@ class Graph:
                 f"{self.where}: the edges of {', '.join(stuck[:8])} form a cycle; a graph must have none"
             )
         return done
-
-
-def read_graph(path: str | Path, update_per_byte: float = 0.0) -> Profile:
-    """Read a graph.txt as a profile; a ``ValueError`` names the file, the line, the field and the wrong
-    value.
-    """
-    return Graph.load(path).profile(Path(path).stem, update_per_byte)
 
 
 def parse_graph(text: str, where: str = "graph.txt") -> Graph:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -171,3 +172,12 @@ def _digest(content: Mapping[str, Any], without: frozenset[str]) -> str:
     """Sixteen hex digits that differ whenever the content differs."""
     hashed = {name: value for name, value in content.items() if name not in without}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_numbers(record: Any, where: str, *fields: str) -> None:
+    """Raise ``ValueError`` unless these fields are finite and at least 0; ``where`` names the record."""
+    for field in fields:
+        value = getattr(record, field)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{where}: {field} must be a finite number of at least 0, got {value!r}")

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.checks import check_numbers
-from scheduler.ir.codec import JsonFile
+from scheduler.ir.codec import JsonFile, check_numbers
 
 STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""

@@ -1,12 +1,11 @@
-"""Profiles of models: what was measured, per layer, in forward order."""
+"""Profiles of models, per layer in forward order: measured times and sizes; what tiles exchange."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from scheduler.ir.checks import check_numbers
-from scheduler.ir.codec import JsonFile
+from scheduler.ir.codec import JsonFile, check_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +73,17 @@ class Profile(JsonFile):
         """Seconds of one forward and backward."""
         return sum(layer.forward + layer.backward for layer in self.layers)
 
-    def scaled(self, time: float = 1.0, size: float = 1.0) -> Profile:
-        """The same model on a machine ``1/time`` as fast, with gradients ``size`` times as large (for example
-        0.5 for fp16).
-        """
-        layers = tuple(
-            replace(
-                layer,
-                forward=layer.forward * time,
-                backward=layer.backward * time,
-                weight_backward=layer.weight_backward * time,
-                bytes=round(layer.bytes * size),
-            )
-            for layer in self.layers
-        )
-        return replace(
-            self,
-            layers=layers,
-            update_per_byte=self.update_per_byte * time,
-            traffic_per_byte=self.traffic_per_byte * time,
-        )
+
+@dataclass(frozen=True)
+class Border:
+    """Bytes that a tile exchanges before a layer's forward and after its backward, and the ``share`` of the
+    layer's work (0 to 1) that needs or makes them.
+    """
+
+    forward: float
+    backward: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if not (self.forward >= 0 and self.backward >= 0 and 0 <= self.share <= 1):
+            raise ValueError(f"a border has bytes of at least 0 and a share from 0 to 1, got {self}")

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from scheduler.ir.actions import Action, Kind, format_actions, parse_actions
-from scheduler.ir.borders import Border
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.codec import JsonFile, register
 from scheduler.ir.layout import Layout, stages_in
+from scheduler.ir.profile import Border
 
 COMPUTE_LANE = "compute"
 LINK_LANE = "link"

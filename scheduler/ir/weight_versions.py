@@ -9,9 +9,6 @@ from scheduler.ir.actions import COMPUTE, Action, Kind
 from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.unroll import depth, unroll, version
 
-Use = tuple[int, int, int]
-"""Stage, micro-batch and period."""
-
 
 def delays(program: Program) -> tuple[int, ...]:
     """By stage, how many steps old the gradients are that a STEP applies, once the pipeline is full.
@@ -27,18 +24,6 @@ def delays(program: Program) -> tuple[int, ...]:
             if action.kind in (Kind.B, Kind.W) and action.stage is not None:
                 found[action.stage] = max(found[action.stage], -(action.version or 0))
     return tuple(found)
-
-
-def version_map(program: Program, periods: int) -> dict[Use, int]:
-    """The version that each (stage, micro-batch, period) computes with in a run of so many periods; version v
-    is the weights after v steps.
-    """
-    found: dict[Use, int] = {}
-    for lanes in unroll(program, periods):
-        for action in lanes[COMPUTE_LANE]:
-            if action.kind is Kind.F and action.stage is not None:
-                found[action.stage, action.index, action.shift] = version(action)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

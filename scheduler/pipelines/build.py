@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.borders import Border
 from scheduler.ir.buckets import MIB, Bucket, fuse_by_bytes
 from scheduler.ir.layout import Layout
 from scheduler.ir.placements import Placed, Placement, Samples, place
-from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.ir.program import Program
 from scheduler.ir.weight_versions import live
 from scheduler.pipelines.passes.mirrored import in_both_directions

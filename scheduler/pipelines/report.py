@@ -18,7 +18,7 @@ from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.weight_versions import delays
 from scheduler.simulate.durations import Wires
 from scheduler.simulate.lower_pipeline import lower_pipeline
-from scheduler.simulate.pipeline_memory import memory_by_rank
+from scheduler.simulate.memory import memory_by_rank
 from scheduler.simulate.simulator import Result, run
 from scheduler.simulate.task_graph import COMPUTE
 

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.borders import Border
 from scheduler.ir.buckets import ALIGNMENT, fuse_by_bytes
 from scheduler.ir.link import Links, named_link
-from scheduler.ir.profile import Profile
+from scheduler.ir.profile import Border, Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
 from scheduler.pipelines.passes.traffic_priority import largest_chunk, urgent_first
 from scheduler.simulate.durations import HALO_LANE
-from scheduler.simulate.lower_tiles import lower_tiles
+from scheduler.simulate.lower_data_parallel import lower_data_parallel
 from scheduler.simulate.simulator import simulate
 
 Borders = Sequence[Border | None]
@@ -44,7 +43,7 @@ def plan_tiles(
         ranks=ranks,
         borders=tuple(borders) or (None,) * len(profile.layers),
     )
-    order = urgent_first(lower_tiles(program, profile, link, ordered=False))
+    order = urgent_first(lower_data_parallel(program, profile, link, ordered=False))
     return replace(program, kernel=({**program.lanes(), LINK_LANE: order},))
 
 

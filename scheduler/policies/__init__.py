@@ -1,12 +1,15 @@
 """Policies: functions from a profile and a link to a program, by name.
 
-A policy is called as ``policy(profile, link, buckets=None, gather="gradients", **options)`` and returns a
-data-parallel ``Program``. A variant is a new function with a registry entry.
+    policies.plan(profile, link, "dear", gather="parameters", ranks=4)
+
+Each of the package's own is a module with a function of its name, which takes a ``Problem`` and returns a
+data-parallel ``Program``. A policy of a user's own is called as ``policy(profile, link, **options)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -14,40 +17,67 @@ from scheduler.ir.program import Program
 
 Policy = Callable[..., Program]
 
-# Modules by policy name; imported on first use, so that a plan by one policy does not pay for the others.
-_MODULES: dict[str, str] = {
-    name: f"scheduler.policies.{name}"
-    for name in ("sequential", "wfbp", "mgwfbp", "bytescheduler", "dear", "pipedap", "optimal")
-}
+# Imported on first use, so that a plan by one policy does not pay for the others.
+_OWN = ("sequential", "wfbp", "mgwfbp", "bytescheduler", "dear", "pipedap", "optimal")
+_ALL_REDUCE = {"wfbp", "mgwfbp", "bytescheduler"}  # no place between RS and AG for the update of shards
 _LIGHT = {"sequential", "wfbp", "mgwfbp"}  # plan without the search's kernels
 _ADDED: dict[str, Policy] = {}
 
 
-def names() -> list[str]:
-    """The names that ``get`` knows."""
-    return [*_MODULES, *_ADDED]
+def names(gather: str = "gradients") -> list[str]:
+    """Return the names that ``get`` knows; with ``gather="parameters"`` only policies that support it."""
+    known = [*_OWN, *_ADDED]
+    return [name for name in known if name not in _ALL_REDUCE] if gather == "parameters" else known
 
 
 def register(name: str, policy: Policy) -> None:
-    """Adds a policy of your own under a new name."""
-    if name in _MODULES or name in _ADDED:
+    """Add a policy of your own under a new name."""
+    if name in names():
         raise ValueError(f"policy {name!r} exists already; choose another name")
     _ADDED[name] = policy
 
 
 def needs_compiler(name: str) -> bool:
-    """Whether this policy, one of the package's own, loads the compiler of the search's kernels."""
-    return _key(name) in set(_MODULES) - _LIGHT
+    """Return whether this policy, one of the package's own, loads the compiler of the search's kernels."""
+    return _key(name) in set(_OWN) - _LIGHT
 
 
 def get(name: str) -> Policy:
-    """The policy of this name, in any case; a ``ValueError`` lists the names there are."""
+    """Return the policy of this name, in any case; a ``ValueError`` lists the names there are."""
     wanted = _key(name)
     if wanted in _ADDED:
         return _ADDED[wanted]
-    if wanted not in _MODULES:
+    if wanted not in _OWN:
         raise ValueError(f"there is no policy {name!r}; the policies are {', '.join(names())}")
-    return getattr(import_module(_MODULES[wanted]), wanted)
+    return _own(wanted)
+
+
+@cache
+def _own(name: str) -> Policy:
+    return partial(_plan_by_own, name)
+
+
+def _plan_by_own(
+    name: str,
+    profile: Any,
+    link: Any,
+    *,
+    gather: str = "gradients",
+    early_step: bool = False,
+    ranks: int = 2,
+    buckets: Any = None,
+    bucket_bytes: float | None = None,
+    **options: Any,
+) -> Program:
+    from scheduler.policies.problem import Problem
+
+    problem = Problem(profile, link, gather, early_step, ranks, buckets, bucket_bytes)
+    if name not in names(gather):
+        raise ValueError(
+            f"policy {name!r} all-reduces gradients, and gather='parameters' updates between RS and AG;"
+            " use sequential, dear, pipedap or optimal, or gather='gradients'"
+        )
+    return getattr(import_module(f"scheduler.policies.{name}"), name)(problem, **options)
 
 
 def _key(name: str) -> str:
@@ -55,5 +85,5 @@ def _key(name: str) -> str:
 
 
 def plan(profile: Any, link: Any, policy: str = "optimal", **options: Any) -> Program:
-    """A program by the policy of this name."""
+    """Return a program by the policy of this name."""
     return get(policy)(profile, link, **options)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
 
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import Bucket, fuse_by_bytes
-from scheduler.ir.link import Link
-from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import MIB, Problem
 
@@ -17,29 +14,19 @@ PARTS = (0.5 * MIB, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 *
 """Partition sizes to choose from; the authors tune theirs for each model and network."""
 
 
-def bytescheduler(
-    profile: Profile,
-    link: Link,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    bucket_bytes: float | None = None,
-    **step: Any,
-) -> Program:
+def bytescheduler(problem: Problem) -> Program:
     """Every layer by itself, in parts of ``bucket_bytes``: the best of ``PARTS`` unless told otherwise."""
-    problem = Problem(profile, link, **step)
-    problem.refuse_sharded("bytescheduler")
-    if buckets is not None:
-        choices = [problem.checked(buckets)]
+    if problem.buckets is not None:
+        choices = problem.candidates()
     else:
-        choices = [_parts(problem, part) for part in (PARTS if bucket_bytes is None else [bucket_bytes])]
+        parts = PARTS if problem.bucket_bytes is None else [problem.bucket_bytes]
+        choices = [
+            fuse_by_bytes(problem.profile.sizes, 1, part=part, groups=problem.groups) for part in parts
+        ]
     return problem.fastest(
         problem.program("bytescheduler", chosen, _by_priority(problem, chosen))
         for chosen in dict.fromkeys(choices)
     )
-
-
-def _parts(problem: Problem, part: float) -> tuple[Bucket, ...]:
-    return fuse_by_bytes(problem.profile.sizes, 1, part=part, groups=problem.groups)
 
 
 def _by_priority(problem: Problem, buckets: Sequence[Bucket]) -> list[Action]:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from scheduler.ir.actions import Action
 from scheduler.ir.buckets import Bucket
-from scheduler.ir.link import Link
-from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import Problem, all_gathers, backward_order, reduce_scatters
 
 
-def dear(
-    profile: Profile,
-    link: Link,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    bucket_bytes: float | None = None,
-    **step: Any,
-) -> Program:
+def dear(problem: Problem) -> Program:
     """Uses the best bucket size of ``LADDER`` unless ``buckets`` or ``bucket_bytes`` are given: the authors
     tune theirs too.
     """
-    problem = Problem(profile, link, **step)
     return problem.fastest(
-        problem.program("dear", chosen, decoupled(chosen))
-        for chosen in problem.candidates(buckets, bucket_bytes)
+        problem.program("dear", chosen, decoupled(chosen)) for chosen in problem.candidates()
     )
 
 

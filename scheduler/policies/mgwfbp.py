@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, in_backward_order
-from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import Problem, all_reduces, backward_order
 
 
-def mgwfbp(
-    profile: Profile,
-    link: Link,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    bucket_bytes: float | None = None,
-    **step: Any,
-) -> Program:
+def mgwfbp(problem: Problem) -> Program:
     """Chooses its buckets by the paper's condition unless told otherwise."""
-    problem = Problem(profile, link, **step)
-    problem.refuse_sharded("mgwfbp")
-    if buckets is not None or bucket_bytes is not None:
-        (chosen,) = problem.candidates(buckets, bucket_bytes)
+    if problem.has_buckets:
+        (chosen,) = problem.candidates()
     else:
         chosen = _merge(problem)
     return problem.program("mgwfbp", chosen, all_reduces(backward_order(chosen)))

@@ -16,19 +16,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from scheduler.ir.buckets import Bucket
-from scheduler.ir.link import Link
-from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
+from scheduler.policies.bytescheduler import bytescheduler
+from scheduler.policies.dear import dear
+from scheduler.policies.mgwfbp import mgwfbp
+from scheduler.policies.pipedap import pipedap
 from scheduler.policies.problem import Problem
 from scheduler.policies.search.bucket_search import BucketSearch, ordered
+from scheduler.policies.sequential import sequential
+from scheduler.policies.wfbp import wfbp
 
-DECOUPLED = ("dear", "pipedap", "sequential")
-OTHERS = (*DECOUPLED, "wfbp", "mgwfbp", "bytescheduler")
+DECOUPLED = (dear, pipedap, sequential)
+OTHERS = (*DECOUPLED, wfbp, mgwfbp, bytescheduler)
 
 BUDGET = 4_000_000
 """Jobs placed by the search of one plan; about half a second."""
@@ -43,30 +45,19 @@ NEARLY = 1.002
 """Plans that lose hardly more there keep reserves too; each bucket costs a little that is not modelled."""
 
 
-def optimal(
-    profile: Profile,
-    link: Link,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    bucket_bytes: float | None = None,
-    seed: int = 0,
-    budget: int = BUDGET,
-    max_buckets: int = 512,
-    **step: Any,
-) -> Program:
+def optimal(problem: Problem, seed: int = 0, budget: int = BUDGET, max_buckets: int = 512) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
-    With ``buckets`` or ``bucket_bytes`` only the order is searched.
+    Where the problem has buckets only the order is searched.
     """
-    problem = Problem(profile, link, **step)
+    profile = problem.profile
     others = [
-        _by_other(name, problem, buckets, bucket_bytes)
-        for name in (DECOUPLED if problem.gather == "parameters" else OTHERS)
+        _by_other(policy, problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)
     ]
 
     def searched(task: Problem, budget: int) -> Program:
-        if buckets is not None or bucket_bytes is not None:
-            (chosen,) = problem.candidates(buckets, bucket_bytes)
+        if problem.has_buckets:
+            (chosen,) = problem.candidates()
         elif profile.total_bytes:
             chosen = BucketSearch(task, max_buckets).run([other.buckets for other in others], seed, budget)
         else:
@@ -91,12 +82,6 @@ def _on_slower_link(problem: Problem, factor: float) -> Problem:
     return replace(problem, link=replace(link, alpha=link.alpha * factor, beta=link.beta * factor))
 
 
-def _by_other(
-    name: str, problem: Problem, buckets: Sequence[Bucket] | None, bucket_bytes: float | None
-) -> Program:
-    from scheduler.policies import get
-
-    other = get(name)(
-        problem.profile, problem.link, buckets=buckets, bucket_bytes=bucket_bytes, **problem.step
-    )
-    return problem.program("optimal", other.buckets, other.link, found_by=name)
+def _by_other(policy: Callable[[Problem], Program], problem: Problem) -> Program:
+    other = policy(problem)
+    return problem.program("optimal", other.buckets, other.link, found_by=other.policy)

@@ -10,32 +10,20 @@ after each move.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import Bucket
-from scheduler.ir.link import Link
-from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.dear import decoupled
 from scheduler.policies.problem import Problem, backward_order
 
 
-def pipedap(
-    profile: Profile,
-    link: Link,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    bucket_bytes: float | None = None,
-    **step: Any,
-) -> Program:
+def pipedap(problem: Problem) -> Program:
     """Uses the best bucket size of ``LADDER`` unless ``buckets`` or ``bucket_bytes`` are given."""
-    problem = Problem(profile, link, **step)
     return problem.fastest(
-        problem.program("pipedap", chosen, _order(problem, chosen))
-        for chosen in problem.candidates(buckets, bucket_bytes)
+        problem.program("pipedap", chosen, _order(problem, chosen)) for chosen in problem.candidates()
     )
 
 

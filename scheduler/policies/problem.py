@@ -23,13 +23,18 @@ LADDER = (None, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, FUSED, 50 * MIB, 1
 
 @dataclass(frozen=True)
 class Problem:
-    """A profile and a link, and how the step is done: what all-gathers move, and on how many ranks."""
+    """A profile and a link, and how the step is done: what all-gathers move, and on how many ranks.
+
+    ``buckets``: the caller's own; ``bucket_bytes``: the caller's size of each. By default policies choose.
+    """
 
     profile: Profile
     link: Link
     gather: str = "gradients"
     early_step: bool = False
     ranks: int = 2
+    buckets: Sequence[Bucket] | None = None
+    bucket_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in ("gradients", "parameters"):
@@ -49,6 +54,11 @@ class Problem:
         """Whether every AG must stand after the last RS: the update of the shards needs all gradients."""
         return self.gather == "parameters" and not self.early_step
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the caller has chosen the buckets or their size."""
+        return self.buckets is not None or self.bucket_bytes is not None
+
     @cached_property
     def groups(self) -> tuple[int, ...]:
         return tuple(layer.group for layer in self.profile.layers)
@@ -61,7 +71,7 @@ class Problem:
             return one_per_layer(self.profile.sizes, self.groups)
         return fuse_by_bytes(self.profile.sizes, limit, first, part, self.groups)
 
-    def checked(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    def _checked(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """Check the caller's buckets: they must cover this model, and hold one group each."""
         check_cover(buckets, self.profile.sizes)
         for number, bucket in enumerate(buckets):
@@ -73,17 +83,12 @@ class Problem:
                     )
         return tuple(buckets)
 
-    def candidates(
-        self,
-        buckets: Sequence[Bucket] | None,
-        bucket_bytes: float | None,
-        sizes: Sequence[float | None] = LADDER,
-    ) -> list[tuple[Bucket, ...]]:
+    def candidates(self, sizes: Sequence[float | None] = LADDER) -> list[tuple[Bucket, ...]]:
         """The caller's buckets, or those of the caller's size, or one set for each of ``sizes``."""
-        if buckets is not None:
-            return [self.checked(buckets)]
-        if bucket_bytes is not None:
-            return [self.fuse(bucket_bytes)]
+        if self.buckets is not None:
+            return [self._checked(self.buckets)]
+        if self.bucket_bytes is not None:
+            return [self.fuse(self.bucket_bytes)]
         return list(dict.fromkeys(self.fuse(size) for size in sizes))
 
     def model(self, buckets: Sequence[Bucket]) -> StepModel:
@@ -111,16 +116,6 @@ class Problem:
     def fastest(self, programs: Iterable[Program]) -> Program:
         """The program with the shortest period; of equals, the first."""
         return min(programs, key=self.period)
-
-    def refuse_sharded(self, policy: str) -> None:
-        """Raise for gather="parameters": an all-reduce has no place for the update of shards between RS and
-        AG.
-        """
-        if self.gather == "parameters":
-            raise ValueError(
-                f"policy {policy!r} all-reduces gradients, and gather='parameters' updates between RS and AG;"
-                " use sequential, dear, pipedap or optimal, or gather='gradients'"
-            )
 
 
 def backward_order(buckets: Sequence[Bucket]) -> list[int]:

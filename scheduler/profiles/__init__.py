@@ -1,35 +1,32 @@
-"""The profiles that come with commsched, by name. Each says in ``source`` how it was made (see
-``scheduler.profiles.flops``).
-"""
+"""The profiles that come with commsched, by name; ``flops`` computes their times from a FLOP model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from scheduler.ir.profile import Profile
-
-_FOLDER = Path(__file__).parent
+from scheduler.profiles.flops import MODELS
 
 
 def names() -> list[str]:
-    """The shipped profiles."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+    """Return the names of the shipped profiles."""
+    return sorted(MODELS)
 
 
 def shipped(name: str) -> Profile:
-    """The shipped profile of this name."""
-    if name not in names():
+    """Return the shipped profile of this name."""
+    if name not in MODELS:
         raise ValueError(f"there is no profile {name!r}; the shipped profiles are {', '.join(names())}")
-    return Profile.load(_FOLDER / f"{name}.json")
+    return MODELS[name]()
 
 
 def find(text: str) -> Profile:
-    """A profile by file (``.json``, or ``.txt`` for a graph.txt) or by shipped name."""
+    """Return a profile by file (``.json``, or ``.txt`` for a graph.txt) or by shipped name."""
     path = Path(text)
     if path.suffix == ".txt":
-        from scheduler.formats.graph_txt import read_graph
+        from scheduler.formats.graph_txt import Graph
 
-        return read_graph(path)
+        return Graph.load(path).profile(path.stem)
     if path.suffix == ".json" or path.exists():
         return Profile.load(path)
     return shipped(text)

@@ -1,7 +1,4 @@
-"""Layer times from a FLOP model: how the shipped profiles are made.
-
-    python -m scheduler.profiles.flops [FOLDER]        # writes resnet50.json, vgg16.json, ... (default:
-    scheduler/profiles)
+"""The shipped profiles: layer times from a FLOP model.
 
 Each operation takes the longer of its arithmetic at ``Device.flops`` and its memory traffic at
 ``Device.bandwidth``, plus one ``Device.launch``. The backward of a matrix product or convolution is an input
@@ -13,9 +10,7 @@ counts.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from scheduler.ir.profile import Layer, Profile
 
@@ -103,7 +98,7 @@ class Table:
 
     def profile(self, name: str, work: str) -> Profile:
         source = (
-            f"FLOP model (python -m scheduler.profiles.flops): {work}; {self.device.name};"
+            f"FLOP model (scheduler/profiles/flops.py): {work}; {self.device.name};"
             " optimizer time not counted"
         )
         return Profile(name, tuple(self.layers), 0.0, source)
@@ -239,13 +234,3 @@ def _attention(table: Table, batch: int, length: int, width: int, heads: int) ->
 
 
 MODELS = {make.__name__: make for make in (resnet50, vgg16, bert_base, gpt2, densenet201)}
-
-
-def main(arguments: list[str]) -> None:
-    folder = Path(arguments[0]) if arguments else Path(__file__).with_name("profiles")
-    for name, make in MODELS.items():
-        make().save(folder / f"{name}.json")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

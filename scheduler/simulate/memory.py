@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from scheduler.ir.actions import Kind
+from collections.abc import Iterator
+
+from scheduler.ir.actions import Action, Kind
+from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Program
-from scheduler.simulate.pipeline_memory import memory_by_rank
+from scheduler.ir.unroll import unroll
+from scheduler.ir.weight_versions import moments, settled
+from scheduler.simulate.stage_costs import Stage, stages_of
 
 
 def peak_memory(program: Program, profile: Profile) -> int:
@@ -31,3 +36,40 @@ def peak_memory(program: Program, profile: Profile) -> int:
             peak = max(peak, live)
             live -= layers[action.index].bytes
     return profile.total_bytes + peak
+
+
+def memory_by_rank(program: Program, profile: Profile) -> tuple[int, ...]:
+    """The peak bytes of each rank: all live weight versions, one gradient, and the activations between
+    forward and backward. Optimizer state and buffers of messages are not counted.
+    """
+    layout = program.layout
+    stages = stages_of(profile, layout)
+    lanes = unroll(program, settled(program), (COMPUTE_LANE,))
+    return tuple(
+        round(max(_bytes(layout, stages, rank, lanes[rank][COMPUTE_LANE]), default=0))
+        for rank in range(layout.world)
+    )
+
+
+def _bytes(
+    layout: Layout, stages: tuple[Stage, ...], rank: int, order: tuple[Action, ...]
+) -> Iterator[float]:
+    held = layout.held_by(rank)
+    runs = {stage: moments(order, stage) for stage in held}
+    resting = {stage: float(stage_bytes(stages[stage], 1, 0)) for stage in held}
+    for action in order:
+        if action.stage not in runs:
+            continue
+        cost, share = stages[action.stage], 1 / len(layout.ranks[action.stage])
+        moment = next(runs[action.stage])
+        working = cost.working * share if action.kind is Kind.B else 0.0
+        others = sum(size for stage, size in resting.items() if stage != action.stage)
+        yield others + working + stage_bytes(cost, moment.versions, moment.activations, share)
+        resting[action.stage] = stage_bytes(cost, moment.versions_after, moment.activations_after, share)
+
+
+def stage_bytes(stage: Stage, versions: int, activations: int, share: float = 1.0) -> float:
+    """Bytes of one stage on one rank for these numbers of weight versions and micro-batches, with the
+    gradient.
+    """
+    return stage.bytes * (versions + 1) + stage.kept * activations * share

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.validate import data_parallel, pipeline, tiles
-from scheduler.validate.engine import InvalidProgram, RuleSet, Violation, check
-from scheduler.validate.grid import grid
+from scheduler.validate import data_parallel, pipeline
+from scheduler.validate.engine import InvalidProgram, Violation, check, grid
 
 __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 
@@ -26,10 +25,5 @@ def validate(program: Program, profile: Profile | None = None) -> None:
 
 def violations(program: Program, profile: Profile | None = None) -> list[Violation]:
     """The violations of the first group of rules that the program breaks."""
-    return check(program, profile, _rules_for(program))
-
-
-def _rules_for(program: Program) -> RuleSet:
-    if program.pipeline is not None:
-        return pipeline.RULES
-    return tiles.RULES if program.borders else data_parallel.RULES
+    kind = data_parallel if program.pipeline is None else pipeline
+    return check(program, profile, kind.RULES)

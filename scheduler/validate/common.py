@@ -13,7 +13,7 @@ from scheduler.ir.endless_order import position
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
-from scheduler.simulate.lower import lower
+from scheduler.simulate.simulator import lower
 from scheduler.simulate.task_graph import EVERY_RANK
 from scheduler.validate.engine import Place, Rule, Violation, placed, violation
 

@@ -16,7 +16,7 @@ from scheduler.ir.endless_order import GRADIENTS, position
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program
 from scheduler.ir.weight_versions import live
-from scheduler.simulate.pipeline_memory import memory_by_rank
+from scheduler.simulate.memory import memory_by_rank
 from scheduler.validate.common import cover, deadlock, model, once, one_order, reduce_before_gather
 from scheduler.validate.engine import Place, RuleSet, Violation, placed, violation
 from scheduler.validate.pipeline_completeness import LANES, fits_layout, wanted

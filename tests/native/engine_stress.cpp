@@ -1,5 +1,7 @@
-// Runs engines of several ranks in one process, over the hub and over TCP, for the sanitizers to watch: random plans, marks
+// Runs engines of several ranks in one process, over sockets, for the sanitizers to watch: random plans, marks
 // from several threads, polls, delays, and every way to fail. Ends with status 1 at the first wrong number.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -12,7 +14,6 @@
 #include "engine/direct.h"
 #include "engine/engine.h"
 #include "engine/link_gate.h"
-#include "engine/hub_channel.h"
 #include "engine/ring.h"
 #include "engine/tcp_channel.h"
 
@@ -35,26 +36,45 @@ void on_ranks(int size, const std::function<void(int)>& call) {
   for (auto& thread : threads) thread.join();
 }
 
-Channels over_hub(int size, unsigned seed) {
-  auto hub = std::make_shared<Hub>(size);
-  Channels channels;
-  for (int rank = 0; rank < size; ++rank) {
-    hub->set_faults(rank, {0.0005, seed + rank + 1, -1, -1});
-    channels.push_back(std::make_shared<HubChannel>(hub, rank));
+Channels over_sockets(int size, unsigned) {
+  std::vector<std::vector<Connection>> rows(size);
+  for (auto& row : rows) row.resize(size);
+  for (int one = 0; one < size; ++one) {
+    for (int other = 0; other < one; ++other) {
+      int ends[2];
+      require(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "a pair of sockets");
+      rows[one][other].data = Socket(ends[0]);
+      rows[other][one].data = Socket(ends[1]);
+    }
   }
+  Channels channels;
+  for (int rank = 0; rank < size; ++rank) channels.push_back(std::make_shared<TcpChannel>(rank, std::move(rows[rank])));
   return channels;
 }
 
-Channels over_tcp(int size, unsigned) {
-  std::vector<std::unique_ptr<TcpMesh>> meshes;
-  std::vector<Address> addresses;
-  for (int rank = 0; rank < size; ++rank) {
-    meshes.push_back(std::make_unique<TcpMesh>(rank, size, "127.0.0.1"));
-    addresses.push_back(meshes.back()->address());
+// Waits up to half a millisecond before every message, so that messages of different ranks come in any order.
+class DelayedChannel : public Channel {
+ public:
+  DelayedChannel(std::shared_ptr<Channel> channel, unsigned seed) : channel_(std::move(channel)), random_(seed) {}
+
+  Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) override {
+    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
+    return channel_->isend(data, bytes, peer, tag);
   }
-  Channels channels(size);
-  const std::string token(32, 'x');
-  on_ranks(size, [&](int rank) { channels[rank] = std::make_shared<TcpChannel>(rank, meshes[rank]->join(addresses, token, 10, 25)); });
+  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override { return channel_->irecv(data, bytes, peer, tag); }
+  void wait(const Request& request) override { channel_->wait(request); }
+  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  int max_in_flight() const override { return channel_->max_in_flight(); }
+  void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
+
+ private:
+  const std::shared_ptr<Channel> channel_;
+  Random random_;  // used by the one thread that posts
+};
+
+Channels over_slow_sockets(int size, unsigned seed) {
+  Channels channels = over_sockets(size, seed);
+  for (auto& channel : channels) channel = std::make_shared<DelayedChannel>(channel, ++seed);
   return channels;
 }
 
@@ -150,18 +170,18 @@ void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps
     for (const PlanOp& op : job.plan) {  // in its order: an AG may stand before a later RS
       const size_t b = op.bucket;
       if (op.op != Op::RS || !job.updated[b]) continue;
-      engine->wait(op.bucket, Stage::reduced, {}, {});
+      engine->wait(op.bucket, Stage::reduced);
       const size_t shard = job.counts[b] / job.size;
       for (size_t i = rank * shard; i < (rank + 1) * shard; ++i) buffers.parameters[b][i] = buffers.gradients[b][i];
       engine->mark_updated(op.bucket);
     }
     for (size_t b = 0; b < job.counts.size(); ++b) {
-      while (b % 2 == 0 && !engine->done(static_cast<int>(b), Stage::gathered, {})) std::this_thread::yield();
-      engine->wait(static_cast<int>(b), Stage::gathered, {}, {});
+      while (b % 2 == 0 && !engine->done(static_cast<int>(b), Stage::gathered)) std::this_thread::yield();
+      engine->wait(static_cast<int>(b), Stage::gathered);
       check(job, job.updated[b] ? buffers.parameters[b] : buffers.gradients[b]);
     }
   }
-  engine->wait_all({});
+  engine->wait_all();
 }
 
 void run_random_job(Random& random, const std::function<Channels(int, unsigned)>& make_channels, bool ring) {
@@ -183,7 +203,7 @@ void run_waits_while_buckets_are_replaced() {
   const Job before{1, false, {100}, {false}, {{Op::RS, 0}, {Op::AG, 0}}};
   const Job after{1, false, {100, 100, 100}, {false, false, false}, {{Op::RS, 2}, {Op::AG, 2}}};
   Buffers first, second;
-  Engine engine(make_transport(over_hub(1, 1), 0, false, 256), 30);
+  Engine engine(make_transport(over_sockets(1, 1), 0, false, 256), 30);
   describe_buckets(engine, before, first);
   engine->install(before.plan);
   engine->begin_step();
@@ -193,7 +213,7 @@ void run_waits_while_buckets_are_replaced() {
     waiters.emplace_back([&] {
       ++waiting;
       try {
-        engine->wait(0, Stage::gathered, {}, 1);
+        engine->wait(0, Stage::gathered);
       } catch (const EngineError&) {  // it came too late: there is no such bucket for a moment
       }
     });
@@ -201,7 +221,7 @@ void run_waits_while_buckets_are_replaced() {
   while (waiting < kWaiters) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(2));
   engine->mark_ready(0);
-  engine->wait_all({});
+  engine->wait_all();
   engine->clear_buckets();
   describe_buckets(engine, after, second);  // more than before, so that the old ones' memory is given back
   engine->install(after.plan);
@@ -243,14 +263,14 @@ int main(int argc, char** argv) {
   LinkGate::of_process().record(true);
   for (int i = 0; i < rounds; ++i) {
     const std::jthread halos = i % 4 < 2 ? std::jthread(send_halos) : std::jthread();
-    run_random_job(random, over_hub, i % 2 == 1);
-    run_random_job(random, over_tcp, i % 2 == 1);
+    run_random_job(random, over_slow_sockets, i % 2 == 1);
+    run_random_job(random, over_sockets, i % 2 == 1);
   }
   for (bool ring : {false, true}) {
     const std::jthread halos(send_halos);
     for (Fault fault : {Fault::close, Fault::abort, Fault::vanish}) {
-      run_failing_job(over_tcp, fault, ring);
-      run_failing_job(over_hub, fault, ring);
+      run_failing_job(over_sockets, fault, ring);
+      run_failing_job(over_slow_sockets, fault, ring);
     }
   }
   for (int i = 0; i < 10 * rounds; ++i) run_waits_while_buckets_are_replaced();

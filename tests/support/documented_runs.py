@@ -35,7 +35,6 @@ NOT_RUN = {
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",
     r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/dnn_bench/test_gpu_figures.py runs it on the CPU",
     r"python -m tests\.support\.unsteady": "runs the whole suite",
-    r"python -m scheduler\.profiles\.flops$": "writes the files that the package ships",
     r".* --peer --model bert_tiny .*--schedule interleaved --depth 4": "torch's own fails, as the page says",
 }
 QUICK = (

@@ -1,4 +1,4 @@
-"""Several engines in one process, one thread per rank, over a hub."""
+"""Several engines in one process, one thread per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from comm_core import Engine, Hub, HubTransport
+from comm_core import DirectTransport, Engine, RingTransport, local_channels
 
 T = TypeVar("T")
 
@@ -21,19 +21,22 @@ def on_ranks(size: int, call: Callable[[int], T]) -> list[T]:
 
 
 @contextmanager
-def hub_engines(
-    hub: Hub,
+def local_engines(
+    size: int,
     timeout: float | Sequence[float] = 200.0,
     segment_bytes: int = 64,
     depth: int = 2,
     ring: bool = False,
 ) -> Iterator[list[Engine]]:
-    """An engine per rank of `hub`, with one time-out or one for each; small segments by default, so that
-    small buckets have many.
+    """An engine for each of `size` ranks, with one time-out or one for each; small segments by default, so
+    that small buckets have many.
     """
-    transports = [HubTransport(hub, rank, segment_bytes, depth, ring) for rank in range(hub.size)]
-    timeouts = timeout if isinstance(timeout, Sequence) else [timeout] * hub.size
-    engines = [Engine(transports[rank], rank, hub.size, timeouts[rank]) for rank in range(hub.size)]
+    kind = RingTransport if ring else DirectTransport
+    timeouts = timeout if isinstance(timeout, Sequence) else [timeout] * size
+    engines = [
+        Engine(kind(channel, rank, size, segment_bytes, depth), rank, size, timeouts[rank])
+        for rank, channel in enumerate(local_channels(size))
+    ]
     try:
         yield engines
     finally:

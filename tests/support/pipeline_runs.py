@@ -18,9 +18,9 @@ from torch.func import functional_call
 from commsched.pipeline import Pipeline, ThreadWorld
 from commsched.pipeline.rows import border, cut
 from scheduler.ir.program import Program
-from scheduler.ir.weight_versions import version_map
 from tests.support.rounding import rounding
 from tests.support.thread_ranks import run_threads
+from tests.support.version_map import version_map
 
 Batch = tuple[Any, Any]
 Weights = dict[str, Tensor]

@@ -133,19 +133,18 @@ const EngineCore::Bucket& EngineCore::staged(int bucket, Stage stage) const {
   return b;
 }
 
-bool EngineCore::done(int bucket, Stage stage, std::optional<int64_t> step) const {
+bool EngineCore::done(int bucket, Stage stage) const {
   const Lock lock(mutex_);
   const Bucket& b = staged(bucket, stage);
-  if ((stage == Stage::reduced ? b.reduced : b.gathered) >= step.value_or(begun_)) return true;
+  if ((stage == Stage::reduced ? b.reduced : b.gathered) >= begun_) return true;
   throw_if_failed();
   return false;
 }
 
-void EngineCore::wait(int bucket, Stage stage, std::optional<double> timeout, std::optional<int64_t> step) {
+void EngineCore::wait(int bucket, Stage stage) {
   Lock lock(mutex_);
   staged(bucket, stage);
-  const int64_t wanted = step.value_or(begun_);
-  if (wanted > begun_) throw usage("step " + std::to_string(wanted) + " has not begun");
+  const int64_t wanted = begun_;
   // Do not look up `bucket` again after waiting: another thread may replace the buckets once the step has finished.
   const auto reached = [&] {
     return finished_ >= wanted || (stage == Stage::reduced ? buckets_[bucket].reduced : buckets_[bucket].gathered) >= wanted;
@@ -153,32 +152,30 @@ void EngineCore::wait(int bucket, Stage stage, std::optional<double> timeout, st
   // A bucket that arrived stays readable after a failure: its flags may say why the others gave up.
   if (reached()) return;
   throw_if_failed();
-  wait_until(lock, reached, timeout,
+  wait_until(lock, reached,
              (stage == Stage::reduced ? "RS of bucket " : "AG of bucket ") + name(bucket) + in_step(wanted));
 }
 
-void EngineCore::wait_all(std::optional<double> timeout) {
+void EngineCore::wait_all() {
   Lock lock(mutex_);
   throw_if_failed();
   const int64_t wanted = begun_;
-  wait_until(lock, [&] { return finished_ >= wanted; }, timeout, "the end of step " + std::to_string(wanted));
+  wait_until(lock, [&] { return finished_ >= wanted; }, "the end of step " + std::to_string(wanted));
 }
 
-// Without a limit from the caller, a wait ends when nothing has happened for the engine's time-out. While the transport is
-// busy its own time-out applies, whose error names the peer.
+// While the transport is busy its own time-out applies, whose error names the peer.
 Deadline EngineCore::patience(Clock::time_point since) const {
   if (busy_ && transport_->keeps_time()) return Clock::now() + to_duration(1e9);
   return std::max(since, progress_) + to_duration(timeout_);
 }
 
-void EngineCore::wait_until(Lock& lock, const Condition& reached, std::optional<double> timeout, const std::string& what) {
+void EngineCore::wait_until(Lock& lock, const Condition& reached, const std::string& what) {
   const Clock::time_point start = Clock::now();
   while (!reached()) {
     throw_if_failed();  // before the wait, not after it: results that arrived before the failure are valid
-    const Deadline deadline = timeout ? start + to_duration(*timeout) : patience(start);
+    const Deadline deadline = patience(start);
     if (Clock::now() >= deadline) {
       const EngineError error = stuck(what);
-      if (timeout) throw error;
       lock.unlock();
       fail(error);
       throw error;

@@ -31,9 +31,10 @@ class EngineCore {
   void mark_updated(int bucket);
 
   enum class Stage { reduced, gathered };
-  bool done(int bucket, Stage stage, std::optional<int64_t> step) const;
-  void wait(int bucket, Stage stage, std::optional<double> timeout, std::optional<int64_t> step);
-  void wait_all(std::optional<double> timeout);
+  // Of the step begun last. The waits fail once nothing has happened for the engine's time-out.
+  bool done(int bucket, Stage stage) const;
+  void wait(int bucket, Stage stage);
+  void wait_all();
 
   void fail(EngineError error);
   void stop();                        // the thread ends as soon as it can
@@ -71,7 +72,7 @@ class EngineCore {
   void throw_if_failed() const;
   void check_idle(const char* what) const;
   void check_plan(const std::vector<PlanOp>& plan) const;
-  void wait_until(Lock& lock, const Condition& reached, std::optional<double> timeout, const std::string& what);
+  void wait_until(Lock& lock, const Condition& reached, const std::string& what);
   Deadline patience(Clock::time_point since) const;
   EngineError stuck(const std::string& what) const;
   std::string name(int bucket) const;

@@ -1,8 +1,38 @@
 // The engine's thread: runs one operation after the other, in the order of the plan.
 #include "engine.h"
-#include "scheduling.h"
+
+#ifdef __linux__
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace commsched {
+namespace {
+
+// Requests short time slices with low latency. The engine's thread runs for microseconds at a time, and the link is idle while
+// the thread waits for a core that computes. Does nothing on kernels without this setting.
+void prefer_short_turns() noexcept {
+#ifdef __linux__
+  // The first version of the kernel's struct sched_attr, which only some C libraries declare.
+  struct {
+    uint32_t size;
+    uint32_t policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime;  // time slice in nanoseconds, for ordinary threads since Linux 6.12
+    uint64_t deadline;
+    uint64_t period;
+  } attributes{};
+  attributes.size = sizeof(attributes);
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 || attributes.policy != SCHED_OTHER) return;
+  attributes.runtime = 100'000;
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
+}
+
+}  // namespace
 
 void EngineCore::run() {
   prefer_short_turns();
@@ -27,7 +57,6 @@ bool EngineCore::run_step(Lock& lock, int64_t step) {
 }
 
 bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
-  if (tag.op == Op::UPDATE) return true;  // the AG waits for it
   awaited_ = tag.bucket;
   thread_wakes_.wait(lock, [&] { return may_start(tag) || stopping_ || error_; });
   awaited_ = -1;

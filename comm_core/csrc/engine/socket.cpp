@@ -1,9 +1,6 @@
 #include "socket.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cmath>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -47,8 +43,6 @@ struct Registry {
 
 [[maybe_unused]] const Registry& at_load = Registry::get();  // forks are counted from here on
 
-constexpr int kProbes = 4;  // unanswered ones after which a host is lost
-
 }  // namespace
 
 uint64_t forks() noexcept { return fork_count; }
@@ -68,37 +62,15 @@ Socket& Socket::operator=(Socket&& other) noexcept {
   return *this;
 }
 
-int Socket::release() {
-  const int fd = std::exchange(fd_, -1);
-  if (fd < 0) return fd;
-  Registry& registry = Registry::get();
-  const std::lock_guard lock(registry.mutex);
-  registry.open.erase(std::remove(registry.open.begin(), registry.open.end(), fd), registry.open.end());
-  return fd;
-}
-
 void Socket::close() {
-  const int fd = release();
-  if (fd >= 0) ::close(fd);
-}
-
-void set_keepalive(int fd, double seconds) {
-  const int on = 1, probes = kProbes;
-  const int interval = std::max(1, static_cast<int>(std::lround(seconds / (kProbes + 1))));
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &interval, sizeof(interval));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
-}
-
-std::string peer_address(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof(address);
-  char text[INET6_ADDRSTRLEN] = {};
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return "an unknown address";
-  const void* raw = address.ss_family == AF_INET6 ? static_cast<void*>(&reinterpret_cast<sockaddr_in6*>(&address)->sin6_addr)
-                                                  : &reinterpret_cast<sockaddr_in*>(&address)->sin_addr;
-  return inet_ntop(address.ss_family, raw, text, sizeof(text)) != nullptr ? text : "an unknown address";
+  const int fd = std::exchange(fd_, -1);
+  if (fd < 0) return;
+  Registry& registry = Registry::get();
+  {
+    const std::lock_guard lock(registry.mutex);
+    registry.open.erase(std::remove(registry.open.begin(), registry.open.end(), fd), registry.open.end());
+  }
+  ::close(fd);
 }
 
 std::string lost_host(int fd, const std::string& address) {

@@ -19,7 +19,6 @@ class Socket {
 
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int release();  // gives the descriptor to the caller, in forked children too
   void close();
 
  private:
@@ -38,13 +37,6 @@ class Owned {
  private:
   uint64_t born_ = forks();
 };
-
-// Turns on TCP keepalive so that an idle connection fails after about `seconds` without an answer from the other kernel. Works
-// only on connections without data: keepalive probes stop while bytes are unacknowledged or the receiver's window is full.
-void set_keepalive(int fd, double seconds);
-
-// The address of the other end, "an unknown address" where there is none.
-std::string peer_address(int fd);
 
 // The error of a keepalive connection that poll() reports, if the other host is lost; "" if the connection ended in another
 // way, which the data connection reports better. Clears the error of the socket.

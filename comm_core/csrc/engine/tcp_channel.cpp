@@ -262,15 +262,11 @@ void TcpChannel::wait(const Request& request) {
     check_hosts();
     if (Clock::now() >= deadline) {
       culprit_ = request.peer;
-      throw late(request);
+      throw EngineError(ErrorKind::timeout,
+                        std::string("nothing ") + (request.is_send ? "could be sent to " : "came from ") + rank_name(request.peer),
+                        request.peer);
     }
   }
-}
-
-EngineError TcpChannel::late(const Request& request) const {
-  return EngineError(ErrorKind::timeout,
-                     std::string("nothing ") + (request.is_send ? "could be sent to " : "came from ") + rank_name(request.peer),
-                     request.peer);
 }
 
 void TcpChannel::abort(const std::string& reason) noexcept {

@@ -1,5 +1,5 @@
-// Messages over the connections of a TcpMesh. The waiting thread itself moves the bytes: straight between the sockets and the
-// buffers that were posted, many messages per system call, with no thread in between.
+// Messages over sockets. The waiting thread itself moves the bytes: straight between the sockets and the buffers that were
+// posted, many messages per system call, with no thread in between.
 #pragma once
 
 #include <poll.h>
@@ -11,12 +11,21 @@
 #include <vector>
 
 #include "channel.h"
-#include "tcp_mesh.h"
+#include "socket.h"
 
 namespace commsched {
 
+// The connections to one other rank. `keepalive` never carries data, so it shows whether the other host answers even while
+// bytes in `data` wait for a rank that computes for minutes. Without it only the end of the other process is noticed.
+struct Connection {
+  Socket data;
+  Socket keepalive;
+  std::string host;  // the other end's address
+};
+
 class TcpChannel : public Channel {
  public:
+  // One connection for each rank; that of this rank is empty.
   TcpChannel(int rank, std::vector<Connection> connections);
   ~TcpChannel() override;
 
@@ -78,7 +87,6 @@ class TcpChannel : public Channel {
   [[noreturn]] void lose(int peer, const std::string& why);
   [[noreturn]] void hear_farewell(int peer, const Header& header);
   void say_farewell(const std::string& reason) noexcept;
-  EngineError late(const Request& request) const;
 
   const int rank_;
   Clock::duration timeout_ = to_duration(300);

@@ -1,5 +1,5 @@
-// The engine's vocabulary. Plain C++: the engine, the exchanges and the hub must build without torch and Python, so that
-// one small test program can run them under the sanitizers.
+// The engine's vocabulary. Plain C++: the engine and the exchanges must build without torch and Python, so that one small test
+// program can run them under the sanitizers.
 #pragma once
 
 #include <chrono>
@@ -28,11 +28,11 @@ constexpr const char* dtype_name(DType type) {
   return names[static_cast<int>(type)];
 }
 
-// RS reduce-scatter, AG all-gather, AR both. UPDATE marks the place of the caller's shard update; the engine skips it.
-enum class Op : uint8_t { RS, AG, AR, UPDATE };
+// RS reduce-scatter, AG all-gather, AR both.
+enum class Op : uint8_t { RS, AG, AR };
 
 constexpr const char* op_name(Op op) {
-  constexpr const char* names[] = {"RS", "AG", "AR", "UPDATE"};
+  constexpr const char* names[] = {"RS", "AG", "AR"};
   return names[static_cast<int>(op)];
 }
 

@@ -1,6 +1,4 @@
 // Python's view of the engine, its channels and its transports.
-#include "bindings_engine.h"
-
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,7 +6,6 @@
 #include "dtypes.h"
 #include "engine/direct.h"
 #include "engine/engine.h"
-#include "engine/hub_channel.h"
 #include "engine/ring.h"
 #include "engine/tcp_channel.h"
 #include "python_transport.h"
@@ -20,7 +17,6 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using Stage = EngineCore::Stage;
 constexpr size_t kSegmentBytes = 256 << 10;
 constexpr int kDepth = 4;
-constexpr double kHostTimeout = 25;
 
 c10::intrusive_ptr<c10d::Backend> as_backend(const py::object& object) {
   try {
@@ -70,20 +66,19 @@ std::vector<PlanOp> as_plan(const std::vector<std::pair<std::string, int>>& item
   std::vector<PlanOp> plan;
   for (const auto& [text, bucket] : items) {
     bool known = false;
-    for (Op op : {Op::RS, Op::AG, Op::AR, Op::UPDATE}) {
+    for (Op op : {Op::RS, Op::AG, Op::AR}) {
       if (text != op_name(op)) continue;
       plan.push_back({op, bucket});
       known = true;
     }
-    if (!known) throw EngineError(ErrorKind::usage, "a plan is made of RS, AG, AR and UPDATE, not of '" + text + "'");
+    if (!known) throw EngineError(ErrorKind::usage, "a plan is made of RS, AG and AR, not of '" + text + "'");
   }
   return plan;
 }
 
-// One operation outside of any engine, for measuring and tests.
-void run_alone(Transport& transport, Op op, const at::Tensor& tensor, const py::object& wire_dtype, double prescale,
-               double postscale, int64_t step) {
-  const BucketSpec spec = make_spec(tensor, std::nullopt, wire_dtype, prescale, postscale, false, "alone");
+// One operation outside of any engine, for measuring and for values that no bucket holds.
+void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double postscale, int64_t step) {
+  const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone");
   if (spec.count % transport.size() != 0) {
     throw EngineError(ErrorKind::usage, "the number of elements must divide by the number of ranks");
   }
@@ -95,22 +90,10 @@ void run_alone(Transport& transport, Op op, const at::Tensor& tensor, const py::
   if (op == Op::AR) transport.all_reduce(spec, tag);
 }
 
-void def_alone(py::class_<Transport, std::shared_ptr<Transport>>& type, const char* name, Op op) {
-  type.def(
-      name,
-      [op](Transport& t, const at::Tensor& tensor, const py::object& wire_dtype, double prescale, double postscale,
-           int64_t step) { run_alone(t, op, tensor, wire_dtype, prescale, postscale, step); },
-      py::arg("tensor"), py::arg("wire_dtype") = py::none(), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
-      py::arg("step") = 0);
-}
-
-using Addresses = std::vector<std::pair<std::string, int>>;
-
-std::vector<Connection> join(TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout_seconds,
-                             double host_timeout_seconds) {
-  std::vector<Address> others;
-  for (const auto& [host, port] : addresses) others.push_back({host, port});
-  return mesh.join(others, token, timeout_seconds, host_timeout_seconds);
+std::shared_ptr<TcpChannel> make_tcp_channel(int rank, const std::vector<std::tuple<int, int, std::string>>& descriptors) {
+  std::vector<Connection> connections;
+  for (const auto& [data, keepalive, host] : descriptors) connections.push_back({Socket(data), Socket(keepalive), host});
+  return std::make_shared<TcpChannel>(rank, std::move(connections));
 }
 
 void bind_channels(py::module_& m) {
@@ -118,29 +101,8 @@ void bind_channels(py::module_& m) {
   py::class_<C10dChannel, Channel, std::shared_ptr<C10dChannel>>(m, "C10dChannel")
       .def(py::init([](const py::object& backend) { return std::make_shared<C10dChannel>(as_backend(backend)); }),
            py::arg("backend"));
-  py::class_<TcpChannel, Channel, std::shared_ptr<TcpChannel>>(m, "TcpChannel");
-  py::class_<TcpMesh>(m, "TcpMesh")
-      .def(py::init<int, int, const std::string&>(), py::arg("rank"), py::arg("size"), py::arg("host"))
-      .def_property_readonly("host", [](const TcpMesh& mesh) { return mesh.address().host; })
-      .def_property_readonly("port", [](const TcpMesh& mesh) { return mesh.address().port; })
-      .def(
-          "join",
-          [](TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout, double host_timeout) {
-            return std::make_shared<TcpChannel>(mesh.rank(), join(mesh, addresses, token, timeout, host_timeout));
-          },
-          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0,
-          py::arg("host_timeout_seconds") = kHostTimeout, NoGil())
-      .def(
-          "connect",
-          [](TcpMesh& mesh, const Addresses& addresses, const std::string& token, double timeout, double host_timeout) {
-            std::vector<std::pair<int, int>> descriptors;
-            for (Connection& one : join(mesh, addresses, token, timeout, host_timeout)) {
-              descriptors.emplace_back(one.data.release(), one.keepalive.release());
-            }
-            return descriptors;
-          },
-          py::arg("addresses"), py::arg("token"), py::arg("timeout_seconds") = 300.0,
-          py::arg("host_timeout_seconds") = kHostTimeout, NoGil());
+  py::class_<TcpChannel, Channel, std::shared_ptr<TcpChannel>>(m, "TcpChannel")
+      .def(py::init(&make_tcp_channel), py::arg("rank"), py::arg("connections"));
   m.def(
       "abort_message",
       [](const py::object& work) {
@@ -149,24 +111,7 @@ void bind_channels(py::module_& m) {
         message->abort();
       },
       py::arg("work"));
-  m.attr("HOST_TIMEOUT") = kHostTimeout;
-  m.def("set_keepalive", &set_keepalive, py::arg("descriptor"), py::arg("seconds"));
-  m.def("peer_address", &peer_address, py::arg("descriptor"));
   m.def("lost_host", &lost_host, py::arg("descriptor"), py::arg("address"));
-  py::class_<HubChannel, Channel, std::shared_ptr<HubChannel>>(m, "HubChannel");
-  py::class_<Hub, std::shared_ptr<Hub>>(m, "Hub")
-      .def(py::init<int>(), py::arg("size"))
-      .def_property_readonly("size", &Hub::size)
-      .def("channel", [](std::shared_ptr<Hub> hub, int rank) { return std::make_shared<HubChannel>(hub, rank); },
-           py::arg("rank"))
-      .def("disconnect", &Hub::disconnect, py::arg("rank"), NoGil())
-      .def(
-          "set_faults",
-          [](Hub& hub, int rank, double delay, uint64_t seed, int64_t drop_after, int64_t disconnect_after) {
-            hub.set_faults(rank, {delay, seed, drop_after, disconnect_after});
-          },
-          py::arg("rank"), py::arg("delay_seconds") = 0.0, py::arg("seed") = 0, py::arg("drop_after") = -1,
-          py::arg("disconnect_after") = -1, NoGil());
 }
 
 template <typename T>
@@ -185,9 +130,14 @@ void bind_transports(py::module_& m) {
       .def_property_readonly("size", &Transport::size)
       .def("set_timeout", &Transport::set_timeout, py::arg("seconds"), NoGil())
       .def("abort", &Transport::abort, py::arg("reason"), NoGil());
-  def_alone(transport, "reduce_scatter", Op::RS);
-  def_alone(transport, "all_gather", Op::AG);
-  def_alone(transport, "all_reduce", Op::AR);
+  for (const auto& [name, op] : {std::pair("reduce_scatter", Op::RS), {"all_gather", Op::AG}, {"all_reduce", Op::AR}}) {
+    transport.def(
+        name,
+        [op = op](Transport& t, const at::Tensor& tensor, double postscale, int64_t step) {
+          run_alone(t, op, tensor, postscale, step);
+        },
+        py::arg("tensor"), py::arg("postscale") = 1.0, py::arg("step") = 0);
+  }
   bind_exchange<DirectTransport>(m, "DirectTransport");
   bind_exchange<RingTransport>(m, "RingTransport");
   py::class_<PythonTransport, Transport, std::shared_ptr<PythonTransport>>(m, "PythonTransport")
@@ -214,20 +164,13 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, int ra
 }
 
 void bind_marks_and_waits(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
-  using OptionalStep = std::optional<int64_t>;
-  using OptionalTime = std::optional<double>;
   engine.def("begin_step", [](Engine& e) { return e->begin_step(); }, NoGil())
       .def("mark_ready", [](Engine& e, int bucket) { e->mark_ready(bucket); }, py::arg("bucket"), NoGil())
       .def("mark_updated", [](Engine& e, int bucket) { e->mark_updated(bucket); }, py::arg("bucket"), NoGil())
-      .def("rs_done", [](Engine& e, int b, OptionalStep s) { return e->done(b, Stage::reduced, s); }, py::arg("bucket"),
-           py::arg("step") = py::none(), NoGil())
-      .def("ag_done", [](Engine& e, int b, OptionalStep s) { return e->done(b, Stage::gathered, s); }, py::arg("bucket"),
-           py::arg("step") = py::none(), NoGil())
-      .def("wait_rs", [](Engine& e, int b, OptionalTime t, OptionalStep s) { e->wait(b, Stage::reduced, t, s); },
-           py::arg("bucket"), py::arg("timeout") = py::none(), py::arg("step") = py::none(), NoGil())
-      .def("wait_ag", [](Engine& e, int b, OptionalTime t, OptionalStep s) { e->wait(b, Stage::gathered, t, s); },
-           py::arg("bucket"), py::arg("timeout") = py::none(), py::arg("step") = py::none(), NoGil())
-      .def("wait_all", [](Engine& e, OptionalTime t) { e->wait_all(t); }, py::arg("timeout") = py::none(), NoGil());
+      .def("ag_done", [](Engine& e, int b) { return e->done(b, Stage::gathered); }, py::arg("bucket"), NoGil())
+      .def("wait_rs", [](Engine& e, int b) { e->wait(b, Stage::reduced); }, py::arg("bucket"), NoGil())
+      .def("wait_ag", [](Engine& e, int b) { e->wait(b, Stage::gathered); }, py::arg("bucket"), NoGil())
+      .def("wait_all", [](Engine& e) { e->wait_all(); }, NoGil());
 }
 
 void bind_the_engine(py::module_& m) {

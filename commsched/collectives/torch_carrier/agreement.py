@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from commsched.collectives.collective import ReduceOp
+from commsched.collectives.carrier import ReduceOp
 
 Request = Mapping[str, Any]
 _ZEROS_ARE_NEUTRAL = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.ADASUM)

@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier.rank_group import RankGroup
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commsched.collectives.collective import Collective, ReduceOp
+from commsched.collectives.carrier import Collective, ReduceOp
 from commsched.errors import CommError
 
 _REDUCIBLE = {

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.carrier import Built, Carrier, OperationNames
-from commsched.collectives.collective import Collective
+from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
 from commsched.collectives.torch_carrier.argument_checks import check, row_splits
 from commsched.collectives.torch_carrier.operation import Operation
 from commsched.collectives.torch_carrier.operation_queue import OperationQueue

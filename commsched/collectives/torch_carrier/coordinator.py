@@ -1,4 +1,4 @@
-"""Rank 0's coordinator thread and every rank's connections to it: authenticated JSON messages over TCP.
+"""Rank 0's coordinator thread and every rank's connections to it: JSON messages over TCP.
 
 Each rank has two connections. The one for messages breaks at once when the rank dies, whatever it was doing.
 The other one carries no messages and shows by keepalives that the rank's host still answers.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from comm_core import Host, close_in_children
+from torch.distributed import PrefixStore
+
+from comm_core import Host, TcpConnection, close_in_children, tcp_connections
 from commsched.collectives.torch_carrier.negotiation import Message, Negotiator, Reply
 from commsched.env import settings
 from commsched.errors import CommError
@@ -34,25 +35,18 @@ class HostLost(OSError):
 class RankConnection:
     """One end of the two connections between a rank and the coordinator.
 
-    `keepalive` carries no messages: unread bytes would hide whether the other host still answers.
+    The keepalive connection carries no messages: unread bytes would hide whether the other host still
+    answers. Rank 0 needs none to its own coordinator.
     """
 
-    def __init__(self, messages: Connection, keepalive: Connection) -> None:
-        self.messages, self.keepalive = close_in_children(messages), close_in_children(keepalive)
-        self._host = Host(keepalive, settings().host_timeout)
-        self._watched = [messages, keepalive]
-        with _as_socket(messages) as handle:
-            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, messages: Connection, host: Host | None = None) -> None:
+        self.messages, self._host = close_in_children(messages), host
+        self.keepalive: socket.socket | None = host.keepalive if host else None
+        self._watched = [end for end in (self.messages, self.keepalive) if end is not None]
 
     @classmethod
-    def open(cls, address: tuple[str, int], key: bytes, rank: int) -> RankConnection:
-        """Connect a rank to the coordinator at `address`."""
-        ends = []
-        for keepalive in (False, True):
-            connection = Client(address, "AF_INET", authkey=key)
-            send(connection, {"rank": rank, "keepalive": keepalive})
-            ends.append(connection)
-        return cls(*ends)
+    def over(cls, connection: TcpConnection) -> RankConnection:
+        return cls(Connection(connection.data.detach()), connection.host)
 
     def receive(self) -> Any:
         """Wait for the next message; ``EOFError`` or ``OSError`` if the other process has ended."""
@@ -68,7 +62,7 @@ class RankConnection:
 
         Returns if the other process has ended instead: then `messages` ends, too.
         """
-        lost = self._host.lost()
+        lost = self._host.lost() if self._host is not None else ""
         if lost:
             raise HostLost(lost)
 
@@ -79,37 +73,30 @@ class RankConnection:
 
     def close(self) -> None:
         self.messages.close()
-        self.keepalive.close()
+        if self.keepalive is not None:
+            self.keepalive.close()
 
 
 def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
-    """Connect this rank to the coordinator; rank 0 starts the coordinator first and gets it, too."""
-    coordinator = None
-    if meeting.launch.rank == 0:
-        token = secrets.token_bytes(16)
-        listener = socket.create_server((meeting.address, 0), backlog=2 * meeting.launch.size)
-        address = listener.getsockname()
-        coordinator = Coordinator(listener, token, meeting.launch.size, settings().timeout)
-        coordinator.start()
-        meeting.store.set("coordinator", json.dumps([*address, token.hex()]))
-    host, port = "an address still unknown", 0
+    """Connect this rank to the coordinator; rank 0 starts the coordinator and gets it, too."""
+    rank, size, patience = meeting.launch.rank, meeting.launch.size, settings().timeout
+    store = PrefixStore("coordinator", meeting.store)
     try:
-        host, port, key = json.loads(meeting.store.get("coordinator"))
-        connection = RankConnection.open((host, port), bytes.fromhex(key), meeting.launch.rank)
-        if not connection.messages.poll(settings().timeout):
-            raise CommError(
-                f"rank {meeting.launch.rank} reached rank 0 ({host}, port {port}), but not every rank "
-                f"connected within {settings().timeout:g} s (COMMSCHED_TIMEOUT)"
-            )
-        connection.receive()
-    except CommError:
-        raise
-    except (OSError, EOFError, RuntimeError) as error:  # the store's own errors are RuntimeError
+        connections = tcp_connections(
+            store, rank, size, meeting.address, patience, settings().host_timeout, star=True
+        )
+    except RuntimeError as error:  # also the store's own errors
         raise CommError(
-            f"rank {meeting.launch.rank} can not reach rank 0's coordinator on {host}, port {port}: {error}; "
+            f"rank {rank} can not connect to rank 0's coordinator from {meeting.address}: {error}; "
             "GLOO_SOCKET_IFNAME names the network interface to use"
         ) from error
-    return connection, coordinator
+    others = [RankConnection.over(one) for one in connections if one is not None]
+    if rank != 0:
+        return others[0], None
+    mine, own = Pipe()
+    coordinator = Coordinator([RankConnection(own), *others], patience)
+    coordinator.start()
+    return RankConnection(mine), coordinator
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -127,60 +114,29 @@ def _as_socket(connection: Connection) -> socket.socket:
 class Coordinator(threading.Thread):
     """Passes every rank's messages to the negotiator and its replies to the ranks, until all have left."""
 
-    def __init__(self, listener: socket.socket, token: bytes, size: int, timeout: float) -> None:
+    def __init__(self, connections: Sequence[RankConnection], timeout: float) -> None:
         super().__init__(name="commsched-coordinator", daemon=True)
-        self._listener, self._token, self._size = close_in_children(listener), token, size
-        self._negotiator = Negotiator(size, timeout, time.monotonic)
-        self._ranks: dict[Connection, int] = {}  # both connections of every rank
-        self._connections: dict[int, RankConnection] = {}
+        self._size = len(connections)
+        self._negotiator = Negotiator(self._size, timeout, time.monotonic)
+        self._connections = dict(enumerate(connections))
+        self._ranks: dict[Any, int] = {}  # of both connections
+        for rank, ends in self._connections.items():
+            self._ranks.update({end: rank for end in (ends.messages, ends.keepalive) if end is not None})
 
     def run(self) -> None:
         try:
-            self._accept_all()
             while self._connections:
                 self._serve_once()
         finally:
             # After an exception here, too: a rank whose connection closes raises an error instead of waiting.
             for ends in self._connections.values():
                 ends.close()
-            self._listener.close()
-
-    def _accept_all(self) -> None:
-        """Accept all ranks. Each handshake has its own thread: a silent stranger delays no rank."""
-        accepted: queue.SimpleQueue[tuple[int, bool, Connection]] = queue.SimpleQueue()
-        woken, wake = map(close_in_children, Pipe(duplex=False))  # wait() can not wait for a queue
-        halves: dict[tuple[int, bool], Connection] = {}
-        while len(halves) < 2 * self._size:
-            for ready in wait([self._listener, woken]):
-                if ready is woken:
-                    woken.recv_bytes()
-                    rank, keepalive, connection = accepted.get()
-                    halves[rank, keepalive], self._ranks[connection] = connection, rank
-                    continue
-                with suppress(OSError):  # the other end has closed already
-                    guest = close_in_children(Connection(self._listener.accept()[0].detach()))
-                    threading.Thread(
-                        target=self._shake_hands, args=(guest, accepted, wake), daemon=True
-                    ).start()
-        for rank in range(self._size):
-            self._connections[rank] = RankConnection(halves[rank, False], halves[rank, True])
-        self._send([(list(range(self._size)), {"type": "welcome"})])
-
-    def _shake_hands(self, guest: Connection, accepted: queue.SimpleQueue, wake: Connection) -> None:
-        try:
-            deliver_challenge(guest, self._token)
-            answer_challenge(guest, self._token)
-            hello = receive(guest)
-            accepted.put((hello["rank"], hello["keepalive"], guest))
-            wake.send_bytes(b"!")
-        except (OSError, EOFError, AuthenticationError, ValueError, TypeError, KeyError):
-            guest.close()  # a stranger, or a rank that died: the others' time-out reports it
 
     def _serve_once(self) -> None:
         deadline = self._negotiator.next_deadline()
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
         for ready in wait(list(self._ranks), patience):
-            rank = self._ranks.get(ready)  # type: ignore[call-overload]
+            rank = self._ranks.get(ready)
             if rank is not None:  # None: an earlier connection in this loop has dropped the rank
                 self._read(rank, ready is self._connections[rank].keepalive)
         self._send(self._negotiator.expire())
@@ -189,7 +145,7 @@ class Coordinator(threading.Thread):
         ends = self._connections[rank]
         try:
             if keepalive:
-                del self._ranks[ends.keepalive]
+                self._ranks.pop(ends.keepalive)
                 ends.check_host()
             else:
                 self._handle(rank, receive(ends.messages))

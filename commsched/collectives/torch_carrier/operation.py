@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.collective import Reduction
+from commsched.collectives.carrier import Reduction
 from commsched.collectives.torch_carrier.negotiation import Key, Message
 from commsched.errors import CommError
 from commsched.process.groups import device_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
 from commsched.collectives.torch_carrier.negotiation import Message
 from commsched.collectives.torch_carrier.operation import Operation

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions
 from torch.distributed import ReduceOp as C10dOp
 
-from commsched.collectives.collective import ReduceOp
+from commsched.collectives.carrier import ReduceOp
 
 _C10D: dict[ReduceOp, Any] = {
     ReduceOp.AVERAGE: C10dOp.SUM,

@@ -19,10 +19,9 @@ import numpy as np
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.profile import Profile
-from scheduler.ir.program import Program
 from scheduler.pipelines.build import BUCKET, generate
 from scheduler.simulate.lower_pipeline import lower_pipeline
-from scheduler.simulate.pipeline_memory import memory_by_rank
+from scheduler.simulate.memory import memory_by_rank
 from scheduler.simulate.simulator import run
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
@@ -205,7 +204,6 @@ def partition(
     state: float = 0.0,
     max_stages: int | None = None,
     candidates: int = 4,
-    placement: str = "bubble",
 ) -> PipelinePlan:
     """The fastest plan: ``profile`` is of one micro-batch on one device.
 
@@ -216,7 +214,7 @@ def partition(
     cut = problem.best()
     if cut is None:
         raise ValueError(_why_impossible(problem))
-    best = _simulated(problem, cut, placement)
+    best = _simulated(problem, cut)
     for _ in range(1, candidates):
         # Further candidates: the best with at most half as many stages, and so on, while one so short can
         # win.
@@ -224,21 +222,12 @@ def partition(
         cut = problem.best(most, ROUGHLY) if problem.may_take(best.period, most) else None
         if cut is None:
             break
-        best = min(best, _simulated(problem, cut, placement), key=lambda candidate: candidate.period)
-    return _plan(problem, best, placement)
+        best = min(best, _simulated(problem, cut), key=lambda candidate: candidate.period)
+    return best
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A pipeline, its program, and its simulated period and memory."""
-
-    cut: Cut
-    devices: range
-    program: Program
-    period: float
-
-
-def _simulated(problem: PartitionInput, cut: Cut, placement: str) -> Candidate:
+def _simulated(problem: PartitionInput, cut: Cut) -> PipelinePlan:
+    """Return the plan of a pipeline, with its simulated period and memory."""
     devices = range(problem.cluster.size - sum(cut.replicas), problem.cluster.size)
     program = generate(
         problem.schedule,
@@ -248,16 +237,9 @@ def _simulated(problem: PartitionInput, cut: Cut, placement: str) -> Candidate:
         profile=problem.profile,
         cuts=cut.cuts,
         recompute=cut.recompute,
-        placement=placement,
         # More buckets would not change the ranking of plans, and thousands of them take minutes to simulate.
         bucket_bytes=max(BUCKET, problem.profile.total_bytes / MOST_BUCKETS),
     )
-    result = run(lower_pipeline(program, problem.profile, problem.cluster.at(devices)))
-    return Candidate(cut, devices, program, result.period)
-
-
-def _plan(problem: PartitionInput, candidate: Candidate, placement: str) -> PipelinePlan:
-    cut = candidate.cut
     return PipelinePlan(
         model=problem.profile.name,
         sizes=problem.profile.sizes,
@@ -266,11 +248,11 @@ def _plan(problem: PartitionInput, candidate: Candidate, placement: str) -> Pipe
         cuts=cut.cuts,
         replicas=cut.replicas,
         recompute=cut.recompute,
-        placement=placement,
-        devices=tuple(candidate.devices),
-        period=candidate.period,
+        placement=program.layout.placement,
+        devices=tuple(devices),
+        period=run(lower_pipeline(program, problem.profile, problem.cluster.at(devices))).period,
         bottleneck=cut.bottleneck,
-        memory=memory_by_rank(candidate.program, problem.profile),
+        memory=memory_by_rank(program, problem.profile),
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 import commsched as hvd
-from commsched.collectives.objects import gather_objects
 from tests.support.collectives_checks import everyone, of_rank, raises, same
 
 
@@ -85,7 +84,7 @@ def check_objects_and_parameters():
     ]
     assert hvd.broadcast_object([1, "two"] if rank == size - 1 else None, size - 1) == [1, "two"]
     assert hvd.broadcast_object((lambda: 5) if rank == 0 else None, 0)() == 5
-    assert gather_objects(rank, "named", hvd.global_process_set) == list(range(size))
+    assert hvd.allgather_object(rank, "named", process_set=hvd.global_process_set) == list(range(size))
     assert hvd.broadcast_object(rank, size - 1, "named") == size - 1
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))

@@ -382,7 +382,7 @@ def plain_reduces_at_step_time(me: Me) -> None:
     model = seeded(Mixed)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), transport="plain")
-    assert not hasattr(optimizer, "_driver")
+    assert optimizer._driver is None
     loss(0)(model, me.rank).backward()
     optimizer.step()
 

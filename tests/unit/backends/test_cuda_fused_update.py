@@ -31,7 +31,8 @@ class Run:
         self.params, self.optimizer = self._optimizer(base, options)
         layout = build_layout(NUMELS, [4] * 4, fuse_by_bytes([4 * n for n in NUMELS], 2000, part=2000), 2)
         self.grads = Buffers(layout, {0: (torch.float32, torch.device("cpu"))})
-        self.shards = Shards(self.optimizer, base, self.params, self.grads, rank, 2)
+        self.optimizer._base = base
+        self.shards = Shards(self.optimizer, self.params, self.grads, rank, 2)
 
     @staticmethod
     def _optimizer(base: type, options: dict[str, Any]) -> tuple[list[nn.Parameter], Any]:

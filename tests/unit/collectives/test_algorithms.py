@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from commsched.collectives.collective import ReduceOp, Reduction
+from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
 from commsched.collectives.torch_carrier.rank_group import RankGroup
 

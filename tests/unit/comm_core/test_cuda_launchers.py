@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from comm_core.cuda import launchers
+from comm_core.cuda.copies import BucketCopy
 from comm_core.cuda.kernels import SOURCE
-from comm_core.cuda.memory import DeviceTable
 from tests.support.fake_cuda import FakeCuda, Stream
 
 
@@ -145,9 +144,9 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
 def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number is 0, and torch makes a new stream of that: the next stream waited for one without work."""
     cuda = FakeCuda().install(monkeypatch)
-    table = DeviceTable((2,), torch.int64, torch.device("cpu"))
+    copy = BucketCopy([], torch.zeros(2), 2, torch.float32, launcher=launchers.gpu_launcher(0))
     monkeypatch.setattr(
-        "comm_core.cuda.memory.current_stream",
+        "comm_core.cuda.copies.current_stream",
         lambda device: torch.cuda.current_stream(torch.device("cuda", 0)),
     )
     default, side = cuda.streams[0], Stream(0, 77)
@@ -159,7 +158,7 @@ def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -
         (default, [side]),
     ):
         cuda.streams[0] = stream
-        table.set(np.array([1, 2]))
+        copy._set_addresses([1, 2])
         assert stream.waits == waits
 
 

@@ -1,8 +1,9 @@
-"""Order, ownership and errors of the engine, over a hub."""
+"""Order, ownership and errors of the engine, between threads of one process."""
 
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
@@ -12,8 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from comm_core import OPS, Engine, EngineError, Hub, HubTransport, PythonTransport, RingTransport
-from tests.support.engines import hub_engines, on_ranks, run_step
+from comm_core import (
+    OPS,
+    DirectTransport,
+    Engine,
+    EngineError,
+    PythonTransport,
+    RingTransport,
+    TcpChannel,
+    local_channels,
+)
+from tests.support.engines import local_engines, on_ranks, run_step
 
 LONG = 3600.0  # seconds that no test waits
 
@@ -21,7 +31,7 @@ LONG = 3600.0  # seconds that no test waits
 @pytest.fixture
 def alone() -> Engine:
     """The engine of a single rank, with two buckets and no plan."""
-    engine = Engine(HubTransport(Hub(1), 0), 0, 1, timeout_seconds=LONG)
+    engine = Engine(direct(1)[0], 0, 1, timeout_seconds=LONG)
     for name in ("first", "second"):
         engine.add_bucket(torch.ones(4), postscale=0.5, name=name)
     return engine
@@ -33,21 +43,25 @@ def failure(call: Callable[[], object]) -> EngineError:
     return caught.value
 
 
-def pair(hub: Hub, plans: list[list[tuple[str, int]]], timeout: float = LONG) -> list[EngineError | None]:
+def direct(size: int) -> list[DirectTransport]:
+    return [DirectTransport(channel, rank, size) for rank, channel in enumerate(local_channels(size))]
+
+
+def pair(plans: list[list[tuple[str, int]]], timeout: float = LONG) -> list[EngineError | None]:
     """What each rank's wait_all() raised when rank r ran plans[r] on two buckets."""
 
     def one(engine: Engine, plan: list[tuple[str, int]]) -> EngineError | None:
         try:
             for name in ("first", "second"):
-                engine.add_bucket(torch.ones(hub.size * 40), name=name)
+                engine.add_bucket(torch.ones(len(plans) * 40), name=name)
             engine.install(plan)
             run_step(engine, sorted({bucket for _, bucket in plan}))
         except EngineError as error:
             return error
         return None
 
-    with hub_engines(hub, timeout) as engines:
-        return on_ranks(hub.size, lambda rank: one(engines[rank], plans[rank]))
+    with local_engines(len(plans), timeout) as engines:
+        return on_ranks(len(plans), lambda rank: one(engines[rank], plans[rank]))
 
 
 SPLIT = [("RS", 0), ("AG", 0)]
@@ -63,12 +77,12 @@ def test_a_single_rank_only_scales(alone: Engine) -> None:
 
 
 def test_operations_run_in_the_order_of_the_plan_whatever_the_order_of_the_marks(alone: Engine) -> None:
-    alone.install([("RS", 1), ("RS", 0), ("AG", 0), ("UPDATE", 1), ("AG", 1)])
+    alone.install([("RS", 1), ("RS", 0), ("AG", 0), ("AG", 1)])
     begin = time.monotonic()
     alone.begin_step()
     alone.mark_ready(0)
     time.sleep(0.02)
-    assert not alone.rs_done(0), "RS0 overtook RS1"
+    assert not alone.ag_done(0) and not len(alone.events(clear=False)), "RS0 overtook RS1"
     alone.mark_ready(1)
     alone.wait_all()
     events = alone.events()
@@ -82,11 +96,10 @@ def test_operations_run_in_the_order_of_the_plan_whatever_the_order_of_the_marks
 
 
 def test_the_event_log_counts_bytes_and_keeps_the_latest() -> None:
-    hub = Hub(2)
+    transports = direct(2)
 
     def one(rank: int) -> np.ndarray:
-        transport = HubTransport(hub, rank)
-        engine = Engine(transport, rank, 2, LONG, max_events=3)
+        engine = Engine(transports[rank], rank, 2, LONG, max_events=3)
         bucket = engine.add_bucket(torch.ones(200), wire_dtype=torch.float16)
         engine.install([("RS", bucket), ("AG", bucket)])
         for _ in range(2):
@@ -111,23 +124,18 @@ def test_two_steps_may_be_under_way_but_not_three(alone: Engine) -> None:
     assert alone.step == 2
 
 
-def test_waits_look_at_the_step_begun_last_or_the_one_asked_for(alone: Engine) -> None:
+def test_waits_look_at_the_step_begun_last(alone: Engine) -> None:
     alone.install([("AR", 0)])
     run_step(alone, [0])
-    assert alone.ag_done(0) and alone.rs_done(0)
+    assert alone.ag_done(0)
     alone.begin_step()
-    assert not alone.ag_done(0) and alone.ag_done(0, step=1)
-    alone.wait_ag(0, step=1)
-    late = failure(lambda: alone.wait_ag(0, timeout=0.05))
-    assert late.kind == "timeout" and "AG of bucket 0 (first) in step 2" in str(late)
-    assert "not marked ready" in str(late)
-    assert alone.error() is None, "a caller's own time-out is not the engine's failure"
+    assert not alone.ag_done(0)
     alone.mark_ready(0)
     alone.wait_ag(0)
 
 
 def test_without_marks_a_wait_ends_by_the_engines_time_out_and_the_failure_is_kept() -> None:
-    engine = Engine(HubTransport(Hub(1), 0), 0, 1, timeout_seconds=0.1)
+    engine = Engine(direct(1)[0], 0, 1, timeout_seconds=0.1)
     engine.add_bucket(torch.ones(2), name="forgotten")
     engine.install([("AR", 0)])
     engine.begin_step()
@@ -152,14 +160,13 @@ def test_without_marks_a_wait_ends_by_the_engines_time_out_and_the_failure_is_ke
         (lambda e: e.mark_ready(0), "marked ready twice in step 0"),
         (lambda e: e.mark_updated(0), "not declared with needs_update"),
         (lambda e: e.wait_ag(1), "never gathers bucket 1 (second)"),
-        (lambda e: e.wait_ag(0, step=3), "step 3 has not begun"),
         (lambda e: [e.begin_step(), e.install([])], "between steps, but step 1 is not finished"),
         (lambda e: [e.begin_step(), e.add_bucket(torch.ones(1))], "between steps"),
         (lambda e: [e.begin_step(), e.clear_buckets()], "between steps"),
         (lambda e: e.install([("AG", 0)]), "must come before AG0"),
         (lambda e: e.install([("RS", 0), ("AR", 0)]), "reduces a bucket once"),
         (lambda e: e.install([("AR", 0), ("AG", 0)]), "gathers a bucket once"),
-        (lambda e: e.install([("XX", 0)]), "made of RS, AG, AR and UPDATE"),
+        (lambda e: e.install([("XX", 0)]), "made of RS, AG and AR"),
         (lambda e: e.install([("RS", 2)]), "no bucket 2"),
         (lambda e: e.add_bucket(torch.ones(2, 2)), "one-dimensional contiguous"),
         (lambda e: e.add_bucket(torch.ones(4)[::2]), "one-dimensional contiguous"),
@@ -179,7 +186,7 @@ def test_wrong_use_says_which_rule_and_does_not_spoil_the_engine(
 
 
 def test_a_bucket_updated_in_shards_needs_both_halves() -> None:
-    engine = Engine(HubTransport(Hub(1), 0), 0, 1)
+    engine = Engine(direct(1)[0], 0, 1)
     bucket = engine.add_bucket(torch.ones(2), gather=torch.ones(2), needs_update=True)
     assert "updated between RS and AG" in str(failure(lambda: engine.install([("AR", bucket)])))
     assert "must gather it" in str(failure(lambda: engine.install([("RS", bucket)])))
@@ -212,7 +219,7 @@ def test_the_engine_keeps_a_buckets_memory_alive_until_it_is_cleared() -> None:
         weakref.finalize(memory, freed.append, True)
         return torch.from_numpy(memory)
 
-    engine = Engine(HubTransport(Hub(1), 0), 0, 1)
+    engine = Engine(direct(1)[0], 0, 1)
     bucket = engine.add_bucket(own_memory())
     engine.install([("AR", bucket)])
     run_step(engine, [bucket])
@@ -224,33 +231,55 @@ def test_the_engine_keeps_a_buckets_memory_alive_until_it_is_cleared() -> None:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_a_lost_message_is_a_time_out_that_names_the_peer_and_the_bucket(ring: bool) -> None:
-    hub = Hub(2)
-    hub.set_faults(1, drop_after=3)
+def test_a_message_that_does_not_come_is_a_time_out_that_names_the_peer_and_the_bucket(ring: bool) -> None:
+    gave_up = threading.Event()
 
-    def one(engine: Engine) -> EngineError:
+    def one(engine: Engine, rank: int) -> EngineError:
         engine.add_bucket(torch.ones(400), name="weights")
         engine.install(SPLIT)
-        return failure(lambda: run_step(engine, [0]))
+        if rank == 1:
+            gave_up.wait()  # it sends nothing meanwhile
+        error = failure(lambda: run_step(engine, [0]))
+        gave_up.set()
+        return error
 
-    with hub_engines(hub, timeout=[0.3, LONG], ring=ring) as engines:
-        first, second = on_ranks(2, lambda rank: one(engines[rank]))
-    assert (second.kind, second.peer) == ("peer_lost", 0), "the other one is told, and waits for no time-out"
+    with local_engines(2, timeout=[0.3, LONG], ring=ring) as engines:
+        first, second = on_ranks(2, lambda rank: one(engines[rank], rank))
+    assert second.kind == "peer_lost" and "rank 0 gave up: rank 0: RS of bucket 0 (weights)" in str(second)
     assert (first.kind, first.peer, first.name, first.step) == ("timeout", 1, "weights", 1)
     assert "is rank 1 alive" in str(first) and "RS of bucket 0 (weights) in step 1" in str(first)
 
 
 def test_a_rank_that_vanishes_is_noticed_at_once() -> None:
-    hub = Hub(3)
-    hub.set_faults(2, disconnect_after=5)
-    errors = pair(hub, [BOTH] * 3)
-    assert all(error is not None and error.kind == "peer_lost" and error.peer >= 0 for error in errors)
+    """Its sockets close without a farewell, while the others wait for it."""
+    rows = [[(-1, -1, "")] * 3 for _ in range(3)]
+    theirs = []
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        ends = socket.socketpair()
+        rows[one][other] = (ends[0].detach(), -1, "")
+        if other == 2:
+            theirs.append(ends[1])
+        else:
+            rows[other][one] = (ends[1].detach(), -1, "")
+    engines = [Engine(DirectTransport(TcpChannel(r, rows[r]), r, 3), r, 3, LONG) for r in range(2)]
+    timer = threading.Timer(0.1, lambda: [end.close() for end in theirs])
+    timer.start()
+
+    def one_step(engine: Engine) -> EngineError:
+        engine.add_bucket(torch.ones(120))
+        engine.install(SPLIT)
+        return failure(lambda: run_step(engine, [0]))
+
+    errors = on_ranks(2, lambda rank: one_step(engines[rank]))
+    timer.join()
+    assert all(error.kind == "peer_lost" and error.peer == 2 for error in errors)
+    assert any("the connection to rank 2 is lost" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("other", [[("RS", 1), ("RS", 0), ("AG", 0), ("AG", 1)], SPLIT])
 def test_ranks_with_different_plans_are_told_so(other: list[tuple[str, int]]) -> None:
     # A plan that only ends earlier is not noticed before the time-out.
-    first, second = pair(Hub(2), [BOTH, other], timeout=1 if other == SPLIT else LONG)
+    first, second = pair([BOTH, other], timeout=1 if other == SPLIT else LONG)
     told = [error for error in (first, second) if error is not None]
     assert told and all(error.kind in ("mismatch", "peer_lost", "timeout") for error in told)
     if other != SPLIT:
@@ -258,11 +287,9 @@ def test_ranks_with_different_plans_are_told_so(other: list[tuple[str, int]]) ->
 
 
 def test_a_rank_that_takes_one_step_less_stops_the_others_in_time() -> None:
-    hub = Hub(2)
-
     both_stepped = threading.Barrier(2)
 
-    def one(engine: Engine, transport: HubTransport, steps: int) -> str:
+    def one(engine: Engine, transport: DirectTransport, steps: int) -> str:
         engine.add_bucket(torch.ones(80), name="w")
         engine.install(SPLIT)
         try:
@@ -275,7 +302,7 @@ def test_a_rank_that_takes_one_step_less_stops_the_others_in_time() -> None:
             return f"{error.kind} {error.peer} {error.step}"
         return "fine"
 
-    transports = [HubTransport(hub, rank) for rank in range(2)]
+    transports = direct(2)
     engines = [Engine(transports[rank], rank, 2, LONG) for rank in range(2)]
     found = on_ranks(2, lambda rank: one(engines[rank], transports[rank], 3 - rank))
     assert found == ["timeout 1 3", "fine"]
@@ -285,9 +312,8 @@ def test_a_rank_that_takes_one_step_less_stops_the_others_in_time() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_abort_and_close_end_the_waits_of_other_threads(end: str) -> None:
-    hub = Hub(2)
-    transport = HubTransport(hub, 0)
-    engine = Engine(transport, 0, 2, LONG)
+    transports = direct(2)
+    engine = Engine(transports[0], 0, 2, LONG)
     engine.add_bucket(torch.ones(4))
     engine.install([("AR", 0)])
     engine.begin_step()
@@ -370,9 +396,9 @@ def test_a_python_object_that_never_returns_hangs_neither_waits_nor_close() -> N
 
 
 def test_an_engine_that_nobody_closes_ends_with_its_last_reference() -> None:
-    hub = Hub(2)
-    other = HubTransport(hub, 1)
-    engine = Engine(HubTransport(hub, 0), 0, 2, LONG)
+    mine, other = direct(2)
+    engine = Engine(mine, 0, 2, LONG)
+    del mine
     engine.add_bucket(torch.ones(2))
     engine.install(SPLIT)
     engine.begin_step()
@@ -381,18 +407,19 @@ def test_an_engine_that_nobody_closes_ends_with_its_last_reference() -> None:
     del engine
     gc.collect()
     assert gone() is None
-    error = failure(lambda: other.all_reduce(torch.ones(2)))
+    values = torch.ones(2)
+    error = failure(lambda: [other.reduce_scatter(values, step=1), other.all_gather(values, step=1)])
     assert (error.kind, error.peer) == ("peer_lost", 0), "its connection is open still"
 
 
 def test_transports_and_engines_check_what_they_are_given() -> None:
-    hub = Hub(2)
-    transport = HubTransport(hub, 0)
+    channel = local_channels(2)[0]
+    transport = DirectTransport(channel, 0, 2)
     assert "must be the transport's, 0 of 2" in str(failure(lambda: Engine(transport, 0, 3)))
     assert "timeout_seconds must be positive" in str(failure(lambda: Engine(transport, 0, 2, 0.0)))
     assert "divide by the number of ranks" in str(
         failure(lambda: Engine(transport, 0, 2).add_bucket(torch.ones(3), name="odd"))
     )
     assert "c10d backend" in str(failure(lambda: RingTransport("gloo", 0, 2)))
-    assert "rank must be in [0, size)" in str(failure(lambda: RingTransport(hub.channel(0), 2, 2)))
-    assert "segment_bytes" in str(failure(lambda: RingTransport(hub.channel(0), 0, 2, segment_bytes=9)))
+    assert "rank must be in [0, size)" in str(failure(lambda: RingTransport(channel, 2, 2)))
+    assert "segment_bytes" in str(failure(lambda: RingTransport(channel, 0, 2, segment_bytes=9)))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from comm_core import DirectTransport, Engine, EngineError, TcpChannel, tcp_channel
-from comm_core._C import TcpMesh
 from tests.support.engines import on_ranks, ordered_sum, run_step
 
 HOST = "127.0.0.1"
-TOKEN = "t" * 32
 LONG = 3600.0  # seconds that no test waits
 
 
@@ -94,14 +93,28 @@ def test_other_sizes_and_other_steps_are_a_mismatch() -> None:
     assert all(error.kind in ("mismatch", "peer_lost") for error in errors)
 
 
+class Store(HashStore):
+    """Lets strangers in as soon as rank 0 has published its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strangers: list[socket.socket] = []
+
+    def set(self, key: str, value: str) -> None:
+        if key == "address/0":
+            host, port = value.split()
+            self.strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
+            self.strangers[0].sendall(b"x" * 44)  # as long as a greeting, with another token
+            self.strangers[1].sendall(b"GET /")  # too short, and the last one is silent
+        super().set(key, value)
+
+
 def test_strangers_are_kept_out() -> None:
-    mesh = TcpMesh(0, 2, HOST)
-    other = TcpMesh(1, 2, HOST)
-    addresses = [(HOST, mesh.port), (HOST, other.port)]
-    with socket.create_connection((HOST, mesh.port)) as stranger:
-        stranger.sendall(b"x" * 44)  # as long as a greeting, with another token
-        joined = on_ranks(2, lambda rank: (mesh, other)[rank].join(addresses, TOKEN, timeout_seconds=LONG))
-        assert stranger.recv(1) == b""
+    store = Store()
+    joined = on_ranks(2, lambda rank: tcp_channel(store, rank, 2, HOST, timeout_seconds=LONG))
+    for stranger in store.strangers:
+        with stranger, suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
     values = on_ranks(2, lambda rank: _sum_of_ranks(joined[rank], rank))
     assert values == [[1.0, 1.0]] * 2
 
@@ -114,19 +127,22 @@ def _sum_of_ranks(channel: TcpChannel, rank: int) -> list[float]:
 
 def test_a_rank_that_never_comes_is_a_time_out() -> None:
     store = HashStore()
-    with pytest.raises(RuntimeError):
-        tcp_channel(store, 0, 2, HOST, timeout_seconds=1)
-    mesh = TcpMesh(0, 2, HOST)
-    error = failure(lambda: mesh.join([(HOST, mesh.port), (HOST, 1)], TOKEN, timeout_seconds=0.3))
-    assert error.kind == "timeout" and "not all ranks connected" in str(error)
+    error = failure(lambda: tcp_channel(store, 1, 2, HOST, timeout_seconds=1))
+    assert (error.kind, error.peer) == ("timeout", 0) and "did not publish its address" in str(error)
+    error = failure(lambda: tcp_channel(store, 0, 2, HOST, timeout_seconds=0.3))
+    assert (error.kind, error.peer) == ("timeout", 1) and "missing: [1]" in str(error)
 
 
-def test_wrong_addresses_and_tokens_say_so() -> None:
-    assert "cannot be resolved" in str(failure(lambda: TcpMesh(0, 2, "no such host")))
-    assert "rank must be in [0, size)" in str(failure(lambda: TcpMesh(2, 2, HOST)))
-    mesh = TcpMesh(1, 2, HOST)
-    assert "token of 32 bytes" in str(failure(lambda: mesh.join([(HOST, 1), (HOST, 1)], "short", 1.0)))
-    unreachable = failure(lambda: mesh.join([(HOST, 1), (HOST, mesh.port)], TOKEN, 1.0))
-    assert unreachable.kind == "peer_lost" and "rank 0 at 127.0.0.1:1 cannot be reached" in str(unreachable)
+def test_wrong_addresses_say_so() -> None:
+    nowhere = failure(lambda: tcp_channel(HashStore(), 0, 2, "no such host"))
+    assert "cannot listen at no such host" in str(nowhere)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, size\)"):
+        tcp_channel(HashStore(), 2, 2, HOST)
+    store = HashStore()
+    store.set("address/0", f"{HOST} 1")
+    store.set("token", "t" * 32)
+    unreachable = failure(lambda: tcp_channel(store, 1, 2, HOST, timeout_seconds=1))
+    assert (unreachable.kind, unreachable.peer) == ("peer_lost", 0)
+    assert "rank 0 at 127.0.0.1:1 cannot be reached" in str(unreachable)
     with pytest.raises(ValueError, match="needs address="):
         tcp_channel(HashStore(), 0, 2)

@@ -15,12 +15,12 @@ from comm_core import (
     DirectTransport,
     Engine,
     EngineError,
-    Hub,
     PythonTransport,
     RingTransport,
     Traffic,
     Transport,
     link_gate,
+    local_channels,
 )
 from tests.support.engines import on_ranks, run_step
 
@@ -112,7 +112,7 @@ def test_an_activation_that_begins_waits_its_turn() -> None:
 @pytest.mark.parametrize("kind", [DirectTransport, RingTransport])
 def test_no_segment_starts_while_a_halo_waits(kind: type) -> None:
     """Engines reduce and gather while halos come and go: every segment passes the gate between them."""
-    gate, hub, size, segment, elements, steps = link_gate(), Hub(2), 2, 64, 2048, 20
+    gate, channels, size, segment, elements, steps = link_gate(), local_channels(2), 2, 64, 2048, 20
     stop = threading.Event()
 
     first = gate.begin(HALO, 1, LONG)
@@ -127,7 +127,7 @@ def test_no_segment_starts_while_a_halo_waits(kind: type) -> None:
             time.sleep(0.0005)
 
     def rank(number: int) -> torch.Tensor:
-        transport = kind(hub.channel(number), number, size, segment_bytes=segment, depth=2)
+        transport = kind(channels[number], number, size, segment_bytes=segment, depth=2)
         engine = Engine(transport, number, size, LONG)
         data = torch.full((elements,), float(number + 1))
         engine.add_bucket(data)
@@ -175,14 +175,15 @@ def test_little_is_under_way_where_halos_come_and_go() -> None:
     for urgent, expected in ((GRADIENT, 3), (HALO, 1)):
         for kind in (DirectTransport, RingTransport):
             gate.end(gate.begin(urgent, 1, LONG))
-            engine = started(kind(Hub(2).channel(0), 0, 2, segment_bytes=64, depth=3))
+            mine, silent = local_channels(2)
+            engine = started(kind(mine, 0, 2, segment_bytes=64, depth=3))
             while len(of_engine()) < expected:
                 gate.end(gate.begin(urgent, 1, LONG))  # on a slow machine the last one is long ago
                 time.sleep(0.001)
             time.sleep(0.05)
             engine.abort("enough")
             engine.close()
-            assert list(of_engine()["bytes"]) == [64] * expected, (urgent, kind)
+            assert list(of_engine()["bytes"]) == [64] * expected, (urgent, kind, silent)
             gate.passages()
 
 
@@ -218,7 +219,8 @@ def test_whole_collectives_wait_for_halos_too() -> None:
 def test_an_engine_that_is_aborted_leaves_the_gate(collectives: bool) -> None:
     gate = link_gate()
     number = gate.begin(HALO, 1, LONG)
-    exchange = DirectTransport(Hub(2).channel(0), 0, 2)
+    channels = local_channels(2)  # the other one stays open
+    exchange = DirectTransport(channels[0], 0, 2)
     engine = started(PythonTransport(Alone()) if collectives else exchange)
     until_held_back()
     engine.abort("enough")

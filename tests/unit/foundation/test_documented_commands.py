@@ -147,9 +147,7 @@ def test_pages_are_read_as_their_readers_do(tmp_path: Path) -> None:
     assert called.count(("commsched", "show", "plan.json")) == 2
     assert ("mpirun", "-np", "2", "python", "a.py", "--more") in called
     assert ("python", "-m", "dnn_bench", "--help") in called and ("tests/run", "-m", "slow") in called
-    help_text = (
-        "python -m dnn_bench pipeline --depth 2\npython -m scheduler.profiles.flops [FOLDER]\npython is great"
-    )
+    help_text = "python -m dnn_bench pipeline --depth 2\npython -m scheduler.table [FILE]\npython is great"
     assert [b.text for b in of_help("a.py", help_text)][0] == "python -m dnn_bench pipeline --depth 2"
 
 

@@ -28,9 +28,9 @@ def watch(delays: tuple[tuple[float, float], ...] = ()) -> Watch:
     def shifted(moment: float) -> float:
         return moment + sum(length for start, length in now if start < moment)
 
-    seen._forwards = [(number, shifted(moment)) for number, moment in ((0, 1.0), (1, 2.0), (2, 4.0))]
-    seen._grads = [(i, shifted(moment)) for i, moment in ((3, 7.0), (2, 9.0), (1, 11.0), (0, 13.0))]
-    seen._marks = {name: shifted(moment) for name, moment in MARKS.items()}
+    seen._marked.forwards = [(number, shifted(moment)) for number, moment in ((0, 1.0), (1, 2.0), (2, 4.0))]
+    seen._marked.grads = [(i, shifted(moment)) for i, moment in ((3, 7.0), (2, 9.0), (1, 11.0), (0, 13.0))]
+    seen._marked.marks = {name: shifted(moment) for name, moment in MARKS.items()}
     for start, length in now:
         seen.wait(shifted(start), shifted(start) + length)
     return seen
@@ -55,12 +55,12 @@ def test_waits_are_no_work() -> None:
 
 
 def test_what_is_no_whole_iteration_is_no_sample() -> None:
-    for spoil in ("_forwards", "_grads"):
+    for spoil in ("forwards", "grads"):
         seen = watch()
-        setattr(seen, spoil, [])
+        setattr(seen._marked, spoil, [])
         assert iteration_times(seen, HOOKS, ORDER) is None
     seen = watch()
-    del seen._marks["step"]
+    del seen._marked.marks["step"]
     assert iteration_times(seen, HOOKS, ORDER) is None
 
 

@@ -1,4 +1,4 @@
-"""Reducers of several ranks in one process, over the hub: rounds, flags, guards, and who waits when."""
+"""Reducers of several ranks in one process, on a thread each: rounds, flags, guards, and who waits when."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import comm_core
 from commsched.errors import CommError
 from commsched.optimizer.deferred_updates import DeferredUpdate
 from commsched.optimizer.pending import PendingGradient, PendingParameter, raw_grad
 from commsched.optimizer.step_state import Phase
-from tests.support.hub_backend import hub_backend, mean_of, reducer_of, run_threads
+from tests.support.local_backend import Channels, local_backend, mean_of, reducer_of, run_threads
 
 
 def _new() -> nn.Module:
@@ -46,9 +45,9 @@ def local_gradients(rank: int, model: nn.Module | None = None) -> list[torch.Ten
 def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
     expected = [mean_of(grads) for grads in zip(*map(local_gradients, range(size)), strict=True)]
 
-    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
+    def rank_body(rank: int, channels: Channels) -> list[torch.Tensor]:
         model = mlp()
-        reducer, hooks = reducer_of(model, hub_backend(hub, rank), policy)
+        reducer, hooks = reducer_of(model, local_backend(channels, rank), policy)
         assert len(reducer.state.buffers.layout.slices) > 1
         model(batch(rank)).square().mean().backward()
         grads = [p.grad.clone() for p in model.parameters()]
@@ -61,9 +60,9 @@ def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
 
 
 def test_phases_and_classes_along_a_step() -> None:
-    def rank_body(rank: int, hub: comm_core.Hub) -> None:
+    def rank_body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank))
+        reducer, _ = reducer_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
         assert reducer.state.phase is Phase.IDLE and reducer.state.pending == 0
@@ -83,9 +82,9 @@ def test_phases_and_classes_along_a_step() -> None:
 def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
     stepped, order = threading.Event(), list[str]()
 
-    def rank_body(rank: int, hub: comm_core.Hub) -> None:
+    def rank_body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank))
+        reducer, _ = reducer_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
         loss = model(batch(rank)).square().mean()
@@ -109,9 +108,9 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
 def test_forward_waits_only_for_what_it_needs() -> None:
     """With the last layer's bucket held back, the first layers' parameters can be used."""
 
-    def rank_body(rank: int, hub: comm_core.Hub) -> list[bool]:
+    def rank_body(rank: int, channels: Channels) -> list[bool]:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank), "dear", bucket_bytes=1)
+        reducer, _ = reducer_of(model, local_backend(channels, rank), "dear", bucket_bytes=1)
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
         reducer.gathering.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
@@ -126,9 +125,9 @@ def test_forward_waits_only_for_what_it_needs() -> None:
 
 
 def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
-    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor | None]:
+    def rank_body(rank: int, channels: Channels) -> list[torch.Tensor | None]:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank))
+        reducer, _ = reducer_of(model, local_backend(channels, rank))
         first, middle = model[0], model[2]
         loss = first(batch(rank)).square().mean()
         if rank == 1:
@@ -144,9 +143,9 @@ def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
 
 
 def test_a_rank_without_a_backward_joins_at_its_step() -> None:
-    def rank_body(rank: int, hub: comm_core.Hub) -> list[torch.Tensor]:
+    def rank_body(rank: int, channels: Channels) -> list[torch.Tensor]:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank))
+        reducer, _ = reducer_of(model, local_backend(channels, rank))
         if rank == 0:
             model(batch(0)).square().mean().backward()
         reducer.require_sent()
@@ -161,9 +160,9 @@ def test_a_rank_without_a_backward_joins_at_its_step() -> None:
 
 
 def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
-    def rank_body(rank: int, hub: comm_core.Hub) -> str:
+    def rank_body(rank: int, channels: Channels) -> str:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank))
+        reducer, _ = reducer_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
         if rank != 2:
@@ -184,9 +183,9 @@ def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
 def test_a_rank_that_never_comes_is_a_timeout_that_names_it() -> None:
     told = threading.Event()
 
-    def rank_body(rank: int, hub: comm_core.Hub) -> str:
+    def rank_body(rank: int, channels: Channels) -> str:
         model = mlp()
-        reducer, _ = reducer_of(model, hub_backend(hub, rank, timeout=0.5))
+        reducer, _ = reducer_of(model, local_backend(channels, rank, timeout=0.5))
         if rank == 1:
             told.wait()
             return ""

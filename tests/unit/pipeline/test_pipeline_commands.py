@@ -21,7 +21,8 @@ from dnn_bench import models
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
 from dnn_bench.pipeline.worker import default_rows
-from scheduler.formats.graph_txt import Graph, read_graph, write_graph
+from scheduler import profiles
+from scheduler.formats.graph_txt import Graph, write_graph
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.profile import Layer, Profile
@@ -169,7 +170,7 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     files = tmp_path / "p.json", tmp_path / "graph.txt", tmp_path / "plan.json"
     words = ["profile", "--job", where, "--rows", "6", "--repeat", "1"]
     assert main([*words, "-o", str(files[0]), "--graph", str(files[1])]) == 0
-    made, graph = Profile.load(files[0]), read_graph(files[1])
+    made, graph = Profile.load(files[0]), profiles.find(str(files[1]))
     assert made.sizes == graph.sizes == (8 * (WIDTH * WIDTH + WIDTH),) * 4
     words = ["partition", "--profile", str(files[0]), "--devices", "2", "--link", "10gbit"]
     assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0

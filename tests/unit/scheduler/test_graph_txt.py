@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from scheduler import profiles
-from scheduler.formats.graph_txt import Graph, format_graph, parse_graph, read_graph, write_graph
+from scheduler.formats.graph_txt import Graph, format_graph, parse_graph, write_graph
 from scheduler.ir.profile import Layer, Profile
+from scheduler.profiles import find
 
 META = "forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
 SINK = "node4 -- Add(inplace) -- " + META.format("0.125", "0.250", "16.0", "0.000")
@@ -89,7 +90,7 @@ def test_bad_text_names_file_line_field_and_value(tmp_path: Path, text: str, mes
     path = tmp_path / "graph.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-        read_graph(path)
+        find(str(path))
     assert str(path) in str(error.value)
 
 
@@ -97,7 +98,7 @@ def test_cycle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "graph.txt"
     path.write_text(DIAMOND + "\tnode4 -- node2\n")
     with pytest.raises(ValueError, match="the edges of node4, node2 form a cycle") as error:
-        read_graph(path)
+        find(str(path))
     assert str(path) in str(error.value)
 
 
@@ -140,4 +141,4 @@ def test_a_graph_without_nodes_has_no_stages() -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="graph.txt: cannot be read"):
-        read_graph(tmp_path / "graph.txt")
+        find(str(tmp_path / "graph.txt"))

@@ -14,9 +14,9 @@ import pytest
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.program import Program
 from scheduler.ir.unroll import version
-from scheduler.ir.weight_versions import version_map
 from scheduler.pipelines import delays, generate
 from scheduler.pipelines.replay import replay
+from tests.support.version_map import version_map
 
 WIDTH, ROWS, RATE = 3, 12, 0.05
 Weights = list[np.ndarray]

@@ -15,8 +15,7 @@ from scheduler.ir.buckets import one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
-from scheduler.simulate.lower import lower
-from scheduler.simulate.simulator import run, simulate
+from scheduler.simulate.simulator import lower, run, simulate
 from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
 
 # Two layers: forward 1, backward 2 seconds; 4 bytes each. A reduce-scatter or an all-gather takes 1 + 0.5 * 4

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import Kind, parse_action, traffic_class
-from scheduler.ir.borders import Border
 from scheduler.ir.link import Link
-from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.ir.program import Program
 from scheduler.pipelines.passes.traffic_priority import largest_chunk
 from scheduler.pipelines.tile_step import plan_tiles, predict

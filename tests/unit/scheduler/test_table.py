@@ -60,8 +60,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert head == "# title: kept" and names.startswith("profile,ratio,startup_us,sequential,wfbp,")
     assert first.startswith("vgg16,0.3,20,1.") and len(first.split(",")) == len(names.split(","))
     out = capsys.readouterr().out
-    assert out.startswith("### vgg16\n\n| ratio | start-up (us) | sequential | wfbp |")
-    assert "\n| 0.3 | 20 | 1." in out and "\n| 3 | 20 | 1." in out
+    assert out.startswith("| profile | ratio | startup_us | sequential | wfbp |")
+    assert "\n| vgg16 | 0.3 | 20 | 1." in out and "\n| vgg16 | 3 | 20 | 1." in out
     assert "2 cells, 0 goals missed" in out
     assert main(["no_such_model"]) == 2
     assert "no_such_model" in capsys.readouterr().err

@@ -18,9 +18,16 @@ from commsched.transport.short_messages import MOST_BYTES, ShortMessages
 
 def pair(timeout: float = 10.0) -> tuple[ShortMessages, ShortMessages]:
     """Ranks 0 and 1."""
-    data, keepalive = socket.socketpair(), socket.socketpair()
+    data, keepalive = socket.socketpair(), connected()
     left, right = (TcpConnection(data[i], Host(keepalive[i], 25.0)) for i in range(2))
     return ShortMessages(0, [None, left], timeout), ShortMessages(1, [right, None], timeout)
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
 
 
 def numbers(*values: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ranks as threads: an engine over the in-process hub, for several reducers in one process."""
+"""Ranks as threads: several reducers in one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from scheduler.ir.link import Link
 from scheduler.policies import plan
 from tests.support import thread_ranks
 
+Channels = Sequence[comm_core.TcpChannel]
 
-def hub_backend(hub: comm_core.Hub, rank: int, timeout: float = 200.0) -> EngineBackend:
-    """The engine over a hub; nothing of the runtime is needed."""
-    process_set: Any = SimpleNamespace(rank=lambda: rank, size=lambda: hub.size, ranks=None)
-    transport = comm_core.HubTransport(hub, rank)
+
+def local_backend(channels: Channels, rank: int, timeout: float = 200.0) -> EngineBackend:
+    """The engine over a channel between threads; nothing of the runtime is needed."""
+    size = len(channels)
+    process_set: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size, ranks=None)
+    transport = comm_core.DirectTransport(channels[rank], rank, size)
     transport.set_timeout(timeout)
-    return EngineBackend(Ranks(process_set), "hub", transport, timeout)
+    return EngineBackend(Ranks(process_set), "threads", transport, timeout)
 
 
 def reducer_of(
@@ -52,10 +55,10 @@ def reducer_of(
     return reducer, Hooks(reducer, model)
 
 
-def run_threads(size: int, body: Callable[[int, comm_core.Hub], Any], timeout: float = 400.0) -> list[Any]:
-    """``body(rank, hub)`` on one thread for each rank; its results, or the first exception of any."""
-    hub = comm_core.Hub(size)
-    return thread_ranks.run_threads(size, lambda rank: body(rank, hub), timeout)
+def run_threads(size: int, body: Callable[[int, Channels], Any], timeout: float = 400.0) -> list[Any]:
+    """``body(rank, channels)`` on one thread for each rank; its results, or the first exception of any."""
+    channels = comm_core.local_channels(size)
+    return thread_ranks.run_threads(size, lambda rank: body(rank, channels), timeout)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
