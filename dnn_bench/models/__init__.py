@@ -1,4 +1,4 @@
-"""The benchmark's models: real architectures and small ones of the same shape.
+"""The benchmark's models: real architectures, small ones of the same shape, and those of libraries.
 
 >>> from dnn_bench import models
 >>> model = models.build("resnet50")

@@ -32,7 +32,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    def __init__(self, depths: tuple[int, ...], growth: int, num_classes: int) -> None:
+    def __init__(self, depths: tuple[int, ...], num_classes: int = 1000, growth: int = 32) -> None:
         super().__init__()
         channels = 2 * growth
         self.stem = nn.Sequential(
@@ -58,11 +58,3 @@ class DenseNet(nn.Module):
         x = F.relu(self.norm(self.blocks(self.stem(x))), inplace=True)
         logits: Tensor = self.head(global_average(x))
         return logits
-
-
-def densenet121(num_classes: int = 1000, growth: int = 32) -> DenseNet:
-    return DenseNet((6, 12, 24, 16), growth, num_classes)
-
-
-def densenet201(num_classes: int = 1000, growth: int = 32) -> DenseNet:
-    return DenseNet((6, 12, 48, 32), growth, num_classes)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from dnn_bench.models.vision import global_average, he_init
 
+DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
 
 def _conv(c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
     return nn.Sequential(
@@ -18,23 +20,12 @@ def _conv(c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1) 
 
 
 class Block(nn.Module):
-    """A residual block: `convs` and, where the shape changes, a projection on the shortcut. `groups` and
-    `wider` (times `planes`) are those of a bottleneck's 3x3 convolution.
-    """
+    """A residual block: `convs` and, if the shape changes, a projection on the shortcut."""
 
-    def __init__(
-        self, c_in: int, planes: int, stride: int, bottleneck: bool, groups: int = 1, wider: int = 1
-    ) -> None:
+    def __init__(self, c_in: int, c_out: int, stride: int, convs: list[nn.Sequential]) -> None:
         super().__init__()
-        c_out = planes * 4 if bottleneck else planes
-        if bottleneck:
-            inner = planes * wider
-            convs = [_conv(c_in, inner, 1), _conv(inner, inner, 3, stride, groups), _conv(inner, c_out, 1)]
-        else:
-            convs = [_conv(c_in, planes, 3, stride), _conv(planes, c_out, 3)]
         self.convs = nn.ModuleList(convs)
         self.shortcut = _conv(c_in, c_out, 1, stride) if stride != 1 or c_in != c_out else None
-        self.c_out = c_out
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
@@ -45,25 +36,25 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(
-        self,
-        depths: tuple[int, ...],
-        bottleneck: bool,
-        num_classes: int,
-        width: int,
-        groups: int = 1,
-        wider: int = 1,
-    ) -> None:
+    """Has bottlenecks from 50 layers on. `wider` above 1 widens their 3x3 convolutions, in groups (ResNeXt)."""
+
+    def __init__(self, layers: int, num_classes: int = 1000, width: int = 64, wider: int = 1) -> None:
         super().__init__()
         self.stem = _conv(3, width, 7, stride=2)
         blocks: list[nn.Module] = []
         channels = width
-        for stage, depth in enumerate(depths):
+        for stage, depth in enumerate(DEPTHS[layers]):
+            planes = width << stage
+            inner, c_out = planes * wider, planes * 4 if layers >= 50 else planes
             for index in range(depth):
                 stride = 2 if stage > 0 and index == 0 else 1
-                block = Block(channels, width << stage, stride, bottleneck, groups, wider)
-                blocks.append(block)
-                channels = block.c_out
+                if layers >= 50:
+                    middle = _conv(inner, inner, 3, stride, width // 2 if wider > 1 else 1)
+                    convs = [_conv(channels, inner, 1), middle, _conv(inner, c_out, 1)]
+                else:
+                    convs = [_conv(channels, planes, 3, stride), _conv(planes, c_out, 3)]
+                blocks.append(Block(channels, c_out, stride, convs))
+                channels = c_out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, num_classes)
         he_init(self)
@@ -72,29 +63,3 @@ class ResNet(nn.Module):
         x = F.max_pool2d(F.relu(self.stem(x), inplace=True), 3, 2, 1)
         logits: Tensor = self.head(global_average(self.blocks(x)))
         return logits
-
-
-def resnet18(num_classes: int = 1000, width: int = 64) -> ResNet:
-    return ResNet((2, 2, 2, 2), False, num_classes, width)
-
-
-def resnet50(num_classes: int = 1000, width: int = 64) -> ResNet:
-    return ResNet((3, 4, 6, 3), True, num_classes, width)
-
-
-def resnet101(num_classes: int = 1000, width: int = 64) -> ResNet:
-    return ResNet((3, 4, 23, 3), True, num_classes, width)
-
-
-def resnet152(num_classes: int = 1000, width: int = 64) -> ResNet:
-    return ResNet((3, 8, 36, 3), True, num_classes, width)
-
-
-def resnext50(num_classes: int = 1000, width: int = 64) -> ResNet:
-    """32x4d: 32 groups of 4 channels in the first blocks."""
-    return ResNet((3, 4, 6, 3), True, num_classes, width, groups=width // 2, wider=2)
-
-
-def resnext101(num_classes: int = 1000, width: int = 64) -> ResNet:
-    """32x8d."""
-    return ResNet((3, 4, 23, 3), True, num_classes, width, groups=width // 2, wider=4)

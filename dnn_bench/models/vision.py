@@ -1,28 +1,26 @@
-"""What the convolutional families share."""
+"""Parts that convolutional models share."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 
-class ConvNormRelu(nn.Sequential):
-    """Convolution without bias, batch norm, ReLU."""
-
-    def __init__(
-        self,
-        c_in: int,
-        c_out: int,
-        kernel: int | tuple[int, int],
-        *,
-        stride: int = 1,
-        padding: int | tuple[int, int] = 0,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__(
-            nn.Conv2d(c_in, c_out, kernel, stride, padding, bias=False),
-            nn.BatchNorm2d(c_out, eps=eps),
-            nn.ReLU(inplace=True),
-        )
+def conv_norm_relu(
+    c_in: int,
+    c_out: int,
+    kernel: int | tuple[int, int],
+    stride: int = 1,
+    same: bool = True,
+    eps: float = 1e-5,
+) -> nn.Sequential:
+    """Convolution without bias, batch norm, ReLU; `same` pads so that stride 1 keeps the image's size."""
+    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+    padding = (height // 2, width // 2) if same else 0
+    return nn.Sequential(
+        nn.Conv2d(c_in, c_out, (height, width), stride, padding, bias=False),
+        nn.BatchNorm2d(c_out, eps=eps),
+        nn.ReLU(inplace=True),
+    )
 
 
 def he_init(model: nn.Module) -> None:

@@ -1,0 +1,93 @@
+"""Models of torchvision, timm, transformers and segmentation_models_pytorch, with random weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dnn_bench.models.registry import ModelSpec
+
+PACKAGES = {
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "hf": "transformers",
+    "smp": "segmentation_models_pytorch",
+}
+FORMS = "torchvision/NAME, timm/NAME, hf/TYPE-or-config, smp/ARCH-ENCODER"
+# Heads of transformers, the first that a configuration can have, and their tasks here.
+HEADS = {"MaskedLM": "masked_tokens", "CausalLM": "causal_lm", "ImageClassification": "image"}
+TOKENS, PIXELS = 128, 256  # lengths of sequences, and sides of images where no default belongs to the model
+
+
+def checked(name: str) -> str:
+    """The name, if its library is known and installed; neither the library nor torch is imported."""
+    library, _, model = name.partition("/")
+    if library not in PACKAGES or not model:
+        raise ValueError(f"unknown model {name!r}: models of libraries are {FORMS}")
+    if find_spec(PACKAGES[library]) is None:
+        raise ValueError(f"model {name!r} needs {PACKAGES[library]}: pip install commsched[models]")
+    return name
+
+
+@cache
+def spec(name: str) -> ModelSpec:
+    library, _, model = name.partition("/")
+    make: Callable[[Any, str], ModelSpec] = {
+        "torchvision": _torchvision,
+        "timm": _timm,
+        "hf": _hf,
+        "smp": _smp,
+    }[library]
+    try:
+        return make(importlib.import_module(PACKAGES[library]), model)
+    except (KeyError, ValueError, OSError, RuntimeError) as error:
+        raise ValueError(f"{PACKAGES[library]} has no model {model!r} for this benchmark: {error}") from error
+
+
+def _torchvision(torchvision: Any, model: str) -> ModelSpec:
+    kind = torchvision.models.get_model_builder(model).__module__.removeprefix("torchvision.models.")
+    if kind.startswith(("detection", "optical_flow", "video")):
+        raise ValueError(f"its models of {kind.partition('.')[0]} take no batches of images with classes")
+    build = partial(torchvision.models.get_model, model, weights=None)
+    if kind.startswith("segmentation"):
+        return ModelSpec(build, "pixels", 4, {"image_size": PIXELS, "num_classes": 21})
+    best = torchvision.models.get_model_weights(model)
+    size = best.DEFAULT.transforms().crop_size[0]
+    return ModelSpec(build, "image", 32, {"image_size": size, "num_classes": 1000})
+
+
+def _timm(timm: Any, model: str) -> ModelSpec:
+    config = timm.get_pretrained_cfg(model, allow_unregistered=False)
+    shape = {"image_size": config.input_size[-1], "num_classes": config.num_classes}
+    return ModelSpec(partial(timm.create_model, model, pretrained=False), "image", 32, shape)
+
+
+def _hf(transformers: Any, model: str) -> ModelSpec:
+    """From a folder with a config.json, such a file, or the default configuration of a type of model."""
+    if Path(model).exists():
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
+    else:
+        config = transformers.AutoConfig.for_model(model)
+    for head, task in HEADS.items():
+        auto = getattr(transformers, f"AutoModelFor{head}")
+        if type(config) in auto._model_mapping:
+            break
+    else:
+        raise ValueError(f"{type(config).__name__} has none of the heads {', '.join(HEADS)}")
+    build = partial(auto.from_config, config)
+    if task == "image":
+        return ModelSpec(build, task, 32, {"image_size": config.image_size, "num_classes": config.num_labels})
+    text = config.get_text_config()
+    length = min(TOKENS, getattr(text, "max_position_embeddings", TOKENS))
+    return ModelSpec(build, task, 8, {"seq_len": length, "vocab_size": text.vocab_size})
+
+
+def _smp(smp: Any, model: str) -> ModelSpec:
+    arch, _, encoder = model.partition("-")
+    smp.encoders.get_encoder(encoder, weights=None)
+    build = partial(smp.create_model, arch, encoder, encoder_weights=None, classes=21)
+    return ModelSpec(build, "pixels", 4, {"image_size": PIXELS, "num_classes": 21})
