@@ -12,13 +12,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.baselines.trainer import Operation, Trainer
 
 
 class DDP(Trainer):
     def __init__(self, job: Job, bucket_cap_mb: float | None = None) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        self.recorded: list[tuple[str, float, float, int]] = []
+        self.recorded: list[Operation] = []
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ class DDP(Trainer):
         assert work is not None
         return work.get_future().then(note)
 
-    def operations(self) -> list[tuple[str, float, float, int]]:
+    def operations(self) -> list[Operation]:
         recorded, self.recorded = self.recorded, []
         return recorded
 

@@ -1,28 +1,40 @@
-"""Horovod's DistributedOptimizer, as its documentation shows it."""
+"""Horovod's DistributedOptimizer and, used in the same way, commsched's with any schedule."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 from torch import nn
 
-from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Operation, Trainer
 
 
 class Horovod(Trainer):
-    def connect(self) -> tuple[int, int]:
-        hvd.init()
-        return hvd.rank(), hvd.size()
+    """As Horovod's documentation shows it."""
+
+    library = "horovod.torch"
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
+        self.ranks.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, self.ranks.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    def barrier(self) -> None:
-        hvd.barrier()
 
-    def close(self) -> None:
-        hvd.shutdown()
+class Commsched(Trainer):
+    library = "commsched"
+
+    def __init__(self, job: Job, schedule: str) -> None:
+        self.schedule = schedule
+        super().__init__(job)
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        optimizer = self.job.build_optimizer(model.parameters())
+        self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
+        options = {"named_parameters": model.named_parameters(), "model": model, "schedule": self.schedule}
+        return model, self.ranks.DistributedOptimizer(optimizer, **options)
+
+    def operations(self) -> list[Operation]:
+        """The engine's own record; its clock is time.monotonic(), as time.perf_counter() is on Linux."""
+        return [(op.label, op.start, op.end, op.bytes) for op in self.ranks.operations(self.optimizer)]

@@ -141,6 +141,17 @@ def check(trainer: Trainer, references: Sequence[Reference]) -> tuple[float, str
     return (max(errors), wrong[0] if wrong else "") if errors else None
 
 
+def check_file(trainer: Trainer, path: str) -> tuple[float, str] | None:
+    """`check` with the references in a file, which is mapped: only rank 0 needs the parameters in memory."""
+    return check(trainer, [Reference(*parts) for parts in torch.load(path, mmap=True)])
+
+
+def save(path: str, size: int, job: Job) -> None:
+    """Save the references of `size` ranks for `check_file`."""
+    made = train_alone(job, size)
+    torch.save([(one.before, one.after, one.steps, one.tolerance) for one in made], path)
+
+
 def train_together(trainer: Trainer, steps: Iterable[int]) -> Parameters:
     """These steps under a baseline; every rank calls it."""
     for step in steps:

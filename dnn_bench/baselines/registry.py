@@ -40,11 +40,9 @@ class Baseline:
 
 def _entries() -> list[Baseline]:
     return [
-        Baseline("local", LIMIT, HERE + "limits.Local", "the compute alone, no communication", exact=False),
-        Baseline(
-            "floor", LIMIT, HERE + "limits.Floor", "compute and bytes side by side, independent", exact=False
-        ),
-        Baseline("wire", LIMIT, HERE + "limits.Wire", "the bytes alone, no compute", exact=False),
+        _limit("local", "limits.Local", "the compute alone, no communication"),
+        _limit("floor", "limits.Floor", "compute and bytes side by side, independent"),
+        _limit("wire", "limits.Wire", "the bytes alone, no compute"),
         _ddp("ddp", None),
         *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
         _horovod("horovod", None),
@@ -57,6 +55,10 @@ def _entries() -> list[Baseline]:
     ]
 
 
+def _limit(name: str, trainer: str, about: str) -> Baseline:
+    return Baseline(name, LIMIT, HERE + trainer, about, exact=False)
+
+
 def _ddp(name: str, size: float | None) -> Baseline:
     buckets = "default buckets" if size is None else f"buckets of {size:g} MB"
     return Baseline(
@@ -65,9 +67,7 @@ def _ddp(name: str, size: float | None) -> Baseline:
 
 
 def _fsdp(name: str, reshard: bool) -> Baseline:
-    about = "fully_shard, " + (
-        "parameters freed after the forward" if reshard else "parameters kept for the backward"
-    )
+    about = f"fully_shard, parameters {'freed after the forward' if reshard else 'kept for the backward'}"
     return Baseline(name, PEER, HERE + "fsdp.FSDP2", about, {"reshard_after_forward": reshard})
 
 
@@ -83,7 +83,7 @@ def _horovod(name: str, size: float | None) -> Baseline:
 
 def _ours(schedule: str) -> Baseline:
     about = f"commsched.DistributedOptimizer(schedule={schedule!r})"
-    return Baseline(schedule, OURS, HERE + "ours.Commsched", about, {"schedule": schedule}, "commsched")
+    return Baseline(schedule, OURS, HERE + "horovod.Commsched", about, {"schedule": schedule}, "commsched")
 
 
 SIZED = {"ddp": _ddp, "horovod": _horovod}

@@ -181,17 +181,10 @@ class Cluster:
         """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
         return ",".join(f"{name}:{slots}" for name in self.names)
 
-    def hostfile(self, slots: int = 1) -> str:
-        """The path of a host file for `horovodrun --hostfile` and `mpirun --hostfile`."""
-        path = self._state / f"hostfile_{slots}"
-        path.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
-        return str(path)
-
     def close(self) -> None:
         """Ends every process on the hosts and removes the cluster. Safe to call twice."""
-        if (
-            self._closed or os.getpid() != self._owner
-        ):  # a forked child must not take the parent's cluster down
+        # A forked child must not take the parent's cluster down.
+        if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
         for name in system.namespaces():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,7 @@ class WrongResult(RuntimeError):
     """A collective left the wrong numbers; its time means nothing."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One operation on a tensor of `bytes`; seconds per call."""
-
-    operation: str
-    bytes: int
-    seconds: float
-    cpu: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+Sample = dict[str, Any]  # one operation on a tensor of `bytes`; `seconds` and `cpu` seconds per call
 
 
 def measure(collectives: Any, sizes: Sequence[int]) -> list[Sample]:
@@ -82,4 +71,4 @@ def time_one(collectives: Collectives, operation: str, count: int) -> Sample:
     for _ in range(repeats):
         call(tensor)
     seconds, cpu = (time.perf_counter() - start) / repeats, (time.process_time() - cpu) / repeats
-    return Sample(operation, 4 * count, seconds, cpu)
+    return {"operation": operation, "bytes": 4 * count, "seconds": seconds, "cpu": cpu}

@@ -5,7 +5,6 @@ A rank's *shard* is its part of the tensor, whose length is a multiple of the nu
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -13,45 +12,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import connected
 
 
 class Collectives:
-    """One rank's end. A subclass connects to the others in `__init__`, which sets `rank` and `size`."""
+    """One rank's end. Subclasses have `reduce_scatter`, which leaves the sum over the ranks in this rank's
+    shard, `all_gather`, which fills every shard with the data of its rank, and `all_reduce`.
+    """
 
-    rank: int
-    size: int
+    library = "torch"
+
+    def __init__(self, job: Job) -> None:
+        self.ranks: Any = connected(self.library, job)
+        self.rank, self.size = self.ranks.rank(), self.ranks.size()
 
     def shard(self, tensor: Tensor) -> Tensor:
         return tensor.view(self.size, -1)[self.rank]
 
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        """Leave the sum over the ranks in this rank's shard."""
-        raise NotImplementedError
-
-    def all_gather(self, tensor: Tensor) -> None:
-        """Fill every shard with the data of its rank."""
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the sum over the ranks in the whole tensor."""
-        raise NotImplementedError
-
     def barrier(self) -> None:
-        raise NotImplementedError
+        self.ranks.barrier()
 
     def close(self) -> None:
-        raise NotImplementedError
+        self.ranks.shutdown()
 
 
 class Gloo(Collectives):
     """torch.distributed's own collectives over gloo."""
-
-    def __init__(self, job: Job) -> None:
-        torch.set_num_threads(job.threads)
-        dist.init_process_group(
-            "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         out = torch.empty_like(self.shard(tensor))
@@ -64,64 +50,32 @@ class Gloo(Collectives):
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 class Horovod(Collectives):
     """Horovod's operations, under horovodrun."""
 
-    def __init__(self, job: Job) -> None:
-        import horovod.torch as hvd
-
-        torch.set_num_threads(job.threads)
-        hvd.init()
-        self.hvd: Any = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
+    library = "horovod.torch"
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        self.shard(tensor).copy_(self.hvd.reducescatter(tensor, op=self.hvd.Sum, name="reduce_scatter"))
+        own = self.ranks.reducescatter(tensor, op=self.ranks.Sum, name="reduce_scatter")
+        self.shard(tensor).copy_(own)
 
     def all_gather(self, tensor: Tensor) -> None:
-        tensor.copy_(self.hvd.allgather(self.shard(tensor).clone(), name="all_gather"))
+        tensor.copy_(self.ranks.allgather(self.shard(tensor).clone(), name="all_gather"))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self.hvd.allreduce_(tensor, op=self.hvd.Sum, name="all_reduce")
-
-    def barrier(self) -> None:
-        self.hvd.barrier()
-
-    def close(self) -> None:
-        self.hvd.shutdown()
+        self.ranks.allreduce_(tensor, op=self.ranks.Sum, name="all_reduce")
 
 
 class Ours(Collectives):
     """The transports of commsched's engine."""
 
+    library = "commsched"
+
     def __init__(self, job: Job, transport: str) -> None:
-        import commsched as hvd
         from commsched.backends.transports import make_transport
 
-        torch.set_num_threads(job.threads)
-        hvd.init()
-        self.hvd: Any = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
-        _, self.transport = make_transport(transport, hvd.global_process_set, 0, timeout=60.0)
-
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        self.transport.reduce_scatter(tensor)
-
-    def all_gather(self, tensor: Tensor) -> None:
-        self.transport.all_gather(tensor)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.transport.all_reduce(tensor)
-
-    def barrier(self) -> None:
-        self.hvd.barrier()
-
-    def close(self) -> None:
-        self.hvd.shutdown()
+        super().__init__(job)
+        _, carrier = make_transport(transport, self.ranks.global_process_set, 0, timeout=60.0)
+        self.reduce_scatter, self.all_gather = carrier.reduce_scatter, carrier.all_gather
+        self.all_reduce = carrier.all_reduce

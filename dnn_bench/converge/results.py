@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ class Run:
     losses: tuple[float, ...]
     accuracy: float
     digest: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def mean_losses(ranks: Sequence[dict[str, Any]]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Two small learning problems whose data are on every machine that has the tools: digits and text."""
+"""Two small learning problems whose data are on every machine that has the tools, and one rank's training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Trainer
 from dnn_bench.models.transformer import GPT2
 
 GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
@@ -67,10 +68,6 @@ TASKS: dict[str, tuple[Any, Any, float]] = {  # data, model, learning rate
 }
 
 
-def task_names() -> list[str]:
-    return list(TASKS)
-
-
 @dataclass(frozen=True)
 class TaskJob(Job):
     """A `Job` on real data: every process draws the same global batches and takes its share."""
@@ -117,3 +114,19 @@ class TaskJob(Job):
             right = (model(inputs).argmax(dim=-1) == targets).float().mean().item()
         model.train()
         return float(right)
+
+
+def train(trainer: Trainer, steps: int, path: str) -> dict[str, Any]:
+    """Train one rank; return its shards' losses and the accuracy. Rank 0 saves the parameters in `path`."""
+    job = trainer.job
+    assert isinstance(job, TaskJob)
+    losses = []
+    for step in range(steps):
+        trainer.iteration(*job.global_batch(step, trainer.size)[trainer.rank])
+        losses.append(float(trainer.loss))
+    parameters = trainer.parameters()
+    accuracy = job.accuracy(trainer.model)
+    if trainer.rank == 0:
+        torch.save(parameters, path)
+    trainer.barrier()
+    return {"losses": losses, "accuracy": accuracy}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.models.registry import ModelSpec
+from dnn_bench.models.spec import ModelSpec
 
 PACKAGES = {
     "torchvision": "torchvision",
@@ -44,7 +44,7 @@ def spec(name: str) -> ModelSpec:
     }[library]
     try:
         return make(importlib.import_module(PACKAGES[library]), model)
-    except (KeyError, ValueError, OSError, RuntimeError) as error:
+    except (AttributeError, KeyError, ValueError, OSError, RuntimeError) as error:
         raise ValueError(f"{PACKAGES[library]} has no model {model!r} for this benchmark: {error}") from error
 
 
@@ -54,6 +54,7 @@ def _torchvision(torchvision: Any, model: str) -> ModelSpec:
         raise ValueError(f"its models of {kind.partition('.')[0]} take no batches of images with classes")
     build = partial(torchvision.models.get_model, model, weights=None)
     if kind.startswith("segmentation"):
+        build = partial(build, weights_backbone=None)
         return ModelSpec(build, "pixels", 4, {"image_size": PIXELS, "num_classes": 21})
     best = torchvision.models.get_model_weights(model)
     size = best.DEFAULT.transforms().crop_size[0]
@@ -72,12 +73,11 @@ def _hf(transformers: Any, model: str) -> ModelSpec:
         config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
     else:
         config = transformers.AutoConfig.for_model(model)
-    for head, task in HEADS.items():
-        auto = getattr(transformers, f"AutoModelFor{head}")
-        if type(config) in auto._model_mapping:
-            break
-    else:
+    autos = [(getattr(transformers, f"AutoModelFor{head}"), task) for head, task in HEADS.items()]
+    fitting = [(auto, task) for auto, task in autos if type(config) in auto._model_mapping]
+    if not fitting:
         raise ValueError(f"{type(config).__name__} has none of the heads {', '.join(HEADS)}")
+    auto, task = fitting[0]
     build = partial(auto.from_config, config)
     if task == "image":
         return ModelSpec(build, task, 32, {"image_size": config.image_size, "num_classes": config.num_labels})
@@ -89,5 +89,5 @@ def _hf(transformers: Any, model: str) -> ModelSpec:
 def _smp(smp: Any, model: str) -> ModelSpec:
     arch, _, encoder = model.partition("-")
     smp.encoders.get_encoder(encoder, weights=None)
-    build = partial(smp.create_model, arch, encoder, encoder_weights=None, classes=21)
+    build = partial(getattr(smp, arch), encoder_name=encoder, encoder_weights=None, classes=21)
     return ModelSpec(build, "pixels", 4, {"image_size": PIXELS, "num_classes": 21})

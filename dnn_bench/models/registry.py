@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from dnn_bench.models import libraries
+from dnn_bench.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -18,21 +20,6 @@ if TYPE_CHECKING:
 SENTENCES = ("masked_lm", "masked_tokens", "causal_lm", "sentence")  # tasks whose batches are tokens
 HEADS = ("pretraining", "classification")
 CLASSIFIER = "_classifier"
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """One model: `builder`, a function or "file.function" in this package, is called with `options`.
-
-    `task` says what a batch looks like and which loss belongs to it; `shape` holds the sizes a batch needs;
-    `batch` is the default per worker.
-    """
-
-    builder: str | Callable[..., nn.Module]
-    task: str
-    batch: int
-    shape: dict[str, int] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _image(builder: str, batch: int = 32, size: int = 224, classes: int = 1000, **options: Any) -> ModelSpec:
@@ -107,16 +94,12 @@ def names() -> list[str]:
 
 def spec(name: str) -> ModelSpec:
     """The model's entry. That of a library's model comes from the library, which is imported."""
-    from dnn_bench.models import libraries
-
     name = spelt(name)
     return libraries.spec(name) if "/" in name else _MODELS[name]
 
 
 def spelt(name: str) -> str:
     """The name as the registry spells it: `ResNet-50` is found too. Checks that a library is installed."""
-    from dnn_bench.models import libraries
-
     if "/" in name:
         return libraries.checked(name)
     for known in _MODELS:

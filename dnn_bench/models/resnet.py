@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Has bottlenecks from 50 layers on. `wider` above 1 widens their 3x3 convolutions, in groups (ResNeXt)."""
+    """Has bottlenecks from 50 layers on; with `wider`, wider 3x3 convolutions in groups (ResNeXt)."""
 
     def __init__(self, layers: int, num_classes: int = 1000, width: int = 64, wider: int = 1) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def job_of(name: str, layers: int = 0, **options: Any) -> Job:
 
 
 def __getattr__(name: str) -> Callable[[], Job]:
-    if name.startswith("_") or (name != "paced_job" and name not in models.names()):
+    if "/" not in name and name not in ("paced_job", *models.names()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return lambda: job_of("paced" if name == "paced_job" else name)
 
@@ -90,9 +90,5 @@ def _square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _vectors(rows: int, width: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
     dice = torch.Generator().manual_seed(17)
-    return itertools.cycle(
-        [
-            (torch.randn(rows, width, generator=dice), torch.randn(rows, width, generator=dice))
-            for _ in range(_DIFFERENT)
-        ]
-    )
+    made = [torch.randn(2, rows, width, generator=dice) for _ in range(_DIFFERENT)]
+    return itertools.cycle((inputs, targets) for inputs, targets in made)

@@ -1,7 +1,7 @@
 """One rank of a measurement: profile, train, compare.
 
-python -m dnn_bench.pipeline.worker FOLDER OPTIONS (JSON), started as a rank of a job; rank 0 leaves the
-result in FOLDER/rank.0.json
+python -m dnn_bench.pipeline.worker FOLDER OPTIONS (JSON), started as a rank of a job; rank 0 leaves its
+report in FOLDER/rank.0.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from argparse import Namespace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from commsched.pipeline.rows import border, cut
 from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
-from dnn_bench.pipeline.options import Options, Ratio, Result
+from dnn_bench.pipeline.results import Ratio, Result
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.layout import Layout
 from scheduler.ir.link import Link
@@ -48,8 +49,8 @@ class Taken:
     expected: list[float] = field(default_factory=list)
 
 
-def measure(options: Options) -> Result | None:
-    """Measure; every rank calls, rank 0 gets the result."""
+def measure(options: Namespace) -> str:
+    """Measure; every rank calls, rank 0 gets the report."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     commsched.init()
@@ -57,7 +58,7 @@ def measure(options: Options) -> Result | None:
     extra: dict[str, Any] = paced if options.model == "paced" else {}
     job = job_of(options.model, options.layers, **extra)
     pipeline = _pipeline(options, job, options.placement)
-    rows = options.rows or default_rows(pipeline.layout)
+    rows = options.batch_size or default_rows(pipeline.layout)
     other = _pipeline(options, job, options.against) if options.against else None
     batch = next(job.batches(rows))
     micro = cut(batch, (0, border(1, rows, options.microbatches)))
@@ -87,7 +88,8 @@ def measure(options: Options) -> Result | None:
     pipeline.close()
     rank = commsched.rank()
     commsched.shutdown()
-    return result if rank == 0 else None
+    said = json.dumps(asdict(result)) if options.json else result.described()
+    return said if rank == 0 else ""
 
 
 def default_rows(layout: Layout) -> int:
@@ -95,7 +97,7 @@ def default_rows(layout: Layout) -> int:
     return layout.microbatches * max(4, *(len(ranks) for ranks in layout.ranks))
 
 
-def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
+def _rounds(options: Namespace, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
     """Time this pipeline, the one with the other placement and torch's, in turn."""
     pipeline, other, peer = three
     taken = Taken()
@@ -127,7 +129,7 @@ def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeli
     return taken
 
 
-def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
+def _pipeline(options: Namespace, job: Job, placement: str) -> Pipeline:
     common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
     model = copy.deepcopy(job.model)
     if options.plan:
@@ -144,7 +146,7 @@ def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
         cuts=options.cuts,
         placement=placement,
         recompute=options.recompute,
-        hosts=options.hosts,
+        hosts=options.host_ranks,
         **common,
     )
 
@@ -164,7 +166,7 @@ def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profil
     return commsched.broadcast_object(mine), Cluster.flat(size, wire)
 
 
-def _handling(options: Options, job: Job, rows: int) -> list[float]:
+def _handling(options: Namespace, job: Job, rows: int) -> list[float]:
     """Seconds that each rank needs between two actions where it waits for nothing."""
     # With another pipeline: losses are compared from the first step.
     pipeline = _pipeline(options, job, options.placement)
@@ -174,7 +176,7 @@ def _handling(options: Options, job: Job, rows: int) -> list[float]:
     return commsched.allgather_object(handling(spans))
 
 
-def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, list[float], list[float]]:
+def _timed(pipeline: Pipeline, batches: Any, options: Namespace) -> tuple[float, list[float], list[float]]:
     """Seconds of a step at rest, those of them in which each rank computes, losses."""
     seconds, spans, losses = _run(pipeline, batches, options.warmup, options.steps)
     busy = sum(span.end - span.start for span in spans) / options.steps
@@ -201,7 +203,7 @@ def _run(pipeline: Pipeline, batches: Any, warmup: int, steps: int) -> tuple[flo
     return seconds, spans, losses
 
 
-def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
+def _peer(options: Namespace, pipeline: Pipeline, job: Job) -> Any:
     from dnn_bench.pipeline.peers import Peer
 
     if pipeline.fabric.size != pipeline.layout.positions:
@@ -230,14 +232,15 @@ def _compare(result: Result, taken: Taken) -> None:
 def main() -> None:
     """Leave the result, or an error of the user's, in a file of this rank: outputs of ranks may mix."""
     folder, options = sys.argv[1:]
+    answer = {}
     try:
-        result = measure(Options(**json.loads(options)))
-        answer: dict[str, Any] | None = None if result is None else {"result": result.__dict__}
+        if said := measure(Namespace(**json.loads(options))):
+            answer = {"said": said}
     except ValueError as error:
         answer = {"error": str(error)}
         raise
     finally:
-        if answer is not None:
+        if answer:
             (Path(folder) / f"rank.{os.environ['RANK']}.json").write_text(json.dumps(answer))
 
 

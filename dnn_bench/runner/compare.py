@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines import Baseline
+from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
 from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict
@@ -26,6 +27,8 @@ from dnn_bench.runner.results import (
     summarise,
 )
 from dnn_bench.runner.sets import RankFailed, RankSet
+from dnn_bench.runner.watcher import Watcher
+from scheduler.bounds import lower_bound
 
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
@@ -47,16 +50,6 @@ class Effort:
     warmup: int = 1
     trace: str = "all"  # "none", or "best": the fastest of ours and the fastest peer
     give_up: float | None = None  # a tuned peer that takes so many times the best one's time is timed no more
-
-
-class Watcher(Protocol):
-    """Gets progress reports; `total` is the number of steps, `more` a further try of the last one."""
-
-    def begin(self, total: int) -> None: ...
-
-    def step(self, what: str) -> None: ...
-
-    def more(self, what: str) -> None: ...
 
 
 @dataclass
@@ -260,7 +253,7 @@ class Comparison:
             "kind": "compare",
             "interrupted": self.interrupted,
             "environment": environment.describe(),
-            "job": {**self.job.to_dict(), "batch": self.job.rank_batch},
+            "job": {**asdict(self.job), "batch": self.job.rank_batch},
             "place": {**self.place.describe(), "ranks": self.place.size, "rate": self.place.rate},
             "effort": {**asdict(self.effort), "interleaved": together},
             **predictions,
@@ -276,11 +269,11 @@ class Comparison:
         try:
             link, profile = predict.fit_link(self.link_samples), predict.merge_profiles(self.profiles)
             found |= {"profile": profile.to_dict(), "link": link.to_dict()}
-            found["bound"] = predict.bound_of(profile, link)
+            found["bound"] = lower_bound(profile, link)
             found["bounds"] = predict.bounds_of(self.profiles, self.profiles, link)
             if self.profiles_beside:
                 profile = predict.with_times_of(profile, predict.merge_profiles(self.profiles_beside))
-                found["bound_beside"] = predict.bound_of(profile, link)
+                found["bound_beside"] = lower_bound(profile, link)
                 found["bounds_beside"] = predict.bounds_of(self.profiles, self.profiles_beside, link)
         except ValueError as error:
             found["doubts"].append(f"no lower bound and no predictions: {error}")

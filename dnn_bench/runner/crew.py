@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
-from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines import Baseline
+from dnn_bench.baselines.job import Job
 from dnn_bench.launch import Place, ThisMachine
 from dnn_bench.runner.sets import RankSet
 
@@ -55,7 +57,7 @@ class Crew:
         if self._reference is None:
             path = Path(self._folder.name) / "reference.pt"
             program = ["-m", "dnn_bench.runner.worker", "--reference"]
-            program += [str(path), str(size), json.dumps(job.to_dict())]
+            program += [str(path), str(size), json.dumps(asdict(job))]
             with path.with_suffix(".log").open("w+") as log:
                 (process,) = ThisMachine(1).start(program, log)
                 try:

@@ -86,9 +86,8 @@ class Spans:
         ends = [*(recorder.reached[name] for name in names[1:]), forward_end]
         forward = tuple(zip(starts, ends, strict=True))
         backward, last = [], forward_end
-        for name in reversed(
-            names
-        ):  # branches finish out of order; a layer counts as done when those above are
+        # Branches finish out of order; a layer counts as done when those above are.
+        for name in reversed(names):
             end = max(last, recorder.ready[name])
             backward.append((last, end))
             last = end
@@ -108,7 +107,7 @@ def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
     return found[1:]
 
 
-def profile_of(trainer: Trainer, iterations: int) -> Profile:
+def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
     """The scheduler's profile of the job, measured in this rank: medians over some iterations."""
     spans = measure_layers(trainer, iterations)
     modules = {name or "model": module for name, module in trainer.module.named_modules()}
@@ -126,4 +125,5 @@ def profile_of(trainer: Trainer, iterations: int) -> Profile:
         layers.append(Layer(name, forward, backward, size))
     total = sum(layer.bytes for layer in layers)
     update = statistics.median(s.update for s in spans)
-    return Profile(trainer.job.model, tuple(layers), update / total, "measured, all ranks computing")
+    source = "measured, all ranks computing"
+    return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()

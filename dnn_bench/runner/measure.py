@@ -6,7 +6,6 @@ import contextlib
 import resource
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,8 @@ LINK_BYTES = 2**21  # at least this much is sent for each size
 LEAST_REPEATS = 2
 
 
-@dataclass(frozen=True)
-class Block:
-    """Consecutive iterations of one rank in the steady state; times are seconds per iteration."""
-
-    iterations: tuple[float, ...]  # from one iteration's start to the next one's
-    forward: float
-    backward: float
-    step: float
-    cpu: float  # processor time of the whole process per iteration
-    sent: float  # bytes this host sent per iteration
-    memory: int  # largest resident size while it ran
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def run_block(trainer: Trainer, warmup: int, iterations: int) -> Block:
-    """Times `iterations` after `warmup`.
+def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
+    """Times consecutive iterations of this rank, in seconds per iteration.
 
     A schedule that finishes an iteration during the next one is counted whole, since each measured iteration
     also waits for what the one before it left.
@@ -57,18 +40,18 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> Block:
     cpu, sent = time.process_time() - cpu, bytes_sent() - sent
     trainer.finish()
     trainer.barrier()
-    return Block(
-        tuple(b - a for a, b in zip(starts, starts[1:], strict=False)),
-        statistics.mean(stamp.forward - stamp.start for stamp in stamps),
-        statistics.mean(stamp.backward - stamp.forward for stamp in stamps),
-        statistics.mean(stamp.end - stamp.backward for stamp in stamps),
-        cpu / iterations,
-        sent / iterations,
-        peak_memory(),
-    )
+    return {
+        "iterations": [b - a for a, b in zip(starts, starts[1:], strict=False)],
+        "forward": statistics.mean(stamp.forward - stamp.start for stamp in stamps),
+        "backward": statistics.mean(stamp.backward - stamp.forward for stamp in stamps),
+        "step": statistics.mean(stamp.end - stamp.backward for stamp in stamps),
+        "cpu": cpu / iterations,  # processor time of the whole process
+        "sent": sent / iterations,  # bytes this host sent
+        "memory": peak_memory(),  # largest resident size meanwhile
+    }
 
 
-def time_link() -> list[tuple[int, float]]:
+def time_link(trainer: Trainer) -> list[tuple[int, float]]:
     """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes."""
     return [(size, time_exchange(size)) for size in LINK_SIZES]
 
@@ -100,9 +83,8 @@ def bytes_sent() -> int:
 
 
 def reset_peak_memory() -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # not allowed everywhere; then it is the peak of the process's whole life
+    # Not allowed everywhere; then the peak is that of the process's whole life.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 

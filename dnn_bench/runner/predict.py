@@ -76,15 +76,11 @@ def doubts(link: Link, bound: float, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def bound_of(profile: Profile, link: Link) -> float:
-    return lower_bound(profile, link)
-
-
 def bounds_of(alone: Rounds, compute: Rounds, link: Link) -> list[float]:
     """The lower bound of every repetition, for the layers' times in `compute`."""
     pairs = zip(alone, compute, strict=False)
     profiles = [with_times_of(merge_profiles([one]), merge_profiles([other])) for one, other in pairs]
-    return [bound_of(profile, link) for profile in profiles]
+    return [lower_bound(profile, link) for profile in profiles]
 
 
 def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float | None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dnn_bench import models
+from dnn_bench.command_line import table
 
 COLUMNS = ["ms/iter", "range", "{unit}/s", "exposed", "link", "predicted", "MB", "comm CPU"]
 COLUMNS += ["/floor", "/limit", "/best peer"]
@@ -17,21 +18,17 @@ COLUMNS += ["/floor", "/limit", "/best peer"]
 def show(report: dict[str, Any], console: Console) -> None:
     """Prints the whole comparison."""
     console.print(build(report))
-    for line in notes(report):
-        console.print(line, markup=False, highlight=False)
-    for line in throughput_lines(report):
+    for line in [*notes(report), *throughput_lines(report)]:
         console.print(line, markup=False, highlight=False)
 
 
 def build(report: dict[str, Any]) -> Table:
     unit = models.unit(report["job"]["model"])
-    table = Table(title=title(report), title_justify="left")
-    table.add_column("baseline", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column.format(unit=unit), justify="right", no_wrap=True)
+    columns = ["baseline", *(column.format(unit=unit) for column in COLUMNS)]
+    found = table(title(report), columns, ["baseline"])
     for entry in report["baselines"]:
-        table.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
-    return table
+        found.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
+    return found
 
 
 def title(report: dict[str, Any]) -> str:
@@ -90,10 +87,8 @@ def throughput_lines(report: dict[str, Any]) -> list[str]:
     lines = []
     for entry in report["baselines"]:
         if entry.get("throughput"):
-            mean, margin = (
-                statistics.mean(entry["throughputs"]),
-                1.96 * statistics.pstdev(entry["throughputs"]),
-            )
+            rates = entry["throughputs"]
+            mean, margin = statistics.mean(rates), 1.96 * statistics.pstdev(rates)
             lines.append(f"{entry['name']}: Total {unit}/sec on {ranks} {kind}(s): {mean:.1f} +-{margin:.1f}")
     return lines
 

@@ -5,44 +5,27 @@ from __future__ import annotations
 import json
 import resource
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dnn_bench.cli_errors import one_line_errors
-from dnn_bench.launch import launched
+from dnn_bench.command_line import one_line_errors
 from dnn_bench.spatial.options import Plan, read
-from dnn_bench.spatial.start import start
+from dnn_bench.spatial.start import on_ranks
 
 
 @one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     plan = read(arguments)
-    if not launched():
-        return start(["spatial", *arguments], plan.ranks, plan.options)
-    return run(plan)
+    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: run(plan))
 
 
-def run(plan: Plan) -> int:
-    """Run as one rank."""
-    import torch
-
+def run(plan: Plan) -> None:
+    """Train as one rank; rank 0 prints."""
     import commsched as hvd
 
-    torch.set_num_threads(plan.options.threads)
-    hvd.init()
-    try:
-        if hvd.size() != plan.ranks:
-            raise ValueError(
-                f"{describe(plan)} needs {plan.ranks} ranks, and the launcher started {hvd.size()}; use -np"
-                f" {plan.ranks}"
-            )
-        report = train(plan)
-        if hvd.rank() == 0:
-            show(plan, report)
-    finally:
-        hvd.shutdown()
-    return 0
+    report = train(plan)
+    if hvd.rank() == 0:
+        show(plan, report)
 
 
 def describe(plan: Plan) -> str:
@@ -124,4 +107,5 @@ def show(plan: Plan, report: dict[str, Any]) -> None:
     print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
     print(f"largest rank: {max(report['peak_mib']):.0f} MiB of memory", flush=True)
     if o.json:
-        Path(o.json).write_text(json.dumps({**report, "options": vars(o)}, indent=1) + "\n")
+        given = {**vars(o), "json": str(o.json)}
+        o.json.write_text(json.dumps({**report, "options": given}, indent=1) + "\n")

@@ -93,7 +93,9 @@ class Measured:
         return {**asdict(self), **extra}
 
 
-def measure(work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(
+    work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Collective: every rank of ``channel`` calls it and gets the same figures."""
     meshes = {
         "compute": Mesh(Instant(channel.rank, channel.size), work.grid, (-2, -1), overlap="on"),
@@ -118,7 +120,7 @@ def measure(work: Convolution, channel: Channel, note: Callable[[str], None] = l
     slowest = torch.stack(rows).max(0).values  # name, iteration, forward or backward
     times = {name: (median(t[:, 0].tolist()), median(t[:, 1].tolist())) for name, t in zip(steps, slowest)}
     most = torch.stack(everyone(torch.tensor(sent), real, (0, 1), "bytes")).max(0).values.tolist()
-    return Measured(sent=(most[0], most[1]), border=data.border(real), **times)
+    return Measured(sent=(most[0], most[1]), border=data.border(real), **times).to_dict()
 
 
 class _Data:

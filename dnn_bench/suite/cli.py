@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dnn_bench.cli_errors import one_line_errors
+from dnn_bench.command_line import one_line_errors, parser
 
 if TYPE_CHECKING:
-    from dnn_bench.runner.compare import Watcher
     from dnn_bench.suite.run import Wanted
 
 MODELS = "mlp,vgg_tiny,resnet_tiny,bert_tiny,gpt2_tiny"
@@ -21,36 +18,24 @@ GIVE_UP = 1.15  # a tuned peer so much slower than the best one in two repetitio
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dnn_bench suite",
-        description="Measures each model's compute, chooses links at which communication takes the wanted "
-        "share of it, compares the baselines there, and sums up what one schedule gains, as Markdown.",
+    given = parser(
+        "suite",
+        "Measures each model's compute, chooses links at which communication takes the wanted share of it, "
+        "compares the baselines there, and sums up what one schedule gains, as Markdown.",
     )
-    parser.add_argument("--models", default=MODELS, metavar="A,B", help="models (default: %(default)s)")
-    parser.add_argument(
-        "--ratios", default="0.5,1,2", help="ratios of communication to compute time (default: %(default)s)"
-    )
-    parser.add_argument("--hosts", default="2", help="numbers of hosts (default: %(default)s)")
-    parser.add_argument(
-        "--baseline", default=BASELINES, metavar="A,B", help="baselines (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--schedule", default="auto", help="schedule whose gain is summarised (default: %(default)s)"
-    )
-    parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
-    parser.add_argument(
-        "--iters", type=int, default=4, help="iterations per repetition (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="record every baseline's timeline, not only the two fastest ones'",
-    )
-    parser.add_argument(
-        "--summary", action="store_true", help="measure nothing; summarise the reports in --out"
-    )
-    return parser.parse_args(arguments)
+    given.add_argument("--models", default=MODELS, metavar="A,B", help="models")
+    given.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
+    given.add_argument("--hosts", default="2", help="numbers of hosts")
+    given.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
+    given.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
+    given.add_argument("--reps", type=int, default=5, help="repetitions")
+    given.add_argument("--iters", type=int, default=4, help="iterations per repetition")
+    given.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
+    text = "record every baseline's timeline, not only the two fastest ones'"
+    given.add_argument("--trace", action="store_true", help=text)
+    text = "measure nothing; summarise the reports in --out"
+    given.add_argument("--summary", action="store_true", help=text)
+    return given.parse_args(arguments)
 
 
 @one_line_errors(ValueError)
@@ -69,6 +54,7 @@ def main(arguments: list[str]) -> int:
 def measure(options: argparse.Namespace) -> None:
     from dnn_bench.runner.cli import chosen
     from dnn_bench.runner.compare import Effort
+    from dnn_bench.runner.watcher import bars
     from dnn_bench.suite import run
 
     entries = chosen(options.baseline)
@@ -76,8 +62,13 @@ def measure(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     trace = "all" if options.trace else "best"
     effort = Effort(options.reps, options.iters, trace=trace, give_up=GIVE_UP)
-    with progress(sum(cell.missing for cell in cells), len(cells)) as (watcher, begin):
-        run.measure(cells, entries, effort, watcher, begin)
+    missing = sum(cell.missing for cell in cells)
+    with bars(44) as shown:
+        if missing < len(cells):
+            there = f"{len(cells) - missing} of {len(cells)} cells are there already"
+            shown.console.print(there, highlight=False)
+        progress = Progress(shown, missing)
+        run.measure(cells, entries, effort, progress.watcher, progress.begin)
 
 
 def wanted(options: argparse.Namespace) -> list[Wanted]:
@@ -101,32 +92,22 @@ def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
     return found
 
 
-@contextmanager
-def progress(
-    missing: int, all_cells: int
-) -> Iterator[tuple[Watcher, Callable[[Wanted, str, float | None], None]]]:
+class Progress:
     """A bar for the cells and one for the cell's steps; in a log, lines."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dnn_bench.runner.cli import LineWatcher, ProgressWatcher
+    def __init__(self, bars: Any, missing: int) -> None:
+        from dnn_bench.runner.watcher import Watcher
 
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        cells = bars.add_task("cells", total=missing)
-        begun = 0
+        self.bars, self.missing, self.begun = bars, missing, 0
+        self.cells = bars.add_task("cells", total=missing)
+        self.watcher = Watcher(bars)
 
-        def begin(cell: Wanted, link: str, left: float | None) -> None:
-            nonlocal begun
-            rest = "" if left is None else f", about {max(1, round(left / 60))} min left"
-            errors.print(f"[{begun + 1}/{missing}] {cell}: {link}{rest}", markup=False, highlight=False)
-            bars.update(cells, completed=begun, description=f"cells{rest}")
-            begun += 1
-
-        if missing < all_cells:
-            errors.print(f"{all_cells - missing} of {all_cells} cells are there already", highlight=False)
-        yield (ProgressWatcher(bars) if errors.is_terminal else LineWatcher()), begin
+    def begin(self, cell: Wanted, link: str, left: float | None) -> None:
+        rest = "" if left is None else f", about {max(1, round(left / 60))} min left"
+        line = f"[{self.begun + 1}/{self.missing}] {cell}: {link}{rest}"
+        self.bars.console.print(line, markup=False, highlight=False)
+        self.bars.update(self.cells, completed=self.begun, description=f"cells{rest}")
+        self.begun += 1
 
 
 def summary(folder: Path, schedule: str) -> str:
@@ -147,7 +128,3 @@ def summary(folder: Path, schedule: str) -> str:
             cells.append(cell)
     cells.sort(key=lambda cell: (cell.hosts, cell.ratio, cell.model))
     return "\n\n".join([markdown(cells), *notes])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

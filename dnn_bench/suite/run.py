@@ -12,13 +12,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.baselines import Baseline, Job, get
+from dnn_bench.baselines import Baseline, get
+from dnn_bench.baselines.job import Job
 from dnn_bench.cluster import Cluster
 from dnn_bench.launch import Hosts, ThisMachine
-from dnn_bench.runner.compare import Comparison, Effort, Watcher
+from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.memory import estimate
 from dnn_bench.runner.sets import RankSet
+from dnn_bench.runner.watcher import Watcher
 from dnn_bench.suite.figures import link_for
 
 Report = dict[str, Any]

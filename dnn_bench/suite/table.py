@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dnn_bench.baselines.registry import AS_THEY_COME
+from dnn_bench.command_line import markdown as table
 from dnn_bench.suite.figures import BY_THE_SIMULATOR, Cell, accuracy, means, order_line, slowest
 
 POLICIES = ("dear", "pipedap", "wfbp")
@@ -77,11 +78,6 @@ PLACE = ["model", "hosts", "ratio", "link"]
 
 def place(cell: Cell) -> list[str]:
     return [cell.model, str(cell.hosts), f"{cell.ratio:g}", cell.link]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def predicted(cell: Cell, name: str) -> str:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dnn_bench.emulate import cli
-from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
-from dnn_bench.emulate.measure import all_policies
-from dnn_bench.emulate.networks import WIRES, link_of
+from dnn_bench.emulate.network import EmulatedCollectives, ThreadDevice
+from dnn_bench.emulate.measure import WIRES, all_policies, link_of
 from dnn_bench.gpu import cli as gpu_cli
 from dnn_bench.models import build
 from scheduler.ir.link import Link
@@ -75,7 +74,7 @@ def test_every_policy_on_a_small_model(capsys: pytest.CaptureFixture[str], tmp_p
         (["--device", "cuda"], "there is no CUDA device here; --device cpu runs the same"),
         (
             ["--device", "cpu", "--policies", "best"],
-            "there is no policy 'best'; the policies are auto, sequential",
+            "unknown policy 'best'; choose of: auto, sequential",
         ),
         (["--network", "token-ring"], "there is no network 'token-ring'"),
     ],

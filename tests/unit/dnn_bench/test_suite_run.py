@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from dnn_bench.runner.cli import ProgressWatcher
 from dnn_bench.runner.compare import Effort
+from dnn_bench.runner.watcher import Watcher
 from dnn_bench.suite import cli, run
 from dnn_bench.suite.run import Wanted
 
@@ -109,7 +109,7 @@ def test_an_interrupted_cell_is_kept_and_measured_again(
 
 def test_the_bar_begins_anew_with_every_comparison() -> None:
     bars = Progress(disable=True)
-    watcher = ProgressWatcher(bars)
+    watcher = Watcher(bars)
     for total in (3, 5):
         watcher.begin(total)
         watcher.step("starting ddp")

@@ -1,4 +1,7 @@
-"""Collectives that take the time of a link and move this process's bytes in its own memory."""
+"""The backend of an optimizer that trains alone as if with many ranks: this process answers for them.
+
+Collectives take the time of a link and move this process's bytes in its own memory.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,13 @@ from typing import Any
 
 import torch
 
+import comm_core
 from comm_core.cuda.launchers import launcher_for
+from commsched.backends.cpu import EngineBackend
+from commsched.backends.cuda import StreamBackend
 from commsched.backends.cuda_device import CudaDevice, Device, Event, Stream
+from commsched.backends.ranks import Ranks
+from commsched.env import settings
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link
 
@@ -37,9 +45,7 @@ class Mark:
 
 
 class ThreadDevice(Device):
-    """The CPU with one stream besides: a thread that runs what it is given, in order. Waiting blocks
-    the host.
-    """
+    """The CPU with one more stream: a thread that runs functions in order. Waiting blocks the host."""
 
     def __init__(self) -> None:
         self.device, self.comm = torch.device("cpu"), "thread"
@@ -148,3 +154,63 @@ class EmulatedCollectives:
 
     def close(self) -> None:
         pass
+
+
+class EmulatedRanks:
+    """A process set of so many ranks, this process being the first."""
+
+    ranks = None
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+    def included(self) -> bool:
+        return True
+
+
+class OneProcess(Ranks):
+    """Ranks that all have this process's values, so they always agree."""
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def all_values(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def agree(self, what: str, value: str, advice: str) -> None:
+        pass
+
+
+class _Flags:
+    """The collectives behind the flags: every rank has the flags of this one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def sum(self, full: torch.Tensor, name: str) -> None:
+        full.mul_(self.size)
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
+        pass
+
+
+def emulated_backend(device: Device, link: Link, size: int) -> StreamBackend:
+    """A GPU's backend over this link; pass it as ``transport=``."""
+    ranks = OneProcess(EmulatedRanks(size))  # type: ignore[arg-type]
+    timeout = settings().timeout
+    flags = EngineBackend(ranks, "EMULATED", comm_core.PythonTransport(_Flags(ranks)), timeout)
+    return StreamBackend(flags, device, EmulatedCollectives(device, link, size), timeout=timeout)
+
+
+def check_device(name: str) -> None:
+    """``ValueError`` for a CUDA device where there is none."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            "there is no CUDA device here; --device cpu runs the same with the CPU's compute and timer"
+        )
