@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import commsched as hvd
-from commsched.backends.cuda_device import CudaDevice
 from dnn_bench.baselines.job import Job
-from dnn_bench.emulate.network import EmulatedRanks, ThreadDevice, emulated_backend
+from dnn_bench.emulate.network import EmulatedRanks, emulated_backend
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link, Network
@@ -96,8 +95,6 @@ class Emulation:
     @contextmanager
     def wrapped(self, schedule: str, profile: Profile | None) -> Iterator[tuple[Any, Any]]:
         """A new model, and an optimizer over the emulated network."""
-        name = self.job.device
-        device = CudaDevice(torch.device(name)) if name.startswith("cuda") else ThreadDevice()
         model = self.job.build_model()
         optimizer: Any = hvd.DistributedOptimizer(
             self.job.build_optimizer(model.parameters()),
@@ -106,15 +103,13 @@ class Emulation:
             model=model,
             schedule=schedule,
             profile=profile,
-            transport=emulated_backend(device, self.link, self.ranks),  # type: ignore[arg-type]
+            transport=emulated_backend(self.job.device, self.link, self.ranks),  # type: ignore[arg-type]
         )
         try:
             yield model, optimizer
         finally:
             optimizer.close()
             self._wait()
-            if isinstance(device, ThreadDevice):
-                device.close()
 
     def _iteration(self, model: Any, optimizer: Any, synchronous: bool = False) -> None:
         inputs, targets = self.batch
