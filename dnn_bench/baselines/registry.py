@@ -49,7 +49,7 @@ def _entries() -> list[Baseline]:
         _horovod("horovod_4mb", 4),
         _fsdp("fsdp2", reshard=True),
         _fsdp("fsdp2_keep", reshard=False),
-        Baseline("zero1", PEER, HERE + "ddp.Zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
+        Baseline("zero1", PEER, HERE + "peers.Zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
         _ours("auto"),
         *(_ours(policy) for policy in policies.names()),
     ]
@@ -62,13 +62,13 @@ def _limit(name: str, trainer: str, about: str) -> Baseline:
 def _ddp(name: str, size: float | None) -> Baseline:
     buckets = "default buckets" if size is None else f"buckets of {size:g} MB"
     return Baseline(
-        name, PEER, HERE + "ddp.DDP", f"DistributedDataParallel, {buckets}", {"bucket_cap_mb": size}
+        name, PEER, HERE + "peers.DDP", f"DistributedDataParallel, {buckets}", {"bucket_cap_mb": size}
     )
 
 
 def _fsdp(name: str, reshard: bool) -> Baseline:
     about = f"fully_shard, parameters {'freed after the forward' if reshard else 'kept for the backward'}"
-    return Baseline(name, PEER, HERE + "fsdp.FSDP2", about, {"reshard_after_forward": reshard})
+    return Baseline(name, PEER, HERE + "peers.FSDP2", about, {"reshard_after_forward": reshard})
 
 
 def _horovod(name: str, size: float | None) -> Baseline:
@@ -78,12 +78,12 @@ def _horovod(name: str, size: float | None) -> Baseline:
     if size is not None:
         environment["HOROVOD_FUSION_THRESHOLD"] = str(round(size * 2**20))
     about = f"horovod.torch.DistributedOptimizer, {fusion}"
-    return Baseline(name, PEER, HERE + "horovod.Horovod", about, {}, "horovod", "horovod", environment)
+    return Baseline(name, PEER, HERE + "peers.Horovod", about, {}, "horovod", "horovod", environment)
 
 
 def _ours(schedule: str) -> Baseline:
     about = f"commsched.DistributedOptimizer(schedule={schedule!r})"
-    return Baseline(schedule, OURS, HERE + "horovod.Commsched", about, {"schedule": schedule}, "commsched")
+    return Baseline(schedule, OURS, HERE + "peers.Commsched", about, {"schedule": schedule}, "commsched")
 
 
 SIZED = {"ddp": _ddp, "horovod": _horovod}

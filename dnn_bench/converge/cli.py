@@ -14,7 +14,7 @@ from dnn_bench.baselines.registry import OURS, Baseline, get, names
 from dnn_bench.command_line import console, one_line_errors, parser, table
 
 if TYPE_CHECKING:
-    from dnn_bench.converge.results import Run
+    from dnn_bench.converge.tasks import Run
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def train_all(
     failures: dict[str, list[str]],
 ) -> None:
     """Plain training first, then every baseline at every size; adds runs, and failures with their reasons."""
-    from dnn_bench.converge.results import problems
+    from dnn_bench.converge.tasks import problems
 
     plain = train_one(task, get("local"), 1, steps, name="plain")
     runs.append(plain)
@@ -84,8 +84,7 @@ def train_all(
 def train_one(task: str, entry: Baseline, size: int, steps: int, name: str) -> Run:
     import torch
 
-    from dnn_bench.converge.results import Run, digest, mean_losses
-    from dnn_bench.converge.tasks import TaskJob
+    from dnn_bench.converge.tasks import Run, TaskJob, digest, mean_losses
     from dnn_bench.launch import ThisMachine
     from dnn_bench.runner.sets import RankSet
 
@@ -99,7 +98,7 @@ def train_one(task: str, entry: Baseline, size: int, steps: int, name: str) -> R
 
 
 def curves(runs: list[Run], failures: dict[str, list[str]]) -> Any:
-    from dnn_bench.converge.results import deviation
+    from dnn_bench.converge.tasks import deviation
 
     words = ("task", "baseline", "parameters")
     columns = ("task", "baseline", "workers", "last loss", "accuracy", "loss off by", "parameters")

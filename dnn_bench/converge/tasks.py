@@ -1,7 +1,12 @@
-"""Two small learning problems whose data are on every machine that has the tools, and one rank's training."""
+"""Two small learning problems whose data are on every machine that has the tools, their training, and the
+comparison of runs with the plain one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +22,8 @@ from dnn_bench.models.transformer import GPT2
 GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
 TEXT_LENGTH = 32
 CHARACTERS = 128
+LOSS_TOLERANCE = 1e-2  # of the loss, at any step: rounding grows while training goes on
+ACCURACY_TOLERANCE = 0.01
 
 Data = tuple[Tensor, Tensor]
 
@@ -130,3 +137,44 @@ def train(trainer: Trainer, steps: int, path: str) -> dict[str, Any]:
         torch.save(parameters, path)
     trainer.barrier()
     return {"losses": losses, "accuracy": accuracy}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `digest` names its final parameters bit for bit."""
+
+    task: str
+    baseline: str
+    workers: int
+    losses: tuple[float, ...]
+    accuracy: float
+    digest: str
+
+
+def mean_losses(ranks: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """The global batch's loss at every step: the mean over equal shards."""
+    return tuple(statistics.mean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True))
+
+
+def digest(parameters: dict[str, Tensor]) -> str:
+    """A short name of the parameters' exact bits."""
+    found = hashlib.sha256()
+    for name in sorted(parameters):
+        found.update(name.encode())
+        found.update(parameters[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def deviation(run: Run, plain: Run) -> float:
+    """The largest difference of the loss curves, relative to the larger value."""
+    return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in zip(run.losses, plain.losses, strict=True))
+
+
+def problems(run: Run, plain: Run) -> list[str]:
+    """List how a run differs from plain training by more than rounding."""
+    found = []
+    if (off := deviation(run, plain)) > LOSS_TOLERANCE:
+        found.append(f"its loss differs by {off:.1e} from plain training's")
+    if abs(run.accuracy - plain.accuracy) > ACCURACY_TOLERANCE:
+        found.append(f"its accuracy is {run.accuracy:.4f}, plain training's {plain.accuracy:.4f}")
+    return found

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dnn_bench.models.vision import conv_norm_relu, global_average, he_init
+from dnn_bench.models.convolutional import conv_norm_relu, global_average, he_init
 
 PUBLISHED = 32
 EPS = 1e-3

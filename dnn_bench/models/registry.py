@@ -33,10 +33,12 @@ def _text(builder: str, task: str, batch: int, seq_len: int, vocab: int, **optio
 
 
 def _vector(batch: int, width: int) -> ModelSpec:
-    return ModelSpec("plain.mlp", "vector", batch, {"features": width, "num_classes": 10}, {"width": width})
+    return ModelSpec(
+        "convolutional.mlp", "vector", batch, {"features": width, "num_classes": 10}, {"width": width}
+    )
 
 
-RESNET, PLAIN, DENSENET = "resnet.ResNet", "plain.Plain", "densenet.DenseNet"
+RESNET, PLAIN, DENSENET = "convolutional.ResNet", "convolutional.Plain", "convolutional.DenseNet"
 INCEPTION, VIT, BERT, GPT2 = (
     "inception.InceptionV4",
     "transformer.ViT",

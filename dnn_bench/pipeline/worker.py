@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field, replace
+from collections import defaultdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from commsched.pipeline.rows import border, cut
 from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
+from dnn_bench.pipeline.peers import Peer, timed
 from dnn_bench.pipeline.results import Ratio, Result
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.layout import Layout
@@ -33,20 +35,11 @@ from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.report import examine
 
-
-@dataclass
-class Taken:
-    """Of every round: seconds of a step of ours, of torch's (``theirs``) and of the other placement; the part
-    of ours in which a rank does not compute, and in which the slowest does. And all losses, ours and torch's.
-    """
-
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
-    reached: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
+Taken = dict[str, list[float]]
+"""Of every round: seconds of a step of `ours`, of torch's (`theirs`) and of the other placement (`others`);
+the share of a step in which ranks do not compute (`bubbles`) and in which the slowest does (`reached`). All
+losses of ours (`losses`) and of torch's (`expected`).
+"""
 
 
 def measure(options: Namespace) -> str:
@@ -55,34 +48,33 @@ def measure(options: Namespace) -> str:
     torch.manual_seed(0)
     commsched.init()
     paced = {"seconds": options.seconds, "height": max(1, options.layer_bytes // 256)}
-    extra: dict[str, Any] = paced if options.model == "paced" else {}
-    job = job_of(options.model, options.layers, **extra)
+    job = job_of(options.model, options.layers, **(paced if options.model == "paced" else {}))
     pipeline = _pipeline(options, job, options.placement)
     rows = options.batch_size or default_rows(pipeline.layout)
     other = _pipeline(options, job, options.against) if options.against else None
-    batch = next(job.batches(rows))
-    micro = cut(batch, (0, border(1, rows, options.microbatches)))
+    micro = cut(next(job.batches(rows)), (0, border(1, rows, options.microbatches)))
     costs, cluster = _costs(pipeline, job, micro)
     handled = _handling(options, job, rows)
     report = examine(pipeline.program, costs, cluster, handled)
     peer = _peer(options, pipeline, job) if options.peer else None
-    taken = _rounds(options, job, rows, (pipeline, other, peer))
+    taken = _rounds(options, job, rows, pipeline, other, peer)
     result = Result(
         model=options.model,
         schedule=options.schedule,
         delays=pipeline.delays,
-        period=statistics.median(taken.ours),
+        period=statistics.median(taken["ours"]),
         simulated=report.period,
-        bubble=statistics.median(taken.bubbles),
+        bubble=statistics.median(taken["bubbles"]),
         simulated_bubble=report.bubble_fraction,
-        reached=statistics.median(taken.reached),
+        reached=statistics.median(taken["reached"]),
         rows=rows,
-        losses=taken.losses,
+        losses=taken["losses"],
         handling=max(handled),
     )
-    _compare(result, taken)
+    if peer is not None:
+        _compare(result, taken)
     if other is not None:
-        result.gain = Ratio.of(taken.others, taken.ours)
+        result.gain = Ratio.of(taken["others"], taken["ours"])
         result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
@@ -97,29 +89,28 @@ def default_rows(layout: Layout) -> int:
     return layout.microbatches * max(4, *(len(ranks) for ranks in layout.ranks))
 
 
-def _rounds(options: Namespace, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
+def _rounds(
+    options: Namespace, job: Job, rows: int, pipeline: Pipeline, other: Pipeline | None, peer: Peer | None
+) -> Taken:
     """Time this pipeline, the one with the other placement and torch's, in turn."""
-    pipeline, other, peer = three
-    taken = Taken()
+    taken: Taken = defaultdict(list)
 
     def take_ours() -> None:
         seconds, busy, found = _timed(pipeline, job.batches(rows), options)
-        taken.ours.append(seconds)
-        taken.bubbles.append(1 - statistics.mean(busy) / seconds)
-        taken.reached.append(max(busy) / seconds)
-        taken.losses += found
+        taken["ours"].append(seconds)
+        taken["bubbles"].append(1 - statistics.mean(busy) / seconds)
+        taken["reached"].append(max(busy) / seconds)
+        taken["losses"] += found
 
     def take_other() -> None:
         if other is not None:
-            taken.others.append(_timed(other, job.batches(rows), options)[0])
+            taken["others"].append(_timed(other, job.batches(rows), options)[0])
 
     def take_peer() -> None:
         if peer is not None:
-            from dnn_bench.pipeline.peers import timed
-
             seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
-            taken.theirs.append(seconds)
-            taken.expected += found
+            taken["theirs"].append(seconds)
+            taken["expected"] += found
 
     turns = [take_ours, take_other, take_peer]
     for number in range(options.rounds):
@@ -203,30 +194,21 @@ def _run(pipeline: Pipeline, batches: Any, warmup: int, steps: int) -> tuple[flo
     return seconds, spans, losses
 
 
-def _peer(options: Namespace, pipeline: Pipeline, job: Job) -> Any:
-    from dnn_bench.pipeline.peers import Peer
-
+def _peer(options: Namespace, pipeline: Pipeline, job: Job) -> Peer:
     if pipeline.fabric.size != pipeline.layout.positions:
         raise ValueError("torch.distributed.pipelining is compared without replicas: --num-data-parallel 1")
-    torch.distributed.init_process_group("gloo", rank=commsched.rank(), world_size=commsched.size())
-    return Peer(
-        job,
-        options.schedule,
-        pipeline.layout.cuts,
-        options.microbatches,
-        commsched.rank(),
-        commsched.size(),
-    )
+    rank, size = commsched.rank(), commsched.size()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    return Peer(job, options.schedule, pipeline.layout.cuts, options.microbatches, rank, size)
 
 
 def _compare(result: Result, taken: Taken) -> None:
-    if taken.theirs:
-        result.peer = statistics.median(taken.theirs)
-        result.ratio = Ratio.of(taken.theirs, taken.ours)
-    known = [losses for losses in commsched.allgather_object(taken.expected) if losses]
-    if known:
-        pairs = list(zip(result.losses, known[0]))[: len(known[0])]
-        result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    """Add torch's figures; the last rank has its losses."""
+    result.peer = statistics.median(taken["theirs"])
+    result.ratio = Ratio.of(taken["theirs"], taken["ours"])
+    (expected,) = filter(None, commsched.allgather_object(taken["expected"]))
+    differences = (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(result.losses, expected))
+    result.difference = max(differences)
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
 from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict
-from dnn_bench.runner.crew import Crew
 from dnn_bench.runner.results import (
     FAILED,
     MISSING,
@@ -26,7 +25,7 @@ from dnn_bench.runner.results import (
     paired_ratio,
     summarise,
 )
-from dnn_bench.runner.sets import RankFailed, RankSet
+from dnn_bench.runner.sets import Crew, RankFailed, RankSet
 from dnn_bench.runner.watcher import Watcher
 from scheduler.bounds import lower_bound
 

@@ -31,8 +31,8 @@ COMMANDS = {
     "block": "dnn_bench.runner.measure.run_block",
     "link": "dnn_bench.runner.measure.time_link",
     "profile": "dnn_bench.runner.layers.profile_of",
-    "trace": "dnn_bench.runner.trace.trace_iteration",
-    "collectives": "dnn_bench.collectives.measure.measure",
+    "trace": "dnn_bench.runner.layers.trace_iteration",
+    "collectives": "dnn_bench.collectives.transports.measure",
     "train": "dnn_bench.converge.tasks.train",
 }
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dnn_bench.models.resnet import DEPTHS, ResNet
-from dnn_bench.models.vision import conv_norm_relu
+from dnn_bench.models.convolutional import DEPTHS, ResNet, conv_norm_relu
 
 Values = tuple[Tensor, ...]
 

@@ -23,7 +23,7 @@ def measure_the_peak() -> None:
 
     from commsched import spatial
     from commsched.spatial.meter import PeakMeter
-    from dnn_bench.models.resnet import ResNet
+    from dnn_bench.models.convolutional import ResNet
 
     size, grid = int(os.environ["SIZE"]), (2, 2)
     shape = (1, 3, size, size)

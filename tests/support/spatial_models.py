@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.spatial import Mesh
-from dnn_bench.models.resnet import ResNet
-from dnn_bench.models.vision import conv_norm_relu
+from dnn_bench.models.convolutional import ResNet, conv_norm_relu
 from dnn_bench.spatial.models import amoebanet, unet
 
 __all__ = ["build", "conv_norm_relu", "train"]

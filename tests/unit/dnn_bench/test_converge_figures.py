@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from dnn_bench.converge import cli
-from dnn_bench.converge.results import Run, deviation, digest, mean_losses, problems
-from dnn_bench.converge.tasks import GLOBAL_BATCH, TASKS, TaskJob
+from dnn_bench.converge.tasks import (
+    GLOBAL_BATCH,
+    TASKS,
+    Run,
+    TaskJob,
+    deviation,
+    digest,
+    mean_losses,
+    problems,
+)
 
 
 def run(losses: tuple[float, ...], accuracy: float = 0.9) -> Run:

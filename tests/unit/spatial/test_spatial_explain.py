@@ -14,7 +14,7 @@ from commsched import spatial
 from commsched.spatial.meter import PeakMeter
 from commsched.spatial.ops import windows
 from commsched.transport.channel import Channel
-from dnn_bench.models.resnet import ResNet
+from dnn_bench.models.convolutional import ResNet
 from dnn_bench.spatial.models import unet
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build, conv_norm_relu
