@@ -6,12 +6,11 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get, require
+from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get
 from dnn_bench.command_line import chosen, console, one_line_errors, parser
 from dnn_bench.place import add_place, place_of
 
@@ -66,16 +65,19 @@ def size_of(text: str) -> int:
 
 def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) -> dict[str, Any]:
     """Measures one transport after the other and prints the tables."""
+    from dnn_bench.baselines.job import Job
     from dnn_bench.collectives import results
     from dnn_bench.runner import environment
+    from dnn_bench.runner.sets import asked
 
     rows: list[dict[str, Any]] = []
     problems: dict[str, tuple[str, str]] = {}
-    with place_of(options) as place, tempfile.TemporaryDirectory(prefix="dnn_bench-") as directory:
+    with place_of(options) as place:
         for entry in entries:
             print(f"measuring {entry.name}", file=sys.stderr, flush=True)
             try:
-                rows += results.combine(entry.name, measure(entry, place, Path(directory), sizes))
+                answers = asked(entry, Job("mlp_tiny"), place, "collectives", sizes)
+                rows += results.combine(entry.name, answers)
             except MissingPeer as error:
                 problems[entry.name] = ("missing", str(error))
             except RuntimeError as error:
@@ -87,14 +89,3 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
         }  # fmt: skip
     results.show(report, console())
     return report
-
-
-def measure(entry: Baseline, place: Any, directory: Path, sizes: list[int]) -> list[Any]:
-    """Every rank's samples."""
-    from dnn_bench.baselines.job import Job
-    from dnn_bench.runner.sets import RankSet
-
-    require(entry)
-    with RankSet(entry, Job("mlp_tiny"), place, directory) as ranks:
-        ranks.start()
-        return ranks.call("collectives", sizes)

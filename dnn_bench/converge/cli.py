@@ -86,14 +86,12 @@ def train_one(task: str, entry: Baseline, size: int, steps: int, name: str) -> R
 
     from dnn_bench.converge.tasks import Run, TaskJob, digest, mean_losses
     from dnn_bench.launch import ThisMachine
-    from dnn_bench.runner.sets import RankSet
+    from dnn_bench.runner.sets import asked
 
     job = TaskJob.make(task, size)
     with tempfile.TemporaryDirectory(prefix="dnn_bench-") as directory:
         path = Path(directory) / "parameters.pt"
-        with RankSet(entry, job, ThisMachine(size), Path(directory)) as ranks:
-            ranks.start()
-            answers = ranks.call("train", steps, str(path))
+        answers = asked(entry, job, ThisMachine(size), "train", steps, str(path))
         return Run(task, name, size, mean_losses(answers), answers[0]["accuracy"], digest(torch.load(path)))
 
 

@@ -106,41 +106,21 @@ def memory(job: Job, iterations: int) -> Figures:
     """Peak bytes of the plain loop, of DDP with ``gradient_as_bucket_view`` (one rank), of commsched."""
     emulation = Emulation(job, FREE, 2, warmup=3, iterations=1)
     profile = emulation.profile()
-    acts = {
-        "plain": emulation.plain,
-        "ddp": lambda: _ddp(emulation),
-        "wrapped": lambda: _wrapped(emulation, profile),
-    }
+
+    def ddp() -> None:
+        backend = "nccl" if job.device.startswith("cuda") else "gloo"
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        module = job.build_model()
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        emulation.time(wrapped, job.build_optimizer(module.parameters()), emulation.warmup)
+
+    def commsched() -> None:
+        with emulation.wrapped("dear", profile) as (module, optimizer):
+            emulation.time(module, optimizer, emulation.warmup)
+
+    acts = {"plain": emulation.plain, "ddp": ddp, "wrapped": commsched}
     return {name: _peak(job.device, act) for name, act in acts.items()}
-
-
-MEASURES: dict[str, Callable[[Job, int], Figures]] = {"steps": one_worker, "cost": own_cost, "memory": memory}
-
-
-def _wrapped(emulation: Emulation, profile: Any) -> None:
-    with emulation.wrapped("dear", profile) as (module, optimizer):
-        emulation.time(module, optimizer, emulation.warmup)
-
-
-def _ddp(emulation: Emulation) -> None:
-    with _alone(emulation.job.device) as group:
-        module = emulation.job.build_model()
-        wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-        emulation.time(wrapped, emulation.job.build_optimizer(module.parameters()), emulation.warmup)
-
-
-@contextmanager
-def _alone(device: str) -> Iterator[Any]:
-    """A process group of this rank."""
-    mine = not dist.is_initialized()
-    if mine:
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        if mine:
-            dist.destroy_process_group()
 
 
 def _peak(device: str, act: Callable[[], object]) -> int:
@@ -153,3 +133,6 @@ def _peak(device: str, act: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats()
     act()
     return int(torch.cuda.max_memory_allocated())
+
+
+MEASURES: dict[str, Callable[[Job, int], Figures]] = {"steps": one_worker, "cost": own_cost, "memory": memory}

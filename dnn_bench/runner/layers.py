@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -48,11 +49,14 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     recorder = Recorder(owners, {}, {}, {})
     handles: list[Any] = []
     for name, module in owners.items():
-        handles.append(module.register_forward_pre_hook(_entered(recorder.reached, name), prepend=True))
-        handles.append(module.register_forward_pre_hook(_entered(recorder.began, name)))
+        enter = partial(_keep_first, recorder.reached, name)
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(_keep_first, recorder.began, name)))
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_ready(recorder, name)))
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(partial(_keep_last, recorder.ready, name))
+                )
     try:
         yield recorder
     finally:
@@ -60,18 +64,12 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
             handle.remove()
 
 
-def _entered(times: dict[str, float], name: str) -> Any:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        times.setdefault(name, time.perf_counter())
-
-    return hook
+def _keep_first(times: dict[str, float], name: str, *arguments: Any) -> None:
+    times.setdefault(name, time.perf_counter())
 
 
-def _ready(recorder: Recorder, name: str) -> Any:
-    def hook(parameter: Any) -> None:
-        recorder.ready[name] = time.perf_counter()
-
-    return hook
+def _keep_last(times: dict[str, float], name: str, parameter: Any) -> None:
+    times[name] = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -98,37 +96,30 @@ class Spans:
         return cls(tuple(names), forward, tuple(reversed(backward)), update)
 
 
-def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
-    """Spans of some iterations of this trainer, after one that is thrown away."""
+def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
+    """The scheduler's profile of the job in this rank: medians over some iterations after a first one."""
     batch = trainer.job.local_batch(trainer.rank)
-    found = []
+    spans = []
     with recording(trainer.module) as recorder:
         for _ in range(iterations + 1):
             recorder.clear()
             stamps = trainer.iteration(*batch)
-            found.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
+            spans.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
     trainer.finish()
-    return found[1:]
-
-
-def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
-    """The scheduler's profile of the job, measured in this rank: medians over some iterations."""
-    spans = measure_layers(trainer, iterations)
-    modules = {name or "model": module for name, module in trainer.module.named_modules()}
     layers, seen = [], set()
     for index, name in enumerate(spans[0].names):
         size = 0
-        for parameter in modules[name].parameters(recurse=False):
+        for parameter in recorder.owners[name].parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 size += parameter.numel() * parameter.element_size()
         forward, backward = (
             statistics.median(times[index][1] - times[index][0] for times in kind)
-            for kind in ([s.forward for s in spans], [s.backward for s in spans])
+            for kind in ([s.forward for s in spans[1:]], [s.backward for s in spans[1:]])
         )
         layers.append(Layer(name, forward, backward, size))
     total = sum(layer.bytes for layer in layers)
-    update = statistics.median(s.update for s in spans)
+    update = statistics.median(s.update for s in spans[1:])
     source = "measured, all ranks computing"
     return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()
 

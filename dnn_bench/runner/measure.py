@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from dnn_bench.baselines.limits import Exchange
@@ -74,12 +75,8 @@ def time_exchange(size: int) -> float:
 
 def bytes_sent() -> int:
     """Bytes that left this host since it exists; ranks on one host see the same number."""
-    total = 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        device, _, counters = line.partition(":")
-        if device.strip() != "lo":
-            total += int(counters.split()[8])
-    return total
+    devices = psutil.net_io_counters(pernic=True, nowrap=False)
+    return sum(counters.bytes_sent for name, counters in devices.items() if name != "lo")
 
 
 def reset_peak_memory() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.registry import Baseline
+from dnn_bench.baselines.registry import Baseline, require
 from dnn_bench.launch import Place, Process, ThisMachine
 
 START_TIMEOUT = 120.0
@@ -115,11 +115,15 @@ class RankSet:
         self.connections, self.pids, self.processes = {}, [], []
 
     def _end_processes(self) -> None:
-        """What is still there has not ended by itself: launchers and ranks with all they started."""
-        left = [p for pid in [*self.pids, *(p.pid for p in self.processes)] for p in _family(pid)]
-        for process in left:
+        """End launchers and ranks that have not ended by themselves, with all they started."""
+        left = []
+        for pid in [*self.pids, *(process.pid for process in self.processes)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                left.append(psutil.Process(pid))
+                left += left[-1].children(recursive=True)
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         psutil.wait_procs(left, timeout=5)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,10 +138,8 @@ class RankSet:
         # Listener has no time-out of its own; its socket can be waited for like a connection.
         raw = listener._listener._socket  # type: ignore[attr-defined]
         while not wait([raw], timeout=0.2):
-            if (
-                any(process.poll() not in (None, 0) for process in self.processes)
-                or time.monotonic() > deadline
-            ):
+            failed = any(process.poll() not in (None, 0) for process in self.processes)
+            if failed or time.monotonic() > deadline:
                 raise RankFailed(f"{self.baseline.name} did not start: {self._last_words()}")
         return listener.accept()
 
@@ -157,12 +159,13 @@ class RankSet:
         return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def asked(baseline: Baseline, job: Job, place: Place, command: str, *arguments: Any) -> list[Any]:
+    """The answers of new ranks to one command; they end then."""
+    require(baseline)
+    with tempfile.TemporaryDirectory(prefix="dnn_bench-") as folder:
+        with RankSet(baseline, job, place, Path(folder)) as ranks:
+            ranks.start()
+            return ranks.call(command, *arguments)
 
 
 class Crew:

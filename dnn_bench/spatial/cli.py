@@ -70,7 +70,7 @@ def train(plan: Plan) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         if hvd.rank() == 0:
             print(f"step {number + 1}/{total}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
-    rows = hvd.allgather_object((seconds, _peak_mib()))
+    rows = hvd.allgather_object((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
     slowest = [max(row[0][number] for row in rows) for number in range(total)][plan.options.warmup :]
     return {
         "ranks": plan.ranks,
@@ -95,10 +95,6 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     shape = (plan.images, 3, o.image_size, o.image_size)
     images = torch.randn(shape, generator=generator)
     return cut_stages(cells, balance), images, target_of(o.model, shape, o.num_classes, generator)
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def show(plan: Plan, report: dict[str, Any]) -> None:

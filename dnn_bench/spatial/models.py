@@ -106,27 +106,21 @@ def amoebanet(layers: int, filters: int, classes: int) -> list[nn.Module]:
     return [*cells, Head(newer, classes)]
 
 
-class Down(nn.Module):
-    """One level of a U-Net's way down: halves the image and remembers what it was."""
+def two(c_in: int, c_out: int) -> nn.Sequential:
+    return nn.Sequential(conv_norm_relu(c_in, c_out, 3), conv_norm_relu(c_out, c_out, 3))
 
-    def __init__(self, c_in: int, c_out: int) -> None:
+
+class Down(nn.Module):
+    """One level of a U-Net's way down: halves the image, unless it is the last, and remembers what it was."""
+
+    def __init__(self, c_in: int, c_out: int, last: bool = False) -> None:
         super().__init__()
-        self.block = nn.Sequential(conv_norm_relu(c_in, c_out, 3), conv_norm_relu(c_out, c_out, 3))
+        self.block, self.last = two(c_in, c_out), last
 
     def forward(self, values: Tensor | Values) -> Values:
         x, skips = _split(values)
         y = self.block(x)
-        return F.max_pool2d(y, 2), *skips, y
-
-
-class Middle(nn.Module):
-    def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.block = nn.Sequential(conv_norm_relu(c_in, c_out, 3), conv_norm_relu(c_out, c_out, 3))
-
-    def forward(self, values: Values) -> Values:
-        x, skips = _split(values)
-        return self.block(x), *skips
+        return (y, *skips) if self.last else (F.max_pool2d(y, 2), *skips, y)
 
 
 class Up(nn.Module):
@@ -135,7 +129,7 @@ class Up(nn.Module):
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
         self.up = nn.ConvTranspose2d(c_in, c_out, 2, 2)
-        self.block = nn.Sequential(conv_norm_relu(2 * c_out, c_out, 3), conv_norm_relu(c_out, c_out, 3))
+        self.block = two(2 * c_out, c_out)
 
     def forward(self, values: Values) -> Tensor | Values:
         x, skips = _split(values)
@@ -153,7 +147,7 @@ def unet(layers: int, filters: int, classes: int) -> list[nn.Module]:
     widths = [filters << level for level in range(layers + 1)]
     downs = [Down(c_in, c_out) for c_in, c_out in zip([3, *widths], widths[:-1])]
     ups = [Up(c_in, c_out) for c_in, c_out in zip(widths[:0:-1], widths[-2::-1])]
-    return [*downs, Middle(widths[-2], widths[-1]), *ups, nn.Conv2d(filters, classes, 1)]
+    return [*downs, Down(widths[-2], widths[-1], last=True), *ups, nn.Conv2d(filters, classes, 1)]
 
 
 def _split(values: Tensor | Values) -> tuple[Tensor, Values]:

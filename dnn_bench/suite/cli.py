@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,7 @@ from dnn_bench.launch import Hosts, ThisMachine
 from dnn_bench.runner.cli import chosen
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.memory import estimate
-from dnn_bench.runner.sets import Crew, RankSet
+from dnn_bench.runner.sets import Crew, asked
 from dnn_bench.runner.watcher import Watcher, bars
 from dnn_bench.suite.figures import Report, cell_of, link_for, markdown
 
@@ -132,7 +131,8 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
                     keep(report, cell)
                     if report["interrupted"]:
                         raise KeyboardInterrupt
-                    compute = local_seconds(report) or compute
+                    rows = [row for row in report["baselines"] if row["name"] == "local"]
+                    compute = next((row["time"] for row in rows if "time" in row), compute)
 
 
 def read(path: Path) -> Report:
@@ -151,22 +151,11 @@ def keep(report: Report, cell: Wanted) -> None:
     draft.replace(cell.path)
 
 
-def local_seconds(report: Report) -> float | None:
-    """An iteration's compute as a comparison found it; None where it was not measured."""
-    times = [row["time"] for row in report["baselines"] if row["name"] == "local" and "time" in row]
-    return times[0] if times else None
-
-
 def compute_seconds(job: Job, ranks: int) -> float:
     """An iteration's compute while all ranks compute at once on this machine: a first look, which the first
     comparison of the model, with its repetitions over minutes, corrects for the next ones.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="dnn_bench-") as directory,
-        RankSet(get("local"), job, ThisMachine(ranks), Path(directory)) as workers,
-    ):
-        workers.start()
-        blocks = workers.call("block", 2, 5)
+    blocks = asked(get("local"), job, ThisMachine(ranks), "block", 2, 5)
     return max(statistics.median(block["iterations"]) for block in blocks)
 
 
