@@ -8,12 +8,14 @@ Ranks are forked from processes that have imported torch (`fork_server`), except
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from dnn_bench import fork_server
 from dnn_bench.baselines.registry import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.cluster.cluster import CONGESTION
 from dnn_bench.fork_server import Forked, ForkServer, Output
 from dnn_bench.rank_environment import HeldPort, environment, rank_variables
 
@@ -241,3 +244,33 @@ def end(processes: Sequence[Process]) -> None:
         process.kill()
     for process in processes:
         process.wait(10)
+
+
+def add_cluster(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+    """The options that describe an emulated cluster."""
+    given.add_argument("--hosts", type=int, default=2, metavar="N", help="emulated hosts")
+    text = "speed of the links: 250mbit, unlimited, or one per host: 1gbit,250mbit"
+    given.add_argument("--link", default=link, help=text)
+    given.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
+    text = "congestion control of the hosts' TCP, such as bbr"
+    given.add_argument("--congestion", default=CONGESTION, help=text)
+
+
+def add_place(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+    """The options of an emulated cluster, and of ranks without one."""
+    add_cluster(given, link)
+    text = "run N ranks here, without emulated hosts and without root"
+    given.add_argument("--local", type=int, metavar="N", help=text)
+    given.add_argument("--threads", type=int, default=1, help="threads per rank")
+
+
+@contextmanager
+def place_of(options: argparse.Namespace) -> Iterator[Place]:
+    """The place that the options of `add_place` describe."""
+    if options.local is not None:
+        if options.local < 1:
+            raise ValueError(f"--local needs at least one rank, not {options.local}")
+        yield ThisMachine(options.local, options.threads)
+        return
+    with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
+        yield Hosts(cluster, options.threads)

@@ -80,18 +80,14 @@ def checked(settings: Settings) -> Settings:
             f"hosts={settings.hosts} has room for {slots} workers, but nworkers={settings.nworkers}"
         )
     names = [part.strip() for part in settings.baseline.split(",")]
-    if names == ["all"] or len(names) > 1:
-        return side_by_side(replace(settings, dnn=dnn), names)
-    baseline = baselines.get(names[0]).name
-    return replace(settings, dnn=dnn, baseline=baseline, launcher=launcher_for(baseline, settings))
-
-
-def side_by_side(settings: Settings, names: list[str]) -> Settings:
-    """Several baselines are compared on this machine, each under the launcher that suits it."""
-    if settings.hosts or settings.launcher:
-        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
     known = names if names == ["all"] else [baselines.get(name).name for name in names]
-    return replace(settings, baseline=",".join(known), launcher=COMPARE)
+    if names != ["all"] and len(names) == 1:
+        launcher = launcher_for(known[0], settings)
+    elif settings.hosts or settings.launcher:
+        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
+    else:
+        launcher = COMPARE  # which starts each under the launcher that suits it
+    return replace(settings, dnn=dnn, baseline=",".join(known), launcher=launcher)
 
 
 def launcher_for(baseline: str, settings: Settings) -> str:

@@ -1,9 +1,9 @@
 """Single-process training on the whole batch, and the comparison of a baseline with it.
 
 The single process is trained twice, the second time with its ranks in the other order and other last bits in
-every gradient: deep networks with batch norm are chaotic, and baselines are compared before rounding has grown
-too large. They are compared closely after the first step, whose forward is the same everywhere; later, a ReLU's
-input on the other side of zero moves a tensor's gradient by a hundredth.
+every gradient: deep networks with batch norm are chaotic, and baselines are compared before rounding has
+grown too large. They are compared closely after the first step, whose forward is the same everywhere; later,
+a ReLU's input on the other side of zero moves a tensor's gradient by a hundredth.
 
 The error is the share by which updates must be off to explain the distance of the weights: a small learning
 rate moves many weights by less than their last bit, so distances alone would measure rounding.

@@ -7,8 +7,7 @@ import argparse
 from dnn_bench.cluster.cluster import Cluster
 from dnn_bench.cluster.system import ClusterError
 from dnn_bench.command_line import one_line_errors, parser
-from dnn_bench.launch import wait_for_all
-from dnn_bench.place import add_cluster
+from dnn_bench.launch import add_cluster, wait_for_all
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

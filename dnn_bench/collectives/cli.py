@@ -12,7 +12,7 @@ from typing import Any
 
 from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get
 from dnn_bench.command_line import chosen, console, one_line_errors, parser
-from dnn_bench.place import add_place, place_of
+from dnn_bench.launch import add_place, place_of
 
 HERE = "dnn_bench.collectives.transports."
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -20,12 +20,11 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 def transports() -> dict[str, Baseline]:
     """Every transport by name."""
-    hvd = get("horovod")
     entries = [
-        Baseline("direct", OURS, HERE + "Ours", "commsched's direct transport", {"transport": "direct"}),
-        Baseline("ring", OURS, HERE + "Ours", "commsched's ring transport", {"transport": "ring"}),
-        Baseline("gloo", PEER, HERE + "Gloo", "torch.distributed's collectives"),
-        replace(hvd, trainer=HERE + "Horovod", about="Horovod's operations"),
+        Baseline("direct", OURS, HERE + "Ours", {"transport": "direct"}),
+        Baseline("ring", OURS, HERE + "Ours", {"transport": "ring"}),
+        Baseline("gloo", PEER, HERE + "Gloo"),
+        replace(get("horovod"), trainer=HERE + "Horovod"),
     ]
     return {entry.name: entry for entry in entries}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dnn_bench.models.spec import ModelSpec
+if TYPE_CHECKING:
+    from torch import nn
 
 PACKAGES = {
     "torchvision": "torchvision",
@@ -21,6 +23,21 @@ FORMS = "torchvision/NAME, timm/NAME, hf/TYPE-or-config, smp/ARCH-ENCODER"
 # Heads of transformers, the first that a configuration can have, and their tasks here.
 HEADS = {"MaskedLM": "masked_tokens", "CausalLM": "causal_lm", "ImageClassification": "image"}
 TOKENS, PIXELS = 128, 256  # lengths of sequences, and sides of images where no default belongs to the model
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model: `builder`, a function or "file.function" in this package, is called with `options`.
+
+    `task` says what a batch looks like and which loss belongs to it; `shape` holds the sizes a batch needs;
+    `batch` is the default per worker.
+    """
+
+    builder: str | Callable[..., nn.Module]
+    task: str
+    batch: int
+    shape: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def checked(name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dnn_bench.models import libraries
-from dnn_bench.models.spec import ModelSpec
+from dnn_bench.models.libraries import ModelSpec
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dnn_bench import models
 from dnn_bench.command_line import add_data_dir, add_job, console, one_line_errors, parser, shape_of
-from dnn_bench.place import add_place, place_of
+from dnn_bench.launch import add_place, place_of
 
 if TYPE_CHECKING:
     from dnn_bench.baselines import Baseline

@@ -20,7 +20,6 @@ class Row:
 
     name: str
     kind: str
-    about: str
     status: str = OK
     reason: str = ""
     error: float | None = None  # of the first steps, relative to one process
@@ -85,7 +84,7 @@ def _figures(
     bounds: Sequence[float],
     rate: float | None,
 ) -> dict[str, Any]:
-    kept = ("name", "kind", "about", "status", "reason", "error", "predicted", "trace")
+    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
     figures: dict[str, Any] = {name: getattr(row, name) for name in kept}
     if not row.measured:
         return figures

@@ -63,8 +63,8 @@ class Instant(SilentChannel):
 
 
 def judged(times: dict[str, Pair], sent: list[int], border: float) -> dict[str, Any]:
-    """The figures with `hidden`, the part of the halo's time that does not show in the overlapped step, and its
-    prediction by the simulator from the times of halo and compute.
+    """The figures with `hidden`, the part of the halo's time that does not show in the overlapped step, and
+    its prediction by the simulator from the times of halo and compute.
     """
     halo, compute = times["halo"], times["compute"]
     hidden = 1.0 - (sum(times["overlapped"]) - sum(compute)) / sum(halo)

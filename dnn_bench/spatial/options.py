@@ -55,7 +55,7 @@ def _list(values: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the options mean. ``grids``: of the stages on tiles; the other ``stages`` run on whole images."""
+    """The stages and samples that the options mean. Stages without a grid of tiles run on whole images."""
 
     options: argparse.Namespace
     mode: str
@@ -63,30 +63,11 @@ class Plan:
     filters: int
     grids: tuple[tuple[int, int], ...]
     balance: tuple[int, ...] | None
-
-    @property
-    def stages(self) -> int:
-        return int(self.options.split_size)
-
-    @property
-    def mirrored(self) -> bool:
-        return self.mode.startswith("gems")
-
-    @property
-    def microbatches(self) -> int:
-        return int(self.options.parts) * (int(self.options.times) if self.mirrored else 1)
-
-    @property
-    def ranks(self) -> int:
-        tiled = sum(rows * columns for rows, columns in self.grids)
-        whole = (self.stages - len(self.grids)) * self.options.local_DP
-        return int((tiled + whole) * self.options.replicas)
-
-    @property
-    def images(self) -> int:
-        """Samples of one step."""
-        times = int(self.options.times) if self.mirrored else 1
-        return int(self.options.batch_size) * int(self.options.replicas) * (1 + self.mirrored) * times
+    stages: int
+    mirrored: bool
+    microbatches: int
+    ranks: int
+    images: int  # of one step
 
 
 def read(arguments: list[str]) -> Plan:
@@ -106,7 +87,7 @@ def read(arguments: list[str]) -> Plan:
         if getattr(o, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(o, name)}")
     mode = o.mode or ("sp" if o.spatial_size else "lp")
-    spatial = _spatial_size(o, mode)
+    mirrored, spatial = mode.startswith("gems"), _spatial_size(o, mode)
     if o.batch_size % o.parts:
         raise ValueError(
             f"--parts {o.parts} must divide --batch-size {o.batch_size}: micro-batches are equally large"
@@ -116,10 +97,23 @@ def read(arguments: list[str]) -> Plan:
             f"--local-DP {o.local_DP} must divide the {o.batch_size // o.parts} samples of a micro-batch"
             " (--batch-size / --parts)"
         )
-    if o.times > 1 and not mode.startswith("gems"):
+    if o.times > 1 and not mirrored:
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
-    layers, filters = o.num_layers or LAYERS[o.model], o.num_filters or FILTERS[o.model]
-    return Plan(o, mode, layers, filters, _grids(o, spatial), _balance(o))
+    grids = _grids(o, spatial)
+    tiled = sum(rows * columns for rows, columns in grids)
+    return Plan(
+        o,
+        mode,
+        o.num_layers or LAYERS[o.model],
+        o.num_filters or FILTERS[o.model],
+        grids,
+        _balance(o),
+        stages=o.split_size,
+        mirrored=mirrored,
+        microbatches=o.parts * o.times,
+        ranks=(tiled + (o.split_size - spatial) * o.local_DP) * o.replicas,
+        images=o.batch_size * o.replicas * (1 + mirrored) * o.times,
+    )
 
 
 def _spatial_size(o: argparse.Namespace, mode: str) -> int:
