@@ -68,8 +68,10 @@ class Reference:
         moves = {name: _double(self.after[name]) - _double(self.before[name]) for name in self.after}
         norms = {name: _norm(move) for name, move in moves.items()}
         least = SMALL * sum(norms.values()) / len(norms)
+        # The distance of each element to the neighbouring number of its type, or up to twice that.
+        bits = {n: _double(v).abs() * torch.finfo(v.dtype).eps for n, v in self.after.items()}
         errors = {
-            name: _share(_double(actual[name]) - _double(after), moves[name], _last_bits(after), least)
+            name: _share(_double(actual[name]) - _double(after), moves[name], bits[name], least)
             for name, after in self.after.items()
         }
         worst = max(errors, key=lambda name: errors[name])
@@ -120,8 +122,9 @@ def check(trainer: Trainer, references: Sequence[Reference]) -> tuple[float, str
     """The same steps under a baseline, on every rank; rank 0 judges: the largest error, and what is wrong."""
     done, errors, wrong = 0, [], []
     for reference in references:
-        actual = train_together(trainer, range(done, reference.steps))
-        done = reference.steps
+        for step in range(done, reference.steps):
+            trainer.iteration(*trainer.job.global_batch(step, trainer.size)[trainer.rank])
+        actual, done = trainer.parameters(), reference.steps
         if trainer.rank == 0:
             verdict = reference.compare(actual)
             errors.append(verdict.error)
@@ -140,13 +143,6 @@ def save(path: str, size: int, job: Job) -> None:
     torch.save([(one.before, one.after, one.steps, one.tolerance) for one in made], path)
 
 
-def train_together(trainer: Trainer, steps: Iterable[int]) -> Parameters:
-    """These steps under a baseline; every rank calls it."""
-    for step in steps:
-        trainer.iteration(*trainer.job.global_batch(step, trainer.size)[trainer.rank])
-    return trainer.parameters()
-
-
 def _share(apart: Tensor, move: Tensor, bits: Tensor, least: float) -> float:
     """The share by which a tensor's update must be off to leave its weights so far apart.
 
@@ -159,11 +155,6 @@ def _share(apart: Tensor, move: Tensor, bits: Tensor, least: float) -> float:
     unlikely = FEW * float(bits.square().max()) if bits.numel() else 0.0
     explained = max(0.0, _norm(apart) ** 2 - unlikely) if apart.isfinite().all() else float("inf")
     return (math.sqrt(half**2 + square * explained) - half) / square
-
-
-def _last_bits(value: Tensor) -> Tensor:
-    """The distance of each element to the neighbouring number of its type, or up to twice that."""
-    return _double(value).abs() * torch.finfo(value.dtype).eps
 
 
 def _double(value: Tensor) -> Tensor:

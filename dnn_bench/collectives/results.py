@@ -12,24 +12,19 @@ from dnn_bench.command_line import table
 from scheduler.ir.link import FEWEST_SIZES, fit
 
 
-def bus_factor(operation: str, ranks: int) -> float:
-    """The factor from algorithm bandwidth (bytes of the whole tensor per second) to bus bandwidth.
-
-    The bus bandwidth is what the slowest link carries if the algorithm is the best one, so it can be compared
-    with the link's rate whatever the operation and the number of ranks.
-    """
-    share = (ranks - 1) / ranks
-    return 2 * share if operation == "all_reduce" else share
-
-
 def combine(transport: str, samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row per operation and size from every rank's samples: an operation ends when its last rank does."""
+    """One row per operation and size from every rank's samples; the slowest rank counts.
+
+    Algorithm bandwidth is bytes of the whole tensor per second. Bus bandwidth is what the slowest link carries
+    if the algorithm is the best one, so it can be compared with the link's rate.
+    """
+    share = (len(samples) - 1) / len(samples)
     rows = []
     for same in zip(*samples, strict=True):
         row = {**same[0], "transport": transport}
         row |= {name: max(sample[name] for sample in same) for name in ("seconds", "cpu")}
         algorithm = row["bytes"] / row["seconds"]
-        bus = algorithm * bus_factor(row["operation"], len(samples))
+        bus = algorithm * share * (2 if row["operation"] == "all_reduce" else 1)
         rows.append({**row, "algorithm_bandwidth": algorithm, "bus_bandwidth": bus})
     return rows
 
@@ -52,8 +47,12 @@ WORDS = ("operation", "transport")
 
 def show(report: dict[str, Any], console: Console) -> None:
     console.print(bandwidths(report))
+    fitted = table("seconds = alpha + beta * bytes", (*WORDS, "alpha us", "beta ns/byte", "error"), WORDS)
+    for one in sorted(report["fits"], key=lambda one: (one["operation"], one["beta"])):
+        figures = f"{one['alpha'] * 1e6:.0f}", f"{one['beta'] * 1e9:.3f}", f"{one['error']:.1%}"
+        fitted.add_row(one["operation"], one["transport"], *figures)
     if report["fits"]:
-        console.print(links(report))
+        console.print(fitted)
     for name, (status, reason) in report["problems"].items():
         console.print(f"{name}: {status}: {reason.strip().splitlines()[0]}", markup=False, highlight=False)
 
@@ -79,13 +78,4 @@ def bandwidths(report: dict[str, Any]) -> Table:
             f"{row['bus_bandwidth'] / 1e6:.1f}",
             f"{row['bus_bandwidth'] / rate:.0%}" if rate else "",
         )
-    return found
-
-
-def links(report: dict[str, Any]) -> Table:
-    columns = (*WORDS, "alpha us", "beta ns/byte", "error")
-    found = table("seconds = alpha + beta * bytes", columns, WORDS)
-    for one in sorted(report["fits"], key=lambda one: (one["operation"], one["beta"])):
-        figures = f"{one['alpha'] * 1e6:.0f}", f"{one['beta'] * 1e9:.3f}", f"{one['error']:.1%}"
-        found.add_row(one["operation"], one["transport"], *figures)
     return found

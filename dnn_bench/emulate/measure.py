@@ -12,7 +12,7 @@ import torch
 
 import commsched as hvd
 from dnn_bench.baselines.job import Job
-from dnn_bench.emulate.network import EmulatedRanks, emulated_backend
+from dnn_bench.emulate.network import emulated_backend, emulated_ranks
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link, Network
@@ -99,7 +99,7 @@ class Emulation:
         optimizer: Any = hvd.DistributedOptimizer(
             self.job.build_optimizer(model.parameters()),
             model.named_parameters(),
-            process_set=EmulatedRanks(self.ranks),  # type: ignore[arg-type]
+            process_set=emulated_ranks(self.ranks),
             model=model,
             schedule=schedule,
             profile=profile,

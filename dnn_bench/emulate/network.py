@@ -6,6 +6,7 @@ Collectives take the time of a link and move this process's bytes in its own mem
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,22 +23,9 @@ from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link
 
 
-class EmulatedRanks:
+def emulated_ranks(size: int) -> Any:
     """A process set of so many ranks, this process being the first."""
-
-    ranks = None
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-    def included(self) -> bool:
-        return True
+    return SimpleNamespace(ranks=None, size=lambda: size, rank=lambda: 0, included=lambda: True)
 
 
 class OneProcess(Ranks):
@@ -116,7 +104,7 @@ class DeviceLink:
 
 def emulated_backend(name: str, link: Link, size: int) -> Backend:
     """The backend of a device over this link, for ``transport=``. On a GPU, flags take no time."""
-    ranks = OneProcess(EmulatedRanks(size))  # type: ignore[arg-type]
+    ranks = OneProcess(emulated_ranks(size))
     timeout, cuda = settings().timeout, name.startswith("cuda")
     host = HostLink(ranks, None if cuda else link)
     engine = EngineBackend(ranks, "EMULATED", comm_core.PythonTransport(host), timeout)

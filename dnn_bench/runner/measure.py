@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import statistics
 import time
 from pathlib import Path
@@ -29,7 +28,9 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
     also waits for what the one before it left.
     """
     batch = trainer.job.local_batch(trainer.rank)
-    reset_peak_memory()
+    # Resets the peak; not allowed everywhere, and then it is that of the process's whole life.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
     trainer.barrier()
     for _ in range(warmup):
         trainer.iteration(*batch)
@@ -41,6 +42,8 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
     cpu, sent = time.process_time() - cpu, bytes_sent() - sent
     trainer.finish()
     trainer.barrier()
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     return {
         "iterations": [b - a for a, b in zip(starts, starts[1:], strict=False)],
         "forward": statistics.mean(stamp.forward - stamp.start for stamp in stamps),
@@ -48,45 +51,30 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
         "step": statistics.mean(stamp.end - stamp.backward for stamp in stamps),
         "cpu": cpu / iterations,  # processor time of the whole process
         "sent": sent / iterations,  # bytes this host sent
-        "memory": peak_memory(),  # largest resident size meanwhile
+        "memory": peak,  # largest resident size meanwhile
     }
 
 
 def time_link(trainer: Trainer) -> list[tuple[int, float]]:
-    """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes."""
-    return [(size, time_exchange(size)) for size in LINK_SIZES]
+    """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes.
 
-
-def time_exchange(size: int) -> float:
-    """Half of an exchange, which is one reduce-scatter followed by one all-gather.
-
-    Exchanges follow each other without a pause, and some go before: a link that has rested lets the first
-    bytes through faster than its rate.
+    Exchanges, one of each, follow each other without a pause, and some go before: a link that has rested lets
+    the first bytes through faster than its rate.
     """
-    exchange = Exchange(size)
-    repeats = max(LEAST_REPEATS, LINK_BYTES // size)
-    for _ in range(repeats):
-        exchange()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        exchange()
-    return (time.perf_counter() - start) / repeats / 2
+    found = []
+    for size in LINK_SIZES:
+        exchange = Exchange(size)
+        repeats = max(LEAST_REPEATS, LINK_BYTES // size)
+        for _ in range(repeats):
+            exchange()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            exchange()
+        found.append((size, (time.perf_counter() - start) / repeats / 2))
+    return found
 
 
 def bytes_sent() -> int:
     """Bytes that left this host since it exists; ranks on one host see the same number."""
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     return sum(counters.bytes_sent for name, counters in devices.items() if name != "lo")
-
-
-def reset_peak_memory() -> None:
-    # Not allowed everywhere; then the peak is that of the process's whole life.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,7 +8,6 @@ hosts share the machine's files.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -62,7 +61,8 @@ def serve(connection: Connection, baseline: dict[str, Any], job: dict[str, Any])
             if command == "close":
                 break
             answer = function(COMMANDS[command])(trainer, *arguments)
-            give_memory_back()
+            # The allocator keeps memory for later: this rank rests now, and others need it.
+            ctypes.CDLL(None).malloc_trim(0)
             connection.send(("ok", answer))
         trainer.close()
     except EOFError:
@@ -70,12 +70,6 @@ def serve(connection: Connection, baseline: dict[str, Any], job: dict[str, Any])
     except BaseException as error:
         connection.send(("error", f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"))
         os._exit(1)
-
-
-def give_memory_back() -> None:
-    """What the allocator keeps for later: this rank rests now, and others need the memory."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def main(arguments: list[str]) -> None:

@@ -16,16 +16,7 @@ from dnn_bench.spatial.start import on_ranks
 @one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     plan = read(arguments)
-    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: run(plan))
-
-
-def run(plan: Plan) -> None:
-    """Train as one rank; rank 0 prints."""
-    import commsched as hvd
-
-    report = train(plan)
-    if hvd.rank() == 0:
-        show(plan, report)
+    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: train(plan))
 
 
 def describe(plan: Plan) -> str:
@@ -38,8 +29,8 @@ def describe(plan: Plan) -> str:
     return text + (", mirrored replicas" if plan.mirrored else "")
 
 
-def train(plan: Plan) -> dict[str, Any]:
-    """Train; return the times of the steps on the slowest rank, and the losses."""
+def train(plan: Plan) -> None:
+    """Train as one rank; rank 0 reports the times of the steps on the slowest rank, and the losses."""
     import torch
     import torch.nn.functional as F
 
@@ -72,13 +63,11 @@ def train(plan: Plan) -> dict[str, Any]:
             print(f"step {number + 1}/{total}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
     rows = hvd.allgather_object((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
     slowest = [max(row[0][number] for row in rows) for number in range(total)][plan.options.warmup :]
-    return {
-        "ranks": plan.ranks,
-        "seconds": median(slowest),
-        "images_per_second": plan.images / median(slowest),
-        "losses": losses,
-        "peak_mib": [peak for _, peak in rows],
-    }
+    if hvd.rank() == 0:
+        peaks = [peak for _, peak in rows]
+        rate = plan.images / median(slowest)
+        report = {"ranks": plan.ranks, "seconds": median(slowest), "images_per_second": rate}
+        show(plan, {**report, "losses": losses, "peak_mib": peaks})
 
 
 def build(plan: Plan) -> tuple[list[Any], Any, Any]:

@@ -26,8 +26,7 @@ def add_run(given: argparse.ArgumentParser, warmup: int, iterations: int) -> Non
 def on_ranks(command: Sequence[str], ranks: int, options: argparse.Namespace, act: Callable[[], None]) -> int:
     """Call ``act`` if a launcher started this rank; otherwise run the command on ``ranks`` ranks."""
     if launched():
-        _as_rank(ranks, options.threads, act)
-        return 0
+        return _as_rank(ranks, options.threads, act)
     program = ["-m", "dnn_bench", *command]
     if options.hosts is None:
         return run(ThisMachine(ranks, options.threads), program)
@@ -39,7 +38,7 @@ def on_ranks(command: Sequence[str], ranks: int, options: argparse.Namespace, ac
         return run(Hosts(cluster, options.threads), program)
 
 
-def _as_rank(ranks: int, threads: int, act: Callable[[], None]) -> None:
+def _as_rank(ranks: int, threads: int, act: Callable[[], None]) -> int:
     import torch
 
     import commsched as hvd
@@ -53,6 +52,7 @@ def _as_rank(ranks: int, threads: int, act: Callable[[], None]) -> None:
         act()
     finally:
         hvd.shutdown()
+    return 0
 
 
 def grid_of(method: str, parts: int) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dnn_bench.baselines.registry import AS_THEY_COME
-from dnn_bench.command_line import markdown as table
+from dnn_bench.command_line import markdown as markdown_table
 from dnn_bench.runner.results import to_limit
 
 Report = dict[str, Any]
@@ -130,6 +131,13 @@ def slowest(cells: Sequence[Cell]) -> str | None:
     return f"least gain over the best peer: {gain:.2f} ({cell}, {cell.best_peer})"
 
 
+Column = tuple[str, Callable[[Cell], str]]  # a header, and the text in a cell's row
+PLACE: list[Column] = [
+    ("model", lambda cell: cell.model),
+    ("hosts", lambda cell: str(cell.hosts)),
+    ("ratio", lambda cell: f"{cell.ratio:g}"),
+    ("link", lambda cell: ", ".join(sorted(set(cell.report["place"].get("links", ["none"]))))),
+]
 POLICIES = ("dear", "pipedap", "wfbp")
 
 
@@ -138,11 +146,16 @@ def markdown(cells: Sequence[Cell]) -> str:
     if not cells:
         return "no cell has been measured yet"
     name = cells[0].schedule
+    peers = [f"{peer} / `{name}`" for peer in ("best peer", *(f"`{peer}`" for peer in AS_THEY_COME))]
+    header = ["hosts", "ratio", "models", *peers]
+    mean_rows = [
+        [hosts, f"{ratio:g}", models, *map(two, over.values())] for hosts, ratio, models, over in means(cells)
+    ]
     parts = [
-        "Milliseconds per iteration (in brackets: as the simulator predicts):\n\n" + times(cells),
-        f"Ratios (above 1, `{name}` is faster than the peer; limit: the larger of floor and lower bound):\n\n"
-        + ratios(cells),
-        "Geometric means over the models:\n\n" + mean_table(cells),
+        f"Milliseconds per iteration (in brackets: as predicted):\n\n{table(cells, times(name))}",
+        f"Ratios (above 1, `{name}` is faster than the peer; limit: the larger of floor and bound):\n\n"
+        + table(cells, ratios(name)),
+        f"Geometric means over the models:\n\n{markdown_table(header, mean_rows)}",
     ]
     lines = [line for line in [slowest(cells)] if line]
     lines += accuracy(cells)
@@ -150,59 +163,35 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in lines)])
 
 
-def times(cells: Sequence[Cell]) -> str:
-    policies = [name for name in POLICIES if name != cells[0].schedule]
-    header = [*PLACE, "local", "floor", "bound, compute alone", "bound, beside traffic"]
-    header += [f"`{name}`" for name in (cells[0].schedule, *policies)]
-    header += ["best tuned peer", *(f"`{name}`" for name in AS_THEY_COME)]
-    rows = []
-    for cell in cells:
-        row = [*place(cell), ms(cell.time("local")), ms(cell.time("floor")), ms(cell.report.get("bound"))]
-        row += [
-            ms(cell.report.get("bound_beside")),
-            *(predicted(cell, name) for name in (cell.schedule, *policies)),
-        ]
-        best = cell.best_peer
-        row.append(f"{ms(cell.time(best))} `{best}`" if best else "")
-        rows.append(row + [ms(cell.time(name)) for name in AS_THEY_COME])
-    return table(header, rows)
+def table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    header = [name for name, _ in (*PLACE, *columns)]
+    return markdown_table(header, [[text(cell) for _, text in (*PLACE, *columns)] for cell in cells])
 
 
-def ratios(cells: Sequence[Cell]) -> str:
-    ours = cells[0].schedule
-    header = [*PLACE, "communication / compute, measured", f"`{ours}` / limit, compute alone"]
-    header += [f"`{ours}` / limit, beside traffic", f"best peer / `{ours}`"]
-    header += [f"`{name}` / `{ours}`" for name in AS_THEY_COME]
-    rows = []
-    for cell in cells:
-        found = [cell.ratio_measured, cell.to_limit("bounds"), cell.to_limit("bounds_beside")]
-        found += [cell.over(name) for name in (cell.best_peer, *AS_THEY_COME)]
-        rows.append(place(cell) + [two(value) for value in found])
-    return table(header, rows)
-
-
-def mean_table(cells: Sequence[Cell]) -> str:
-    ours = cells[0].schedule
-    header = [
-        "hosts",
-        "ratio",
-        "models",
-        f"best peer / `{ours}`",
-        *(f"`{n}` / `{ours}`" for n in AS_THEY_COME),
+def times(ours: str) -> list[Column]:
+    policies = [ours, *(name for name in POLICIES if name != ours)]
+    return [
+        ("local", lambda cell: ms(cell.time("local"))),
+        ("floor", lambda cell: ms(cell.time("floor"))),
+        ("bound, compute alone", lambda cell: ms(cell.report.get("bound"))),
+        ("bound, beside traffic", lambda cell: ms(cell.report.get("bound_beside"))),
+        *((f"`{name}`", partial(predicted, name=name)) for name in policies),
+        (
+            "best tuned peer",
+            lambda cell: f"{ms(cell.time(best))} `{best}`" if (best := cell.best_peer) else "",
+        ),
+        *((f"`{name}`", lambda cell, name=name: ms(cell.time(name))) for name in AS_THEY_COME),
     ]
-    rows = [
-        [str(hosts), f"{ratio:g}", str(models), *(two(mean) for mean in over.values())]
-        for hosts, ratio, models, over in means(cells)
+
+
+def ratios(ours: str) -> list[Column]:
+    return [
+        ("communication / compute, measured", lambda cell: two(cell.ratio_measured)),
+        (f"`{ours}` / limit, compute alone", lambda cell: two(cell.to_limit("bounds"))),
+        (f"`{ours}` / limit, beside traffic", lambda cell: two(cell.to_limit("bounds_beside"))),
+        (f"best peer / `{ours}`", lambda cell: two(cell.over(cell.best_peer))),
+        *((f"`{name}` / `{ours}`", lambda cell, name=name: two(cell.over(name))) for name in AS_THEY_COME),
     ]
-    return table(header, rows)
-
-
-PLACE = ["model", "hosts", "ratio", "link"]
-
-
-def place(cell: Cell) -> list[str]:
-    links = sorted(set(cell.report["place"].get("links", ["none"])))
-    return [cell.model, str(cell.hosts), f"{cell.ratio:g}", ", ".join(links)]
 
 
 def predicted(cell: Cell, name: str) -> str:

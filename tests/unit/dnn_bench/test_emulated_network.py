@@ -11,7 +11,7 @@ import torch
 
 from dnn_bench.emulate import cli
 from dnn_bench.emulate.measure import WIRES, all_policies, link_of
-from dnn_bench.emulate.network import EmulatedRanks, HostLink, OneProcess
+from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
 from dnn_bench.gpu import cli as gpu_cli
 from dnn_bench.models import build
 from scheduler.ir.link import Link
@@ -32,7 +32,7 @@ def test_networks_by_name() -> None:
 
 
 def test_collectives_take_the_links_time_and_sum_over_equal_ranks() -> None:
-    host = HostLink(OneProcess(EmulatedRanks(3)), Link(0.05, 1e-6))  # type: ignore[arg-type]
+    host = HostLink(OneProcess(emulated_ranks(3)), Link(0.05, 1e-6))
     bucket, shard = torch.ones(1002), torch.zeros(334)  # 4008 bytes: 54 ms
     start = time.monotonic()
     host.scatter_sum(bucket, shard, "reduce-scatter")
