@@ -5,26 +5,36 @@ from __future__ import annotations
 import importlib
 import sys
 
-from dnn_bench.commands import COMMANDS as MORE_COMMANDS
-
 # Only the module of the command that was asked for is imported.
 COMMANDS = {
     "synthetic": ("dnn_bench.synthetic", "training throughput in Horovod's format; what dist.sh runs"),
-    **MORE_COMMANDS,
+    "compare": ("dnn_bench.runner.cli", "baselines side by side on an emulated cluster"),
+    "suite": ("dnn_bench.suite.cli", "comparisons of several models and links, summed up in one table"),
+    "collectives": (
+        "dnn_bench.collectives.cli",
+        "reduce-scatter, all-gather, all-reduce over every transport",
+    ),
+    "converge": ("dnn_bench.converge.cli", "real training with every schedule: loss curves and accuracy"),
+    "pipeline": ("dnn_bench.pipeline.cli", "pipelines of any schedule, and torch's beside them"),
+    "report": ("dnn_bench.report.page", "a page with charts from saved comparisons"),
+    "picture": ("dnn_bench.report.picture", "steps of a saved comparison, one above the other, as SVG"),
+    "results": ("dnn_bench.report.results", "the plots of the measurements in docs/results"),
+    "spatial": ("dnn_bench.spatial.cli", "training on tiles of large images, with layers and replicas"),
+    "halo": ("dnn_bench.spatial.halo_cli", "the halo exchange of a convolution, alone and with compute"),
+    "emulate": ("dnn_bench.emulate.cli", "one device's compute under the modelled network of many ranks"),
+    "gpu": ("dnn_bench.gpu.cli", "the figures of docs/gpu.md: kernels, steps, host cost, emulated networks"),
+    "cluster": ("dnn_bench.cluster.cli", "run a command on every host of an emulated cluster"),
 }
 
 
-def usage() -> str:
-    lines = [f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m dnn_bench COMMAND [--help | ...]", "", *lines])
-
-
 def main(arguments: list[str]) -> int:
+    lines = [f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items()]
+    usage = "\n".join(["usage: python -m dnn_bench COMMAND [--help | ...]", "", *lines])
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
+        print(usage)
         return 0
     if arguments[0] not in COMMANDS:
-        print(f"dnn_bench: there is no command {arguments[0]!r}\n{usage()}", file=sys.stderr)
+        print(f"dnn_bench: there is no command {arguments[0]!r}\n{usage}", file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[arguments[0]][0])
     status: int = module.main(arguments[1:])

@@ -221,7 +221,9 @@ def serve(owner: socket.socket, listener: socket.socket | None = None) -> Task |
                 client = key.fileobj
                 if key.fd in running:
                     ready.unregister(key.fd)
-                    report_end(key.fd, *running.pop(key.fd))
+                    os.close(key.fd)
+                    pid, waiting = running.pop(key.fd)
+                    tell(waiting, ended=pid, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                     continue
                 assert isinstance(client, socket.socket)
                 if client is listener:
@@ -243,12 +245,6 @@ def serve(owner: socket.socket, listener: socket.socket | None = None) -> Task |
                 running[descriptor] = pid, client
                 ready.register(descriptor, selectors.EVENT_READ)
                 tell(client, forked=pid)
-
-
-def report_end(descriptor: int, pid: int, client: socket.socket) -> None:
-    _, status = os.waitpid(pid, 0)
-    os.close(descriptor)
-    tell(client, ended=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def close_all(files: Iterable[Any]) -> None:

@@ -8,19 +8,22 @@ Ranks are forked from processes that have imported torch (`fork_server`), except
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dnn_bench import fork_server
 from dnn_bench.baselines.registry import MissingPeer
 from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.cluster.cluster import CONGESTION
 from dnn_bench.fork_server import Forked, ForkServer, Output
 from dnn_bench.rank_environment import HeldPort, environment, rank_variables
 
@@ -33,11 +36,13 @@ def launched() -> bool:
     return any(name in os.environ for name in LAUNCHED)
 
 
-class Place(Protocol):
+class Place:
     """Where `size` ranks run; `rate` is a host's bytes per second, if it is known."""
 
-    size: int
-    rate: float | None
+    rate: float | None = None
+
+    def __init__(self, size: int, threads: int) -> None:
+        self.size, self.threads = size, threads
 
     def start(
         self,
@@ -52,11 +57,31 @@ class Place(Protocol):
         `output` takes the output of all ranks; a list has one for each rank. With ``launcher="horovod"`` the
         only process that is returned is horovodrun's.
         """
+        variables = environment(self.threads) | dict(extra or {})
+        if launcher == "horovod":
+            return [self.horovodrun(program, variables, output)]
+        outputs = output if isinstance(output, list) else [output] * self.size
+        ranks = enumerate(zip(self.rank_variables(), outputs, strict=False))
+        return [self.start_rank(i, program, variables | own, stream) for i, (own, stream) in ranks]
 
-    def describe(self) -> dict[str, Any]: ...
+    def rank_variables(self) -> list[dict[str, str]]:
+        """For each rank of this machine, the variables that torchrun sets."""
+        raise NotImplementedError
+
+    def start_rank(
+        self, index: int, program: Sequence[str], variables: dict[str, str], output: Output
+    ) -> Process:
+        raise NotImplementedError
+
+    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """The place as a report has it."""
+        raise NotImplementedError
 
 
-class ThisMachine:
+class ThisMachine(Place):
     """All ranks on this machine, talking over loopback; or this machine's part of a larger job.
 
     `host` of `hosts` is this machine. The machines meet at `address` and `port`, which must be free on the
@@ -73,98 +98,71 @@ class ThisMachine:
         address: str = "127.0.0.1",
         port: int | None = None,
     ) -> None:
-        self.size, self.threads = size, threads
-        self.rate: float | None = None
+        super().__init__(size, threads)
         self._local = size // hosts
         self._first = host * self._local
         self._address, self._port = address, port
         self._held: list[HeldPort] = []  # one for each start: the port of an earlier one may still be in use
 
-    def start(
-        self,
-        program: Sequence[str],
-        output: Output = None,
-        *,
-        launcher: str = "",
-        extra: Mapping[str, str] | None = None,
-    ) -> list[Process]:
-        base = {**os.environ, **environment(self.threads)}
-        if launcher == "horovod":
-            command = horovodrun(self.size, f"localhost:{self.size}", program)
-            return [popen(command, base | dict(extra or {}), Path.cwd(), output)]
-        port = self._port or self._hold_port()
-        processes = []
-        for local in range(self._local):
-            rank = self._first + local
-            own = rank_variables(rank, self.size, local, self._local, self._address, port)
-            stream = output[local] if isinstance(output, list) else output
-            variables = base | dict(extra or {}) | own
-            processes.append(spawn_rank(local, program, variables, base, output=stream))
-        return processes
+    def rank_variables(self) -> list[dict[str, str]]:
+        if not self._port:
+            self._held.append(HeldPort())
+        port = self._port or self._held[-1].number
+        place = (self._local, self._address, port)
+        return [rank_variables(self._first + i, self.size, i, *place) for i in range(self._local)]
 
-    def _hold_port(self) -> int:
-        self._held.append(HeldPort())
-        return self._held[-1].number
+    def start_rank(
+        self, index: int, program: Sequence[str], variables: dict[str, str], output: Output
+    ) -> Process:
+        base = {**os.environ, **environment(self.threads)}
+        return spawn_rank(index, program, base | variables, base, output=output)
+
+    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
+        command = [*horovodrun(self.size), sys.executable, *program]
+        return popen(command, {**os.environ, **variables}, Path.cwd(), output)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "this machine", "ranks": self.size}
 
 
-class Hosts:
+class Hosts(Place):
     """One rank on each host of an emulated cluster."""
 
     def __init__(self, cluster: Cluster, threads: int = 1) -> None:
-        self.cluster, self.size, self.threads = cluster, len(cluster), threads
+        super().__init__(len(cluster), threads)
+        self.cluster = cluster
         rates = [link.bytes_per_second for link in cluster.links]
         self.rate = None if min(rates) == float("inf") else min(rates)
+        self.rank_variables = cluster.rank_variables  # type: ignore[method-assign]
         self._servers: dict[int, ForkServer] = {}  # by host, in its network
 
-    def start(
-        self,
-        program: Sequence[str],
-        output: Output = None,
-        *,
-        launcher: str = "",
-        extra: Mapping[str, str] | None = None,
-    ) -> list[Process]:
-        variables = environment(self.threads) | dict(extra or {})
-        if launcher == "horovod":
-            command = horovodrun(self.size, self.cluster.hosts_argument(), program)
-            self._need_ssh()
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            return [self.cluster.run(0, command, variables, **streams)]
-        processes: list[Process] = []
-        for host, own in enumerate(self.cluster.rank_variables()):
-            stream = output[host] if isinstance(output, list) else output
-            processes.append(self._start_rank(host, program, variables | own, stream))
-        return processes
-
-    def _start_rank(
-        self, host: int, program: Sequence[str], variables: Mapping[str, str], output: Output
+    def start_rank(
+        self, index: int, program: Sequence[str], variables: dict[str, str], output: Output
     ) -> Process:
         base = self.cluster.environment(environment(self.threads))
         environ = self.cluster.environment(variables)
         if not fork_server.can_fork(environ, base):
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            return self.cluster.run(host, [sys.executable, *program], variables, **streams)
-        if host not in self._servers:  # the cluster ends it with everything else on its hosts
-            self._servers[host] = ForkServer.start(base, partial(self.cluster.run, host))
-        return self._servers[host].spawn(program, environ, Path.cwd(), output)
+            return self._run(index, [sys.executable, *program], variables, output)
+        if index not in self._servers:  # the cluster ends it with everything else on its hosts
+            self._servers[index] = ForkServer.start(base, partial(self.cluster.run, index))
+        return self._servers[index].spawn(program, environ, Path.cwd(), output)
 
-    def _need_ssh(self) -> None:
-        """horovodrun starts ranks on other hosts by ssh; other launchers run without it."""
+    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
+        command = [*horovodrun(self.size, self.cluster.hosts_argument()), sys.executable, *program]
         try:
             self.cluster.start_ssh()
         except ClusterError as error:
             raise MissingPeer(f"horovodrun reaches other hosts by ssh, and {error}") from None
+        return self._run(0, command, variables, output)
+
+    def _run(self, host: int, command: Sequence[str], variables: dict[str, str], output: Output) -> Process:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        return self.cluster.run(host, command, variables, **streams)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "emulated hosts",
-            "hosts": self.size,
-            "links": [str(link) for link in self.cluster.links],
-            "congestion": self.cluster.congestion,
-        }
+        links = [str(link) for link in self.cluster.links]
+        where = {"kind": "emulated hosts", "hosts": self.size, "links": links}
+        return {**where, "congestion": self.cluster.congestion}
 
 
 def spawn_rank(
@@ -200,14 +198,24 @@ def popen(
     return subprocess.Popen(command, env=variables, cwd=folder, start_new_session=True, **streams)
 
 
-def horovodrun(size: int, hosts: str, program: Sequence[str]) -> list[str]:
-    """The command that starts `python PROGRAM...` on `size` ranks of these hosts."""
-    beside = Path(sys.executable).with_name("horovodrun")
-    found = str(beside) if beside.exists() else shutil.which("horovodrun")
-    if found is None:
-        raise MissingPeer("horovodrun is not installed, without which Horovod cannot be started")
-    options = ["--disable-cache", "--gloo", "-np", str(size), "-H", hosts]
-    return [found, *options, sys.executable, *program]
+def find(name: str) -> str | None:
+    """The launcher that belongs to this Python, else the one on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def installed(name: str) -> str:
+    """The path of a launcher; `MissingPeer` where there is none."""
+    if found := find(name):
+        return found
+    raise MissingPeer(f"{name} is not installed; run docker/install.sh, or choose another launcher")
+
+
+def horovodrun(size: int, hosts: str = "") -> list[str]:
+    """The command that starts what follows on `size` ranks of these hosts."""
+    # Without --disable-cache horovodrun keeps its checks in ~/.horovod.
+    options = ["--disable-cache", "--gloo", "-np", str(size), "-H", hosts or f"localhost:{size}"]
+    return [installed("horovodrun"), *options]
 
 
 def wait_for_all(processes: Sequence[Process]) -> int:
@@ -236,3 +244,33 @@ def end(processes: Sequence[Process]) -> None:
         process.kill()
     for process in processes:
         process.wait(10)
+
+
+def add_cluster(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+    """The options that describe an emulated cluster."""
+    given.add_argument("--hosts", type=int, default=2, metavar="N", help="emulated hosts")
+    text = "speed of the links: 250mbit, unlimited, or one per host: 1gbit,250mbit"
+    given.add_argument("--link", default=link, help=text)
+    given.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
+    text = "congestion control of the hosts' TCP, such as bbr"
+    given.add_argument("--congestion", default=CONGESTION, help=text)
+
+
+def add_place(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+    """The options of an emulated cluster, and of ranks without one."""
+    add_cluster(given, link)
+    text = "run N ranks here, without emulated hosts and without root"
+    given.add_argument("--local", type=int, metavar="N", help=text)
+    given.add_argument("--threads", type=int, default=1, help="threads per rank")
+
+
+@contextmanager
+def place_of(options: argparse.Namespace) -> Iterator[Place]:
+    """The place that the options of `add_place` describe."""
+    if options.local is not None:
+        if options.local < 1:
+            raise ValueError(f"--local needs at least one rank, not {options.local}")
+        yield ThisMachine(options.local, options.threads)
+        return
+    with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
+        yield Hosts(cluster, options.threads)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from dnn_bench import baselines, models
+from dnn_bench import baselines, launch, models
+from dnn_bench.command_line import chosen
 
 COMPARE = "compare"  # in the place of a launcher
 ALIASES = {"data_dir": "data"}
@@ -71,7 +71,7 @@ def whole(name: str, value: str) -> int:
 
 def checked(settings: Settings) -> Settings:
     """The settings with every name as its registry spells it, and with a launcher."""
-    dnn = choose("dnn", settings.dnn, models.names())
+    dnn = models.spelt(settings.dnn)
     if settings.senlen and "seq_len" not in models.spec(dnn).shape:
         raise ValueError(f"senlen is for language models, and {dnn} is none; unset it")
     slots = sum(count for _, count in hosts_of(settings.hosts))
@@ -80,18 +80,14 @@ def checked(settings: Settings) -> Settings:
             f"hosts={settings.hosts} has room for {slots} workers, but nworkers={settings.nworkers}"
         )
     names = [part.strip() for part in settings.baseline.split(",")]
-    if names == ["all"] or len(names) > 1:
-        return side_by_side(replace(settings, dnn=dnn), names)
-    baseline = baselines.get(names[0]).name
-    return replace(settings, dnn=dnn, baseline=baseline, launcher=launcher_for(baseline, settings))
-
-
-def side_by_side(settings: Settings, names: list[str]) -> Settings:
-    """Several baselines are compared on this machine, each under the launcher that suits it."""
-    if settings.hosts or settings.launcher:
-        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
     known = names if names == ["all"] else [baselines.get(name).name for name in names]
-    return replace(settings, baseline=",".join(known), launcher=COMPARE)
+    if names != ["all"] and len(names) == 1:
+        launcher = launcher_for(known[0], settings)
+    elif settings.hosts or settings.launcher:
+        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
+    else:
+        launcher = COMPARE  # which starts each under the launcher that suits it
+    return replace(settings, dnn=dnn, baseline=",".join(known), launcher=launcher)
 
 
 def launcher_for(baseline: str, settings: Settings) -> str:
@@ -104,23 +100,13 @@ def launcher_for(baseline: str, settings: Settings) -> str:
     if not settings.launcher:
         several = len(hosts_of(settings.hosts)) > 1 and len(possible) > 1
         usable = [name for name in possible if name != "torchrun"] if several else possible
-        return next((name for name in usable if find(name)), usable[0])
-    launcher = choose("launcher", settings.launcher, [name for name in LAUNCHERS if name != COMPARE])
+        return next(filter(launch.find, usable), usable[0])
+    (launcher,) = chosen("launcher", settings.launcher.lower(), ["horovodrun", "torchrun", "mpirun"])
     if launcher not in possible:
         raise ValueError(
             f"baseline {baseline} cannot run under {launcher}; use launcher={' or '.join(possible)}"
         )
     return launcher
-
-
-def choose(name: str, value: str, valid: list[str]) -> str:
-    def bare(text: str) -> str:
-        return text.lower().replace("-", "").replace("_", "")
-
-    for known in valid:
-        if bare(known) == bare(value):
-            return known
-    raise ValueError(f"there is no {name} {value!r}; choose one of: {', '.join(valid)}")
 
 
 def hosts_of(text: str) -> list[tuple[str, int]]:
@@ -151,24 +137,8 @@ def benchmark(settings: Settings) -> list[str]:
     return [*command, "--num-warmup-batches", str(settings.nwarmup), "--num-iters", str(settings.niters)]
 
 
-def find(name: str) -> str | None:
-    """The launcher that belongs to this Python, else the one on PATH."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name)
-
-
-def program(name: str) -> str:
-    found = find(name)
-    if not found:
-        raise ValueError(f"{name} is not installed; run docker/install.sh, or choose another launcher")
-    return found
-
-
 def horovodrun(settings: Settings) -> list[str]:
-    count = settings.nworkers
-    # Without --disable-cache horovodrun keeps its checks in ~/.horovod.
-    command = [program("horovodrun"), "--disable-cache", "--gloo", "-np", str(count)]
-    return [*command, "-H", settings.hosts or f"localhost:{count}", *benchmark(settings)]
+    return [*launch.horovodrun(settings.nworkers, settings.hosts), *benchmark(settings)]
 
 
 def torchrun(settings: Settings) -> list[str]:
@@ -177,34 +147,20 @@ def torchrun(settings: Settings) -> list[str]:
             "torchrun starts workers on its own host only; for several use launcher=horovodrun or mpirun, "
             "or call torchrun on each with --nnodes, --node-rank and --master-addr"
         )
-    count = str(settings.nworkers)
-    return [
-        program("torchrun"),
-        "--standalone",
-        "--nproc-per-node",
-        count,
-        "--no-python",
-        *benchmark(settings),
-    ]
+    options = ["--standalone", "--nproc-per-node", str(settings.nworkers), "--no-python"]
+    return [launch.installed("torchrun"), *options, *benchmark(settings)]
 
 
 def mpirun(settings: Settings) -> list[str]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = [
-        program("mpirun"),
-        *root,
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "-np",
-        str(settings.nworkers),
-    ]
+    options = ["--oversubscribe", "--bind-to", "none", "-np", str(settings.nworkers)]
     hosts = ["-H", settings.hosts] if settings.hosts else []
     names = [name for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ]
     exported = [part for name in (*names, *network_environment(settings)) for part in ("-x", name)]
     # Hosts may have several networks, and Open MPI's InfiniBand transport warns where there is none.
     tcp = [] if settings.rdma else ["--mca", "btl", "self,tcp"]
-    return [*command, *hosts, *tcp, *exported, *benchmark(settings)]
+    command = [launch.installed("mpirun"), *root, *options, *hosts, *tcp, *exported]
+    return [*command, *benchmark(settings)]
 
 
 def compare(settings: Settings) -> list[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -19,36 +18,29 @@ from dnn_bench import baselines, models
 from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import require
 from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
 from dnn_bench.runner import memory
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dnn_bench synthetic", description=__doc__)
-    parser.add_argument("--model", default="resnet_tiny", help=", ".join(models.names()))
-    parser.add_argument("--baseline", default="horovod", help=", ".join(baselines.names()))
-    parser.add_argument(
-        "--batch-size", type=int, default=0, help="samples per worker (default: the model's usual number)"
-    )
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
-    parser.add_argument(
-        "--data-dir", default="", metavar="PATH", help="folder of images or text (default: synthetic data)"
-    )
-    parser.add_argument("--num-warmup-batches", type=int, default=10)
-    parser.add_argument("--num-batches-per-iter", type=int, default=1)
-    parser.add_argument("--num-iters", type=int, default=10)
-    return parser.parse_args(arguments)
+def parse(arguments: list[str]) -> argparse.Namespace:
+    given = parser("synthetic", __doc__)
+    add_job(given, model="resnet_tiny", baseline="horovod")
+    add_data_dir(given)
+    given.add_argument("--num-warmup-batches", type=int, default=10, help="batches before measuring")
+    given.add_argument("--num-batches-per-iter", type=int, default=1, help="batches of a measurement")
+    given.add_argument("--num-iters", type=int, default=10, help="measurements")
+    return given.parse_args(arguments)
 
 
 def job_of(options: argparse.Namespace) -> Job:
     """What this rank trains; `ValueError` where it cannot, before anything is started."""
     launch = detect_launch(os.environ, os.environ.get("COMMSCHED_LAUNCHER", ""))
-    shape = {"seq_len": options.seq_len} if options.seq_len else {}
     device = "cpu"
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
         device = f"cuda:{launch.local_rank}"
     more = {"threads": torch.get_num_threads(), "device": device, "data_dir": options.data_dir}
-    job = Job(options.model, options.batch_size, shape, **more)
+    job = Job(options.model, options.batch_size, shape_of(options), **more)
     models.spec(job.model)
     if job.data_dir:
         job.sample(1, 0)
@@ -66,11 +58,6 @@ def timed(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], count: int
     return time.perf_counter() - begin
 
 
-def mean_and_margin(rates: Sequence[float]) -> tuple[float, float]:
-    """The mean and 1.96 standard deviations, as Horovod's benchmark gives them."""
-    return statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
-
-
 def benchmark(trainer: Trainer, options: argparse.Namespace, log: Callable[[str], None]) -> None:
     job = trainer.job
     unit = f"{models.unit(job.model)}/sec"
@@ -85,20 +72,17 @@ def benchmark(trainer: Trainer, options: argparse.Namespace, log: Callable[[str]
         seconds = timed(trainer, batch, options.num_batches_per_iter)
         rates.append(job.rank_batch * options.num_batches_per_iter / seconds)
         log(f"Iter #{iteration}: {rates[-1]:.1f} {unit} per {kind}")
-    mean, margin = mean_and_margin(rates)
+    # As Horovod's benchmark has them.
+    mean, margin = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
     log(f"{unit[0].upper()}{unit[1:]} per {kind}: {mean:.1f} +-{margin:.1f}")
     log(f"Total {unit} on {trainer.size} {kind}(s): {trainer.size * mean:.1f} +-{trainer.size * margin:.1f}")
 
 
-def main(arguments: Sequence[str]) -> int:
+@one_line_errors(ValueError)
+def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    try:
-        require(baselines.get(options.baseline))
-        job = job_of(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    trainer = baselines.start(options.baseline, job)
+    require(baselines.get(options.baseline))
+    trainer = baselines.start(options.baseline, job_of(options))
 
     def log(text: str) -> None:
         if trainer.rank == 0:
@@ -108,7 +92,3 @@ def main(arguments: Sequence[str]) -> int:
     trainer.barrier()
     trainer.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

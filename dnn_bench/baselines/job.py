@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ class Job:
     device: str = "cpu"
     data_dir: str = ""  # images or text; empty for synthetic data
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def rank_batch(self) -> int:
         return self.batch or models.spec(self.model).batch
@@ -37,8 +34,10 @@ class Job:
         torch.manual_seed(self.seed)
         model = models.build(self.model)
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+            for name, value in vars(module).items():
+                # Layers of libraries drop whole paths or attention weights.
+                if isinstance(value, float) and (name == "p" or "drop" in name):
+                    setattr(module, name, 0.0)
         return model.to(self.device)
 
     def build_optimizer(self, parameters: Any) -> torch.optim.Optimizer:

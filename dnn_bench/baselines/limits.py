@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -54,29 +53,16 @@ class Floor(Trainer):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.exchange = Exchange(gradient_bytes(self.module))
-        self.requests: SimpleQueue[bool] = SimpleQueue()
-        self.done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        while self.requests.get():
-            try:
-                self.exchange()
-                self.done.put(None)
-            except BaseException as error:
-                self.done.put(error)
+        self.pool = ThreadPoolExecutor(1)
 
     def iteration(self, inputs: Tensor, targets: Tensor) -> Stamps:
-        self.requests.put(True)
+        exchanged = self.pool.submit(self.exchange)
         stamps = super().iteration(inputs, targets)
-        if (error := self.done.get()) is not None:
-            raise error
+        exchanged.result()
         return stamps._replace(end=time.perf_counter())
 
     def close(self) -> None:
-        self.requests.put(False)
-        self.thread.join(timeout=10)
+        self.pool.shutdown()
         super().close()
 
 

@@ -1,20 +1,12 @@
 """Single-process training on the whole batch, and the comparison of a baseline with it.
 
-Peers add the ranks' gradients in orders of their own and update weights in pieces of their own, so that the
-last bits differ. Deep networks with batch norm are chaotic: in three steps such a difference can grow to a
-third of what a parameter moves. So the single process is trained twice, the second time with its ranks in the
-other order and with other last bits in every gradient, and baselines are compared before rounding has grown
-too large.
+The single process is trained twice, the second time with its ranks in the other order and other last bits in
+every gradient: deep networks with batch norm are chaotic, and baselines are compared before rounding has
+grown too large. They are compared closely after the first step, whose forward is the same everywhere; later,
+a ReLU's input on the other side of zero moves a tensor's gradient by a hundredth.
 
-Even in a network that is not chaotic the last bit can put a ReLU's input on the other side of zero, which
-moves a tensor's gradient by a hundredth. Not in the first step, whose forward is the same everywhere. So
-baselines are compared twice: closely after the first step, and after the last one for what only later steps
-can get wrong.
-
-A step of a small learning rate moves many weights by less than their last bit. The update's last bits decide
-which of them round to the neighbouring number, so one such weight can be off by more than a thousandth of
-what its tensor moved. The error is therefore not the distance of the weights, but the share by which their
-updates must be off to explain it.
+The error is the share by which updates must be off to explain the distance of the weights: a small learning
+rate moves many weights by less than their last bit, so distances alone would measure rounding.
 """
 
 from __future__ import annotations
@@ -32,14 +24,10 @@ from dnn_bench.baselines.trainer import Trainer
 STEPS = 3  # at most
 SMALL = 1e-3  # a tensor that moves less than this share of the average one is judged by the average
 FEW = 8  # weights of a tensor that may be off by their last bit, however unlikely that is
-# How far from the single process is right, relative to how far a tensor has moved: so far, and ten times as
-# far as another order of sums leads.
-TOLERANCE = 1e-3
-MARGIN = 10
-# Where another order of sums leads so far, a step's result tells right from wrong no more.
-CHAOS = 2e-2
-# How far from the single process is right where another order of sums may have led across a ReLU's kink.
-KINK = 5e-2
+TOLERANCE = 1e-3  # of a tensor's move
+MARGIN = 10  # times the error of another order of sums are allowed too
+CHAOS = 2e-2  # of a tensor's move by another order of sums: this step is not compared
+KINK = 5e-2  # tolerance after the first step: another order of sums may have crossed a ReLU's kink
 
 Parameters = dict[str, Tensor]
 
@@ -80,8 +68,10 @@ class Reference:
         moves = {name: _double(self.after[name]) - _double(self.before[name]) for name in self.after}
         norms = {name: _norm(move) for name, move in moves.items()}
         least = SMALL * sum(norms.values()) / len(norms)
+        # The distance of each element to the neighbouring number of its type, or up to twice that.
+        bits = {n: _double(v).abs() * torch.finfo(v.dtype).eps for n, v in self.after.items()}
         errors = {
-            name: _share(_double(actual[name]) - _double(after), moves[name], _last_bits(after), least)
+            name: _share(_double(actual[name]) - _double(after), moves[name], bits[name], least)
             for name, after in self.after.items()
         }
         worst = max(errors, key=lambda name: errors[name])
@@ -132,8 +122,9 @@ def check(trainer: Trainer, references: Sequence[Reference]) -> tuple[float, str
     """The same steps under a baseline, on every rank; rank 0 judges: the largest error, and what is wrong."""
     done, errors, wrong = 0, [], []
     for reference in references:
-        actual = train_together(trainer, range(done, reference.steps))
-        done = reference.steps
+        for step in range(done, reference.steps):
+            trainer.iteration(*trainer.job.global_batch(step, trainer.size)[trainer.rank])
+        actual, done = trainer.parameters(), reference.steps
         if trainer.rank == 0:
             verdict = reference.compare(actual)
             errors.append(verdict.error)
@@ -141,11 +132,15 @@ def check(trainer: Trainer, references: Sequence[Reference]) -> tuple[float, str
     return (max(errors), wrong[0] if wrong else "") if errors else None
 
 
-def train_together(trainer: Trainer, steps: Iterable[int]) -> Parameters:
-    """These steps under a baseline; every rank calls it."""
-    for step in steps:
-        trainer.iteration(*trainer.job.global_batch(step, trainer.size)[trainer.rank])
-    return trainer.parameters()
+def check_file(trainer: Trainer, path: str) -> tuple[float, str] | None:
+    """`check` with the references in a file, which is mapped: only rank 0 needs the parameters in memory."""
+    return check(trainer, [Reference(*parts) for parts in torch.load(path, mmap=True)])
+
+
+def save(path: str, size: int, job: Job) -> None:
+    """Save the references of `size` ranks for `check_file`."""
+    made = train_alone(job, size)
+    torch.save([(one.before, one.after, one.steps, one.tolerance) for one in made], path)
 
 
 def _share(apart: Tensor, move: Tensor, bits: Tensor, least: float) -> float:
@@ -160,11 +155,6 @@ def _share(apart: Tensor, move: Tensor, bits: Tensor, least: float) -> float:
     unlikely = FEW * float(bits.square().max()) if bits.numel() else 0.0
     explained = max(0.0, _norm(apart) ** 2 - unlikely) if apart.isfinite().all() else float("inf")
     return (math.sqrt(half**2 + square * explained) - half) / square
-
-
-def _last_bits(value: Tensor) -> Tensor:
-    """The distance of each element to the neighbouring number of its type, or up to twice that."""
-    return _double(value).abs() * torch.finfo(value.dtype).eps
 
 
 def _double(value: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ class Baseline:
     name: str
     kind: str
     trainer: str
-    about: str
     options: dict[str, Any] = field(default_factory=dict)
     needs: str = "torch"  # the package without which it cannot run
     launcher: str = "torch"  # "torch": RANK and MASTER_ADDR in the environment; "horovod": horovodrun
@@ -40,50 +39,33 @@ class Baseline:
 
 def _entries() -> list[Baseline]:
     return [
-        Baseline("local", LIMIT, HERE + "limits.Local", "the compute alone, no communication", exact=False),
-        Baseline(
-            "floor", LIMIT, HERE + "limits.Floor", "compute and bytes side by side, independent", exact=False
-        ),
-        Baseline("wire", LIMIT, HERE + "limits.Wire", "the bytes alone, no compute", exact=False),
+        Baseline("local", LIMIT, HERE + "limits.Local", exact=False),
+        Baseline("floor", LIMIT, HERE + "limits.Floor", exact=False),
+        Baseline("wire", LIMIT, HERE + "limits.Wire", exact=False),
         _ddp("ddp", None),
         *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
         _horovod("horovod", None),
         _horovod("horovod_4mb", 4),
-        _fsdp("fsdp2", reshard=True),
-        _fsdp("fsdp2_keep", reshard=False),
-        Baseline("zero1", PEER, HERE + "ddp.Zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
-        _ours("auto"),
-        *(_ours(policy) for policy in policies.names()),
+        Baseline("fsdp2", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": True}),
+        Baseline("fsdp2_keep", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": False}),
+        Baseline("zero1", PEER, HERE + "peers.Zero1"),
+        *(
+            Baseline(schedule, OURS, HERE + "peers.Commsched", {"schedule": schedule})
+            for schedule in ("auto", *policies.names())
+        ),
     ]
 
 
 def _ddp(name: str, size: float | None) -> Baseline:
-    buckets = "default buckets" if size is None else f"buckets of {size:g} MB"
-    return Baseline(
-        name, PEER, HERE + "ddp.DDP", f"DistributedDataParallel, {buckets}", {"bucket_cap_mb": size}
-    )
-
-
-def _fsdp(name: str, reshard: bool) -> Baseline:
-    about = "fully_shard, " + (
-        "parameters freed after the forward" if reshard else "parameters kept for the backward"
-    )
-    return Baseline(name, PEER, HERE + "fsdp.FSDP2", about, {"reshard_after_forward": reshard})
+    return Baseline(name, PEER, HERE + "peers.DDP", {"bucket_cap_mb": size})
 
 
 def _horovod(name: str, size: float | None) -> Baseline:
-    fusion = "default fusion buffer" if size is None else f"fusion buffer of {size:g} MB"
     # A rank that waits its turn is stopped, which Horovod's own clock must not take for a dead peer.
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
     if size is not None:
         environment["HOROVOD_FUSION_THRESHOLD"] = str(round(size * 2**20))
-    about = f"horovod.torch.DistributedOptimizer, {fusion}"
-    return Baseline(name, PEER, HERE + "horovod.Horovod", about, {}, "horovod", "horovod", environment)
-
-
-def _ours(schedule: str) -> Baseline:
-    about = f"commsched.DistributedOptimizer(schedule={schedule!r})"
-    return Baseline(schedule, OURS, HERE + "ours.Commsched", about, {"schedule": schedule}, "commsched")
+    return Baseline(name, PEER, HERE + "peers.Horovod", {}, "horovod", "horovod", environment)
 
 
 SIZED = {"ddp": _ddp, "horovod": _horovod}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from typing import Any, NamedTuple
@@ -22,30 +23,47 @@ class Stamps(NamedTuple):
     end: float
 
 
+Operation = tuple[str, float, float, int]  # label, start, end (on the clock of `Stamps`), bytes sent
+
+
+class TorchRanks:
+    """torch.distributed's group of all ranks, with the functions that Horovod's module has."""
+
+    def __init__(self, device: str) -> None:
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, rank=rank, world_size=size)
+        self.rank, self.size = dist.get_rank, dist.get_world_size
+        self.barrier, self.shutdown = dist.barrier, dist.destroy_process_group
+
+
+def connected(library: str, job: Job) -> Any:
+    """Join the other ranks. Returns the library's module, or what looks like it for torch."""
+    torch.set_num_threads(job.threads)
+    if library == "torch":
+        return TorchRanks(job.device)
+    module = importlib.import_module(library)
+    module.init()
+    return module
+
+
 class Trainer:
     """Builds the job's model in this rank and steps it.
 
-    A baseline overrides `connect` (how ranks find each other) and `wrap` (what it makes of the model).
+    A baseline overrides `library` (how ranks find each other) and `wrap` (what it makes of the model).
     """
 
+    library = "torch"
     model: Any
     optimizer: Any
     loss: Tensor  # of the last iteration, on this rank's batch
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        torch.set_num_threads(job.threads)
-        self.rank, self.size = self.connect()
+        self.ranks = connected(self.library, job)
+        self.rank, self.size = self.ranks.rank(), self.ranks.size()
         self.module = job.build_model()
         self.model, self.optimizer = self.wrap(self.module)
-
-    def connect(self) -> tuple[int, int]:
-        """Joins the other ranks; returns this one's number and how many there are."""
-        backend = "nccl" if self.job.device.startswith("cuda") else "gloo"
-        dist.init_process_group(
-            backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
-        return dist.get_rank(), dist.get_world_size()
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         """The model to call and the optimizer to step."""
@@ -68,16 +86,13 @@ class Trainer:
             torch.cuda.synchronize()
 
     def barrier(self) -> None:
-        dist.barrier()
+        self.ranks.barrier()
 
     def record_operations(self) -> None:
         """Start to record. Called once, after all timing: recording takes time."""
 
-    def operations(self) -> list[tuple[str, float, float, int]]:
-        """Communication since the last call, where the baseline tells: (label, start, end, bytes sent).
-
-        Times are on the clock of `Stamps`.
-        """
+    def operations(self) -> list[Operation]:
+        """Communication since the last call, of baselines that record it."""
         return []
 
     def parameters(self) -> dict[str, Tensor]:
@@ -86,5 +101,4 @@ class Trainer:
         return {name: value.detach().clone() for name, value in self.module.named_parameters()}
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.ranks.shutdown()

@@ -87,9 +87,9 @@ class Cluster:
         """Builds the cluster; `close` removes it. `with Cluster(...)` does both."""
         system.require(["ip", "tc", "unshare", "taskset", *(sshd.TOOLS if self._with_ssh else ())])
         system.remove_leftovers()
-        self.identity = system.next_identity()
+        self.identity = system.claim()
+        self._state = system.STATE / self.identity
         self._closed = False
-        self._state = system.claim(self.identity)
         atexit.register(self.close)
         self._close_on_signals()
         try:
@@ -145,21 +145,16 @@ class Cluster:
         if self._has_ssh:
             return
         system.require(sshd.TOOLS)
-        key = sshd.make_key(self._state)
-        servers = []
-        for host, address in enumerate(self.addresses):
-            sshd.write_client_config(self._namespace(host), key)
-            argv = sshd.server_command(self._state, host, address, key)
-            with (self._state / f"sshd_{host}.log").open("w") as log:
-                servers.append(self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        namespaces = [self._namespace(host) for host in range(len(self))]
         deadline = time.monotonic() + 10
-        for host, server in enumerate(servers):
-            while not sshd.is_listening(server.pid):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"sshd of host {host}: {(self._state / f'sshd_{host}.log').read_text()}"
-                    )
-                time.sleep(0.01)
+        for host, argv in enumerate(sshd.prepare(self._state, namespaces, self.addresses)):
+            with (self._state / f"sshd_{host}.log").open("w+") as log:
+                server = self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                while not sshd.is_listening(server.pid):
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        raise ClusterError(f"sshd of host {host}: {log.read()}")
+                    time.sleep(0.01)
         self._has_ssh = True
 
     def set_link(self, link: str | Sequence[str], delay: str | None = None) -> None:
@@ -181,17 +176,10 @@ class Cluster:
         """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
         return ",".join(f"{name}:{slots}" for name in self.names)
 
-    def hostfile(self, slots: int = 1) -> str:
-        """The path of a host file for `horovodrun --hostfile` and `mpirun --hostfile`."""
-        path = self._state / f"hostfile_{slots}"
-        path.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
-        return str(path)
-
     def close(self) -> None:
         """Ends every process on the hosts and removes the cluster. Safe to call twice."""
-        if (
-            self._closed or os.getpid() != self._owner
-        ):  # a forked child must not take the parent's cluster down
+        # A forked child must not take the parent's cluster down.
+        if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
         for name in system.namespaces():
@@ -216,9 +204,15 @@ class Cluster:
             self._build_host(host, switch)
 
     def _build_host(self, host: int, switch: str) -> None:
-        """The host's namespace, its cable to the switch, and both ends of the cable shaped."""
+        """The host's namespace, its cable to the switch, and both ends of the cable shaped.
+
+        Its /etc/hosts has all hosts, and no loopback address for the machine's own name.
+        """
         name, port = self._namespace(host), f"port{host}"
-        self._write_etc(name)
+        directory = system.ETC / name
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
+        (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
         command(["ip", "netns", "add", name])
         cable = ["link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name]
         command(["ip", "-n", switch, *cable])
@@ -226,7 +220,10 @@ class Cluster:
         command(["ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", DEVICE])
         for device in ("lo", DEVICE):
             command(["ip", "-n", name, "link", "set", device, "up"])
-        self._set_congestion(name)
+        try:
+            in_namespace(name, ["sh", "-c", f'echo "$0" > {CONGESTION_FILE}', self.congestion])
+        except ClusterError:
+            raise ClusterError(congestion_advice(self.congestion)) from None
         for namespace, device in self._ends(host):
             self._shape(host, namespace, device)
 
@@ -244,19 +241,6 @@ class Cluster:
                     f"the system refuses the link {self.links[host]} of host {host}: {what}; "
                     + self.links[host].advice(shaper)
                 ) from None
-
-    def _set_congestion(self, namespace: str) -> None:
-        try:
-            in_namespace(namespace, ["sh", "-c", f'echo "$0" > {CONGESTION_FILE}', self.congestion])
-        except ClusterError:
-            raise ClusterError(congestion_advice(self.congestion)) from None
-
-    def _write_etc(self, namespace: str) -> None:
-        """The host's /etc/hosts: all hosts, and no loopback address for the machine's own name."""
-        directory = system.ETC / namespace
-        directory.mkdir(parents=True, exist_ok=True)
-        lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)]
-        (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
 
     def _close_on_signals(self) -> None:
         """When asked to end, run the clean-up, which the default action of these signals skips."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from dnn_bench.cluster.system import ETC, command
@@ -37,27 +38,21 @@ AcceptEnv *
 LISTEN = "0A"  # the state's code in /proc/net/tcp
 
 
-def make_key(directory: Path) -> Path:
-    key = directory / "key"
-    command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "throwaway", "-f", str(key)])
-    return key
-
-
-def write_client_config(namespace: str, key: Path) -> None:
-    """Replaces /etc/ssh inside the namespace."""
-    directory = ETC / namespace / "ssh"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "ssh_config").write_text(CLIENT.format(key=key))
-
-
-def server_command(directory: Path, index: int, address: str, key: Path) -> list[str]:
-    """The command that serves ssh on `address` in the foreground."""
-    server = shutil.which("sshd")
+def prepare(state: Path, namespaces: Sequence[str], addresses: Sequence[str]) -> list[list[str]]:
+    """Write keys and settings; return each host's command that serves ssh in the foreground."""
+    server, key = shutil.which("sshd"), state / "key"
     assert server is not None  # the caller has asked for TOOLS
+    command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "throwaway", "-f", str(key)])
     os.makedirs("/run/sshd", mode=0o755, exist_ok=True)  # where sshd confines itself before a login
-    config = directory / f"sshd_{index}.conf"
-    config.write_text(SERVER.format(address=address, key=key))
-    return [server, "-D", "-e", "-f", str(config)]
+    commands = []
+    for namespace, address in zip(namespaces, addresses, strict=True):
+        directory = ETC / namespace / "ssh"  # replaces /etc/ssh inside the namespace
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "ssh_config").write_text(CLIENT.format(key=key))
+        config = state / f"{namespace}.sshd.conf"
+        config.write_text(SERVER.format(address=address, key=key))
+        commands.append([server, "-D", "-e", "-f", str(config)])
+    return commands
 
 
 def is_listening(pid: int, port: int = 22) -> bool:

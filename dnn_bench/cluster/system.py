@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import re
 import shutil
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 
-PREFIX = "csb"  # csb-<pid of the owner>-<number>, and -sw or -h<index> for its namespaces
+PREFIX = "csb"  # csb-<pid of the owner>-<its start time>-<number>, and -sw or -h<index> for its namespaces
 STATE = Path("/run/commsched-bench")
 ETC = Path("/etc/netns")
-NAME = re.compile(rf"({PREFIX}-(\d+)-\d+)(?:-sw|-h\d+)?")
+NAME = re.compile(rf"({PREFIX}-(\d+)-(\d+)-\d+)(?:-sw|-h\d+)?")
+_numbers = itertools.count()
 
 
 class ClusterError(ValueError):
@@ -119,30 +120,20 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-def claim(identity: str) -> Path:
-    """A state directory that names this process as the owner."""
-    directory = STATE / identity
-    directory.mkdir(parents=True, mode=0o700)
-    owner = {"pid": os.getpid(), "started": psutil.Process().create_time()}
-    (directory / "owner.json").write_text(json.dumps(owner))
-    return directory
-
-
-def next_identity() -> str:
-    """A name no cluster of this process has used while it exists."""
-    taken = {match[1] for name in [*namespaces(), *_states()] if (match := NAME.fullmatch(name))}
-    number = 0
-    while f"{PREFIX}-{os.getpid()}-{number}" in taken:
-        number += 1
-    return f"{PREFIX}-{os.getpid()}-{number}"
+def claim() -> str:
+    """A new name that says who owns the cluster, and its folder in `STATE`."""
+    identity = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}-{next(_numbers)}"
+    (STATE / identity).mkdir(parents=True, mode=0o700)
+    return identity
 
 
 def remove_leftovers() -> list[str]:
     """Removes the clusters whose owner is dead; returns their names."""
     removed: set[str] = set()
-    for name in [*namespaces(), *_states(), *_etc_names()]:
+    folders = [path.name for root in (STATE, ETC) for path in root.glob(f"{PREFIX}-*")]
+    for name in [*namespaces(), *folders]:
         match = NAME.fullmatch(name)
-        if match is None or _owner_lives(match[1], int(match[2])):
+        if match is None or _started(int(match[2])) == int(match[3]):
             continue
         remove_namespace(name)
         shutil.rmtree(STATE / match[1], ignore_errors=True)
@@ -150,21 +141,9 @@ def remove_leftovers() -> list[str]:
     return sorted(removed)
 
 
-def _states() -> list[str]:
-    return [path.name for path in STATE.iterdir()] if STATE.is_dir() else []
-
-
-def _etc_names() -> list[str]:
-    return [path.name for path in ETC.glob(f"{PREFIX}-*")]
-
-
-def _owner_lives(identity: str, pid: int) -> bool:
-    """A process id may have been given away again, so the start time decides where it is known."""
+def _started(pid: int) -> int:
+    """When a process started; 0 if there is none. A process id may have been given away again."""
     try:
-        started = psutil.Process(pid).create_time()
+        return int(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
-        return False
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        owner = json.loads((STATE / identity / "owner.json").read_text())
-        return bool(abs(owner["started"] - started) < 1.0)
-    return True
+        return 0

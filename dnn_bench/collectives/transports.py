@@ -1,11 +1,12 @@
-"""All carriers of collectives with one interface: in-place operations on a flat tensor.
+"""All carriers of collectives with one interface, checked and timed: in-place operations on a flat tensor.
 
 A rank's *shard* is its part of the tensor, whose length is a multiple of the number of ranks.
 """
 
 from __future__ import annotations
 
-import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,45 +14,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import connected
+
+OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
+VOLUME = 2**22  # bytes that the repetitions of one size move at least
+LEAST, MOST = 3, 40  # repetitions
 
 
 class Collectives:
-    """One rank's end. A subclass connects to the others in `__init__`, which sets `rank` and `size`."""
+    """One rank's end. Subclasses have `reduce_scatter`, which leaves the sum over the ranks in this rank's
+    shard, `all_gather`, which fills every shard with the data of its rank, and `all_reduce`.
+    """
 
-    rank: int
-    size: int
+    library = "torch"
+
+    def __init__(self, job: Job) -> None:
+        self.ranks: Any = connected(self.library, job)
+        self.rank, self.size = self.ranks.rank(), self.ranks.size()
 
     def shard(self, tensor: Tensor) -> Tensor:
         return tensor.view(self.size, -1)[self.rank]
 
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        """Leave the sum over the ranks in this rank's shard."""
-        raise NotImplementedError
-
-    def all_gather(self, tensor: Tensor) -> None:
-        """Fill every shard with the data of its rank."""
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the sum over the ranks in the whole tensor."""
-        raise NotImplementedError
-
     def barrier(self) -> None:
-        raise NotImplementedError
+        self.ranks.barrier()
 
     def close(self) -> None:
-        raise NotImplementedError
+        self.ranks.shutdown()
 
 
 class Gloo(Collectives):
     """torch.distributed's own collectives over gloo."""
-
-    def __init__(self, job: Job) -> None:
-        torch.set_num_threads(job.threads)
-        dist.init_process_group(
-            "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         out = torch.empty_like(self.shard(tensor))
@@ -64,64 +56,90 @@ class Gloo(Collectives):
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 class Horovod(Collectives):
     """Horovod's operations, under horovodrun."""
 
-    def __init__(self, job: Job) -> None:
-        import horovod.torch as hvd
-
-        torch.set_num_threads(job.threads)
-        hvd.init()
-        self.hvd: Any = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
+    library = "horovod.torch"
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        self.shard(tensor).copy_(self.hvd.reducescatter(tensor, op=self.hvd.Sum, name="reduce_scatter"))
+        own = self.ranks.reducescatter(tensor, op=self.ranks.Sum, name="reduce_scatter")
+        self.shard(tensor).copy_(own)
 
     def all_gather(self, tensor: Tensor) -> None:
-        tensor.copy_(self.hvd.allgather(self.shard(tensor).clone(), name="all_gather"))
+        tensor.copy_(self.ranks.allgather(self.shard(tensor).clone(), name="all_gather"))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self.hvd.allreduce_(tensor, op=self.hvd.Sum, name="all_reduce")
-
-    def barrier(self) -> None:
-        self.hvd.barrier()
-
-    def close(self) -> None:
-        self.hvd.shutdown()
+        self.ranks.allreduce_(tensor, op=self.ranks.Sum, name="all_reduce")
 
 
 class Ours(Collectives):
     """The transports of commsched's engine."""
 
+    library = "commsched"
+
     def __init__(self, job: Job, transport: str) -> None:
-        import commsched as hvd
         from commsched.backends.transports import make_transport
 
-        torch.set_num_threads(job.threads)
-        hvd.init()
-        self.hvd: Any = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
-        _, self.transport = make_transport(transport, hvd.global_process_set, 0, timeout=60.0)
+        super().__init__(job)
+        _, carrier = make_transport(transport, self.ranks.global_process_set, 0, timeout=60.0)
+        self.reduce_scatter, self.all_gather = carrier.reduce_scatter, carrier.all_gather
+        self.all_reduce = carrier.all_reduce
 
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        self.transport.reduce_scatter(tensor)
 
-    def all_gather(self, tensor: Tensor) -> None:
-        self.transport.all_gather(tensor)
+class WrongResult(RuntimeError):
+    """A collective left the wrong numbers; its time means nothing."""
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.transport.all_reduce(tensor)
 
-    def barrier(self) -> None:
-        self.hvd.barrier()
+Sample = dict[str, Any]  # one operation on a tensor of `bytes`; `seconds` and `cpu` seconds per call
 
-    def close(self) -> None:
-        self.hvd.shutdown()
+
+def measure(collectives: Any, sizes: Sequence[int]) -> list[Sample]:
+    """Check, then time, every operation at every size."""
+    samples = []
+    for size in sizes:
+        count = max(1, round(size / 4 / collectives.size)) * collectives.size
+        for operation in OPERATIONS:
+            check(collectives, operation, count)
+            samples.append(time_one(collectives, operation, count))
+    return samples
+
+
+def pattern(rank: int, count: int) -> Tensor:
+    """Small whole numbers, so that sums are exact in any order."""
+    return (torch.arange(count) % 7 + rank + 1).float()
+
+
+def check(collectives: Collectives, operation: str, count: int) -> None:
+    """Raise `WrongResult` unless the operation leaves the expected numbers."""
+    size = collectives.size
+    tensor = pattern(collectives.rank, count)
+    getattr(collectives, operation)(tensor)
+    parts = [pattern(rank, count) for rank in range(size)]
+    total = torch.stack(parts).sum(dim=0)
+    actual, expected = {
+        "reduce_scatter": (collectives.shard(tensor), collectives.shard(total)),
+        "all_gather": (tensor, torch.cat([part.view(size, -1)[rank] for rank, part in enumerate(parts)])),
+        "all_reduce": (tensor, total),
+    }[operation]
+    if not torch.equal(actual, expected):
+        first = int((actual != expected).nonzero()[0])
+        raise WrongResult(
+            f"{operation} of {count} numbers on {size} ranks: element {first} is {actual[first].item()} and "
+            f"should be {expected[first].item()}"
+        )
+
+
+def time_one(collectives: Collectives, operation: str, count: int) -> Sample:
+    """Mean time of calls without a pause, after as many untimed ones: a link that rested exceeds its rate."""
+    tensor = torch.zeros(count)  # sums of sums stay finite
+    call = getattr(collectives, operation)
+    repeats = min(MOST, max(LEAST, VOLUME // (4 * count)))
+    for _ in range(repeats):
+        call(tensor)
+    collectives.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        call(tensor)
+    seconds, cpu = (time.perf_counter() - start) / repeats, (time.process_time() - cpu) / repeats
+    return {"operation": operation, "bytes": 4 * count, "seconds": seconds, "cpu": cpu}

@@ -1,7 +1,12 @@
-"""Two small learning problems whose data are on every machine that has the tools: digits and text."""
+"""Two small learning problems whose data are on every machine that has the tools, their training, and the
+comparison of runs with the plain one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dnn_bench.baselines.job import Job
-from dnn_bench.models.gpt2 import gpt2
+from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.models.transformer import GPT2
 
 GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
 TEXT_LENGTH = 32
 CHARACTERS = 128
+LOSS_TOLERANCE = 1e-2  # of the loss, at any step: rounding grows while training goes on
+ACCURACY_TOLERANCE = 0.01
 
 Data = tuple[Tensor, Tensor]
 
@@ -58,17 +66,13 @@ def digits_model() -> nn.Module:
 
 
 def text_model() -> nn.Module:
-    return gpt2(vocab_size=CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
+    return GPT2(vocab_size=CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
 
 
 TASKS: dict[str, tuple[Any, Any, float]] = {  # data, model, learning rate
     "digits": (digits, digits_model, 0.05),
     "text": (text, text_model, 0.1),
 }
-
-
-def task_names() -> list[str]:
-    return list(TASKS)
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,60 @@ class TaskJob(Job):
             right = (model(inputs).argmax(dim=-1) == targets).float().mean().item()
         model.train()
         return float(right)
+
+
+def train(trainer: Trainer, steps: int, path: str) -> dict[str, Any]:
+    """Train one rank; return its shards' losses and the accuracy. Rank 0 saves the parameters in `path`."""
+    job = trainer.job
+    assert isinstance(job, TaskJob)
+    losses = []
+    for step in range(steps):
+        trainer.iteration(*job.global_batch(step, trainer.size)[trainer.rank])
+        losses.append(float(trainer.loss))
+    parameters = trainer.parameters()
+    accuracy = job.accuracy(trainer.model)
+    if trainer.rank == 0:
+        torch.save(parameters, path)
+    trainer.barrier()
+    return {"losses": losses, "accuracy": accuracy}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `digest` names its final parameters bit for bit."""
+
+    task: str
+    baseline: str
+    workers: int
+    losses: tuple[float, ...]
+    accuracy: float
+    digest: str
+
+
+def mean_losses(ranks: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """The global batch's loss at every step: the mean over equal shards."""
+    return tuple(statistics.mean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True))
+
+
+def digest(parameters: dict[str, Tensor]) -> str:
+    """A short name of the parameters' exact bits."""
+    found = hashlib.sha256()
+    for name in sorted(parameters):
+        found.update(name.encode())
+        found.update(parameters[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def deviation(run: Run, plain: Run) -> float:
+    """The largest difference of the loss curves, relative to the larger value."""
+    return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in zip(run.losses, plain.losses, strict=True))
+
+
+def problems(run: Run, plain: Run) -> list[str]:
+    """List how a run differs from plain training by more than rounding."""
+    found = []
+    if (off := deviation(run, plain)) > LOSS_TOLERANCE:
+        found.append(f"its loss differs by {off:.1e} from plain training's")
+    if abs(run.accuracy - plain.accuracy) > ACCURACY_TOLERANCE:
+        found.append(f"its accuracy is {run.accuracy:.4f}, plain training's {plain.accuracy:.4f}")
+    return found

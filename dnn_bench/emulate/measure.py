@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 
 import commsched as hvd
-from commsched.backends.cuda_device import Device
 from dnn_bench.baselines.job import Job
-from dnn_bench.emulate.wire import EmulatedRanks, device_for, emulated_backend
+from dnn_bench.emulate.network import emulated_backend, emulated_ranks
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, Network
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate
 
@@ -25,29 +23,27 @@ DDP = "ddp-like"  # buckets as wfbp's, and nothing of the step before all gradie
 LEARNING_ITERATIONS = 6  # until "auto" has its profile
 
 
-@dataclass(frozen=True)
-class Row:
-    """One policy; seconds per iteration, all of them of an EMULATED network."""
-
-    policy: str
-    measured: float
-    simulated: float
-    buckets: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+# Networks by name: seconds to start one message (assumptions), seconds per byte (the standards' rates).
+WIRES = {
+    "1gbe": Link(30e-6, 8 / 1e9),
+    "10gbe": Link(20e-6, 8 / 10e9),
+    "25gbe": Link(15e-6, 8 / 25e9),
+    "100gib": Link(3e-6, 8 / 100e9),
+    "nvlink": Link(1e-6, 1 / 450e9),
+}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    model: str
-    device: str
-    ranks: int
-    link: Link
-    compute: float  # one iteration without any communication
-    bound: float
-    startup_bound: float
-    rows: tuple[Row, ...]
+def link_of(network: str, ranks: int, algorithm: str = "ring") -> Link:
+    """What one RS or AG costs on ``ranks`` ranks; ``network`` is a name or ``alpha=SECONDS,beta=SECONDS``."""
+    name = network.lower().replace("-", "")
+    if name not in WIRES and "=" not in name:
+        raise ValueError(
+            f"there is no network {network!r}; the networks are {', '.join(WIRES)}, or alpha=...,beta=..."
+        )
+    if ranks < 2:
+        raise ValueError(f"a network joins at least 2 ranks, got {ranks}")
+    wire = WIRES[name] if name in WIRES else Link.parse(network)
+    return Network.flat(wire, ranks, algorithm).link()
 
 
 class Emulation:
@@ -70,52 +66,50 @@ class Emulation:
             found: Profile = optimizer.profile()
             return found
 
-    def row(self, policy: str, profile: Profile) -> Row:
+    def row(self, policy: str, profile: Profile) -> dict[str, Any]:
+        """One policy: emulated and simulated seconds per iteration."""
         schedule = "wfbp" if policy == DDP else "optimal" if policy == "auto" else policy
         with self.wrapped(schedule, profile) as (model, optimizer):
             measured = self.time(model, optimizer, self.warmup, synchronous=policy == DDP)
             plan = hvd.explain(optimizer, show=False)
         assert plan is not None  # there are several ranks
         simulated = simulate(plan.program, plan.profile, self.link).period
-        return Row(policy, measured, simulated, len(plan.buckets))
+        return {"policy": policy, "measured": measured, "simulated": simulated, "buckets": len(plan.buckets)}
 
-    def outcome(self, names: Sequence[str]) -> Outcome:
+    def outcome(self, names: Sequence[str]) -> dict[str, Any]:
+        """The figures of these policies, and of one iteration without any communication (`compute`)."""
         compute, profile = self.plain(), self.profile()
-        rows = tuple(self.row(name, profile) for name in names)
-        return Outcome(
-            self.job.model,
-            self._device_name(),
-            self.ranks,
-            self.link,
-            compute,
-            lower_bound(profile, self.link),
-            startup_bound(profile, self.link),
-            rows,
-        )
-
-    def _device_name(self) -> str:
-        return torch.cuda.get_device_name(self.job.device) if self.job.device.startswith("cuda") else "CPU"
+        cuda = self.job.device.startswith("cuda")
+        return {
+            "emulated": True,
+            "model": self.job.model,
+            "device": torch.cuda.get_device_name(self.job.device) if cuda else "CPU",
+            "ranks": self.ranks,
+            "link": self.link.to_dict(),
+            "compute": compute,
+            "bound": lower_bound(profile, self.link),
+            "startup_bound": startup_bound(profile, self.link),
+            "rows": [self.row(name, profile) for name in names],
+        }
 
     @contextmanager
     def wrapped(self, schedule: str, profile: Profile | None) -> Iterator[tuple[Any, Any]]:
         """A new model, and an optimizer over the emulated network."""
-        device: Device = device_for(self.job.device)
         model = self.job.build_model()
         optimizer: Any = hvd.DistributedOptimizer(
             self.job.build_optimizer(model.parameters()),
             model.named_parameters(),
-            process_set=EmulatedRanks(self.ranks),  # type: ignore[arg-type]
+            process_set=emulated_ranks(self.ranks),
             model=model,
             schedule=schedule,
             profile=profile,
-            transport=emulated_backend(device, self.link, self.ranks),  # type: ignore[arg-type]
+            transport=emulated_backend(self.job.device, self.link, self.ranks),  # type: ignore[arg-type]
         )
         try:
             yield model, optimizer
         finally:
             optimizer.close()
             self._wait()
-            getattr(device, "close", lambda: None)()
 
     def _iteration(self, model: Any, optimizer: Any, synchronous: bool = False) -> None:
         inputs, targets = self.batch

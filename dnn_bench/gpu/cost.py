@@ -1,4 +1,4 @@
-"""The cost of commsched itself: time of the host, and memory compared with DDP."""
+"""The cost of commsched itself: whole steps with one worker, time of the host, memory compared with DDP."""
 
 from __future__ import annotations
 
@@ -6,39 +6,21 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import commsched as hvd
 from commsched.optimizer.deferred_updates import OptimizerView
 from dnn_bench.baselines.job import Job
 from dnn_bench.emulate.measure import Emulation
 from scheduler.ir.link import Link
 
 FREE = Link(0.0, 1e-15)  # a network that costs nothing: what is left is commsched's own
-_ITERATIONS = 9
-
-
-@dataclass(frozen=True)
-class CostRow:
-    """With 2 ranks over an EMULATED network that costs nothing: host seconds per bucket."""
-
-    model: str
-    buckets: int
-    per_bucket: float
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """Peak bytes of the plain loop, of DDP with ``gradient_as_bucket_view`` (one rank), of commsched."""
-
-    model: str
-    plain: int
-    ddp: int
-    wrapped: int
+Figures = dict[str, float]
 
 
 class HostTime:
@@ -89,52 +71,56 @@ def timed_host(optimizer: Any) -> Iterator[HostTime]:
         OptimizerView.step = step  # type: ignore[method-assign]
 
 
-def own_cost(model: str, device: str, batch: int) -> CostRow:
-    emulation = Emulation(Job(model, batch, device=device), FREE, 2, warmup=3, iterations=_ITERATIONS)
+def own_cost(job: Job, iterations: int) -> Figures:
+    """Host seconds per bucket, with 2 ranks over a network that costs nothing."""
+    emulation = Emulation(job, FREE, 2, warmup=3, iterations=9)
     profile = emulation.profile()
     with emulation.wrapped("dear", profile) as (module, optimizer):
         emulation.time(module, optimizer, emulation.warmup)
-        schedule = optimizer._driver.backend.schedule
-        before = schedule.step
+        plan = hvd.explain(optimizer, show=False)
+        assert plan is not None  # there are two ranks
         with timed_host(optimizer) as clock:
             emulation.time(module, optimizer, 0)
-        return CostRow(
-            model, len(schedule.buckets), clock.seconds / (schedule.step - before) / len(schedule.buckets)
+        buckets = len(plan.buckets)
+        return {"buckets": buckets, "per_bucket": clock.seconds / emulation.iterations / buckets}
+
+
+def one_worker(job: Job, iterations: int) -> Figures:
+    """Seconds per iteration with one worker, plain and wrapped in turn: a slow minute affects both."""
+    emulation = Emulation(job, FREE, 2, warmup=3, iterations=iterations)
+
+    def wrapped() -> float:
+        module = job.build_model()
+        optimizer = hvd.DistributedOptimizer(
+            job.build_optimizer(module.parameters()), module.named_parameters(), model=module
         )
+        return emulation.time(module, optimizer, emulation.warmup)
+
+    hvd.init()
+    found = [(emulation.plain(), wrapped()) for _ in range(3)]
+    plain, ours = (median(column) for column in zip(*found, strict=True))
+    return {"plain": plain, "wrapped": ours}
 
 
-def memory(model: str, device: str, batch: int) -> MemoryRow:
-    emulation = Emulation(Job(model, batch, device=device), FREE, 2, warmup=3, iterations=1)
+def memory(job: Job, iterations: int) -> Figures:
+    """Peak bytes of the plain loop, of DDP with ``gradient_as_bucket_view`` (one rank), of commsched."""
+    emulation = Emulation(job, FREE, 2, warmup=3, iterations=1)
     profile = emulation.profile()
-    plain = _peak(device, emulation.plain)
-    ddp = _peak(device, lambda: _ddp(emulation))
-    return MemoryRow(model, plain, ddp, _peak(device, lambda: _wrapped(emulation, profile)))
 
+    def ddp() -> None:
+        backend = "nccl" if job.device.startswith("cuda") else "gloo"
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        module = job.build_model()
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        emulation.time(wrapped, job.build_optimizer(module.parameters()), emulation.warmup)
 
-def _wrapped(emulation: Emulation, profile: Any) -> None:
-    with emulation.wrapped("dear", profile) as (module, optimizer):
-        emulation.time(module, optimizer, emulation.warmup)
+    def commsched() -> None:
+        with emulation.wrapped("dear", profile) as (module, optimizer):
+            emulation.time(module, optimizer, emulation.warmup)
 
-
-def _ddp(emulation: Emulation) -> None:
-    with _alone(emulation.job.device) as group:
-        module = emulation.job.build_model()
-        wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-        emulation.time(wrapped, emulation.job.build_optimizer(module.parameters()), emulation.warmup)
-
-
-@contextmanager
-def _alone(device: str) -> Iterator[Any]:
-    """A process group of this rank."""
-    mine = not dist.is_initialized()
-    if mine:
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        if mine:
-            dist.destroy_process_group()
+    acts = {"plain": emulation.plain, "ddp": ddp, "wrapped": commsched}
+    return {name: _peak(job.device, act) for name, act in acts.items()}
 
 
 def _peak(device: str, act: Callable[[], object]) -> int:
@@ -147,3 +133,6 @@ def _peak(device: str, act: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats()
     act()
     return int(torch.cuda.max_memory_allocated())
+
+
+MEASURES: dict[str, Callable[[Job, int], Figures]] = {"steps": one_worker, "cost": own_cost, "memory": memory}

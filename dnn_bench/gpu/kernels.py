@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from comm_core.cuda import BucketCopy, one_after_another
 from dnn_bench import models
-from dnn_bench.gpu.clock import seconds_of
 
-
-@dataclass(frozen=True)
-class KernelRow:
-    """``bytes`` are read and written by one call; ``to_copy`` is its bandwidth over a plain copy's."""
-
-    model: str
-    what: str
-    seconds: float
-    bytes: int
-    to_copy: float
+WARM_UP = 3
 
 
 def tensors_of(model: str, device: torch.device) -> list[torch.Tensor]:
@@ -31,8 +23,11 @@ def tensors_of(model: str, device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator, device=device) for size in sizes]
 
 
-def rows(model: str, device: torch.device, repeats: int) -> list[KernelRow]:
-    """Measure every way to pack. The result of each kernel is checked before it is timed."""
+def rows(model: str, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Measure every way to pack. The result of each kernel is checked before it is timed.
+
+    ``bytes`` are read and written by one call; ``to_copy`` is its bandwidth over a plain copy's.
+    """
     tensors = tensors_of(model, device)
     total = sum(t.numel() for t in tensors)
     flat, other = (torch.zeros(total, device=device) for _ in range(2))
@@ -47,12 +42,13 @@ def rows(model: str, device: torch.device, repeats: int) -> list[KernelRow]:
         ("torch._foreach_copy_ to bfloat16", lambda: torch._foreach_copy_(halves, tensors), 6),
         ("torch.cat", lambda: torch.cat(tensors, out=flat), 8),
     ]
-    found: list[KernelRow] = []
+    found: list[dict[str, Any]] = []
     for what, act, moved in ways:
-        seconds = seconds_of(act, device, repeats)
-        rate = moved * total / seconds
-        copy_rate = found[0].bytes / found[0].seconds if found else rate
-        found.append(KernelRow(model, what, seconds, moved * total, rate / copy_rate))
+        seconds, size = seconds_of(act, device, repeats), moved * total
+        copy = found[0] if found else {"bytes": size, "seconds": seconds}
+        to_copy = (size / seconds) / (copy["bytes"] / copy["seconds"])
+        row = {"model": model, "what": what, "seconds": seconds, "bytes": size, "to_copy": to_copy}
+        found.append(row)
     return found
 
 
@@ -65,3 +61,23 @@ def _packing(tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> Callable[
         worst = (bucket.float() - wanted.float()).abs().max().item()
         raise ValueError(f"packing to {bucket.dtype} is wrong by up to {worst}; nothing was timed")
     return lambda: copy.pack(tensors, 0.5)
+
+
+def seconds_of(act: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median of the repetitions, after some that do not count."""
+    for _ in range(WARM_UP):
+        act()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            act()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        act()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from dnn_bench.command_line import markdown as table
 
 BANDWIDTH, ONE_WORKER, HOST_SECONDS, MEMORY = 0.90, 1.01, 20e-6, 1.02
 TO_BOUND, TO_SIMULATOR = 1.05, 0.05
@@ -22,78 +24,42 @@ def markdown(report: Report) -> str:
     ]
     if where["device"] == "CPU":
         head.append("**These figures mean nothing:** a CPU has run what is made for a GPU, to test it.")
-    return "\n\n".join(head + [_PARTS[part](report[part]) for part in _PARTS if part in report]) + "\n"
+    return "\n\n".join(head + [section(part, report[part]) for part in SECTIONS if part in report]) + "\n"
 
 
-def _table(title: str, columns: Cells, rows: Iterable[Cells]) -> str:
-    lines = [columns, ("---",) * len(columns), *rows]
-    return f"### {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def section(part: str, rows: Sequence[Report]) -> str:
+    """A part's title and table."""
+    title, columns, cells = SECTIONS[part]
+    return f"### {title}\n\n{table(columns, map(cells, rows))}"
 
 
 def _verdict(met: bool) -> str:
     return "met" if met else "**missed**"
 
 
-def _kernels(rows: Sequence[Report]) -> str:
-    cells = []
-    for row in rows:
-        ours = row["what"].startswith("pack ")
-        rate = f"{row['bytes'] / row['seconds'] / 1e9:.0f}"
-        verdict = _verdict(row["to_copy"] >= BANDWIDTH) if ours else ""
-        cells.append(
-            (row["model"], row["what"], f"{row['seconds'] * 1e3:.3f}", rate, f"{row['to_copy']:.2f}", verdict)
-        )
-    columns = ("tensors of", "what", "ms", "GB/s", "of a copy's", f"goal {BANDWIDTH:.2f}")
-    return _table("Kernels", columns, cells)
+def _kernels(row: Report) -> Cells:
+    rate = f"{row['bytes'] / row['seconds'] / 1e9:.0f}"
+    verdict = _verdict(row["to_copy"] >= BANDWIDTH) if row["what"].startswith("pack ") else ""
+    return row["model"], row["what"], f"{row['seconds'] * 1e3:.3f}", rate, f"{row['to_copy']:.2f}", verdict
 
 
-def _steps(rows: Sequence[Report]) -> str:
-    cells = []
-    for row in rows:
-        ratio = row["wrapped"] / row["plain"]
-        times = f"{row['plain'] * 1e3:.2f}", f"{row['wrapped'] * 1e3:.2f}"
-        cells.append((row["model"], *times, f"{ratio:.4f}", _verdict(ratio <= ONE_WORKER)))
-    columns = ("model", "plain ms", "wrapped ms", "ratio", f"goal {ONE_WORKER}")
-    return _table("One worker", columns, cells)
+def _steps(row: Report) -> Cells:
+    ratio = row["wrapped"] / row["plain"]
+    times = f"{row['plain'] * 1e3:.2f}", f"{row['wrapped'] * 1e3:.2f}"
+    return row["model"], *times, f"{ratio:.4f}", _verdict(ratio <= ONE_WORKER)
 
 
-def _cost(rows: Sequence[Report]) -> str:
-    cells = [
-        (
-            row["model"],
-            str(row["buckets"]),
-            f"{row['per_bucket'] * 1e6:.1f}",
-            _verdict(row["per_bucket"] < HOST_SECONDS),
-        )
-        for row in rows
-    ]
-    columns = ("model", "buckets", "host us per bucket", f"goal {HOST_SECONDS * 1e6:.0f}")
-    return _table(
-        "Host time of hooks, packing and waits (EMULATED network that costs nothing)", columns, cells
-    )
+def _cost(row: Report) -> Cells:
+    seconds = row["per_bucket"]
+    return row["model"], str(row["buckets"]), f"{seconds * 1e6:.1f}", _verdict(seconds < HOST_SECONDS)
 
 
-def _memory(rows: Sequence[Report]) -> str:
-    cells = []
-    for row in rows:
-        sizes = [f"{row[name] / 1e6:.0f}" for name in ("plain", "ddp", "wrapped")]
-        measured = row["ddp"] > 0  # only a GPU's allocator tells
-        ratio = f"{row['wrapped'] / row['ddp']:.3f}" if measured else "-"
-        verdict = _verdict(row["wrapped"] <= MEMORY * row["ddp"]) if measured else "not measured"
-        cells.append((row["model"], *sizes, ratio, verdict))
-    columns = ("model", "plain peak MB", "DDP", "commsched", "commsched / DDP", f"goal {MEMORY}")
-    return _table("Peak memory", columns, cells)
-
-
-def _emulate(outcomes: Sequence[Report]) -> str:
-    cells = [_emulated(outcome) for outcome in outcomes]
-    columns = (
-        *("model", "network", "ranks", "compute ms", "auto ms", "/bound", "/start-up bound"),
-        f"goal {TO_BOUND}",
-        *(f"{rival} / auto (simulated)" for rival in RIVALS),
-        f"ahead as simulated, within {TO_SIMULATOR:.0%}",
-    )
-    return _table("EMULATED networks", columns, cells)
+def _memory(row: Report) -> Cells:
+    sizes = [f"{row[name] / 1e6:.0f}" for name in ("plain", "ddp", "wrapped")]
+    if not row["ddp"]:  # a CPU's allocator does not tell
+        return row["model"], *sizes, "-", "not measured"
+    ratio = row["wrapped"] / row["ddp"]
+    return row["model"], *sizes, f"{ratio:.3f}", _verdict(ratio <= MEMORY)
 
 
 def _emulated(outcome: Report) -> Cells:
@@ -126,10 +92,32 @@ def _reached(to_bound: float, to_startup: float) -> str:
     return "met but for start-up" if to_startup <= TO_BOUND else _verdict(False)
 
 
-_PARTS: dict[str, Callable[[Sequence[Report]], str]] = {
-    "kernels": _kernels,
-    "steps": _steps,
-    "cost": _cost,
-    "memory": _memory,
-    "emulate": _emulate,
+# By part: title, columns, and the cells of a row.
+SECTIONS: dict[str, tuple[str, Cells, Callable[[Report], Cells]]] = {
+    "kernels": (
+        "Kernels",
+        ("tensors of", "what", "ms", "GB/s", "of a copy's", f"goal {BANDWIDTH:.2f}"),
+        _kernels,
+    ),
+    "steps": ("One worker", ("model", "plain ms", "wrapped ms", "ratio", f"goal {ONE_WORKER}"), _steps),
+    "cost": (
+        "Host time of hooks, packing and waits (EMULATED network that costs nothing)",
+        ("model", "buckets", "host us per bucket", f"goal {HOST_SECONDS * 1e6:.0f}"),
+        _cost,
+    ),
+    "memory": (
+        "Peak memory",
+        ("model", "plain peak MB", "DDP", "commsched", "commsched / DDP", f"goal {MEMORY}"),
+        _memory,
+    ),
+    "emulate": (
+        "EMULATED networks",
+        (
+            *("model", "network", "ranks", "compute ms", "auto ms", "/bound", "/start-up bound"),
+            f"goal {TO_BOUND}",
+            *(f"{rival} / auto (simulated)" for rival in RIVALS),
+            f"ahead as simulated, within {TO_SIMULATOR:.0%}",
+        ),
+        _emulated,
+    ),
 }

@@ -1,4 +1,4 @@
-"""The benchmark's models: real architectures and small ones of the same shape.
+"""The benchmark's models: real architectures, small ones of the same shape, and those of libraries.
 
 >>> from dnn_bench import models
 >>> model = models.build("resnet50")
@@ -8,28 +8,7 @@
 Importing this package does not import torch, so that a command line can list the names at once.
 """
 
-from dnn_bench.models.registry import (
-    HEADS,
-    ModelSpec,
-    build,
-    loss,
-    names,
-    sample_batch,
-    spec,
-    spelt,
-    unit,
-    with_head,
-)
+from dnn_bench.models.libraries import FORMS
+from dnn_bench.models.registry import HEADS, build, loss, names, sample_batch, spec, spelt, unit, with_head
 
-__all__ = [
-    "HEADS",
-    "ModelSpec",
-    "build",
-    "loss",
-    "names",
-    "sample_batch",
-    "spec",
-    "spelt",
-    "unit",
-    "with_head",
-]
+__all__ = ["FORMS", "HEADS", "build", "loss", "names", "sample_batch", "spec", "spelt", "unit", "with_head"]

@@ -1,75 +1,143 @@
-"""Synthetic batches and losses, one pair per task."""
+"""Batches and losses of every task; batches are synthetic, or from a folder of images or text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Generator = torch.Generator | None
+Batch = tuple[Tensor, Tensor]
 IGNORED = -100  # a target that `cross_entropy` leaves out
 MASKED_SHARE = 0.15
 MASK_TOKEN = 0
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+BYTES = 256
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
-def images(batch: int, generator: Generator, *, image_size: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Noise in the place of ImageNet."""
+def images(root: str, batch: int, generator: Generator, *, image_size: int, num_classes: int) -> Batch:
+    """Noise in the place of ImageNet, or images of `root`."""
+    if not root:
+        inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
+        return inputs, torch.randint(num_classes, (batch,), generator=generator)
+    files, classes = listing(root)
+    if classes > num_classes:
+        raise ValueError(f"{root} has {classes} classes, the model {num_classes}: build it with more")
+    chosen = [files[i] for i in torch.randint(len(files), (batch,), generator=generator).tolist()]
+    pixels = torch.stack([load(path, image_size) for path, _ in chosen])
+    return pixels, torch.tensor([label for _, label in chosen])
+
+
+@lru_cache
+def listing(root: str) -> tuple[list[tuple[Path, int]], int]:
+    """Every image with its class's number, and how many classes there are."""
+    folders = sorted(path for path in Path(root).iterdir() if path.is_dir()) if Path(root).is_dir() else []
+    found = [
+        (path, label)
+        for label, folder in enumerate(folders)
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+    if not found:
+        raise ValueError(
+            f"{root} has no images: it needs a folder per class with {', '.join(SUFFIXES)} files"
+        )
+    return found, len(folders)
+
+
+def load(path: Path, size: int) -> Tensor:
+    """The image's middle square at the wanted size, normalised as is usual for ImageNet."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ValueError("images need Pillow: pip install pillow") from None
+    with Image.open(path) as image:
+        fitted = ImageOps.fit(image.convert("RGB"), (size, size))
+    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size, 3)
+    return ((pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)
+
+
+def pixels(root: str, batch: int, generator: Generator, *, image_size: int, num_classes: int) -> Batch:
+    """Noise, and a random class for each pixel."""
     inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
-    return inputs, torch.randint(num_classes, (batch,), generator=generator)
+    return inputs, torch.randint(num_classes, (batch, image_size, image_size), generator=generator)
 
 
-def vectors(batch: int, generator: Generator, *, features: int, num_classes: int) -> tuple[Tensor, Tensor]:
+def vectors(root: str, batch: int, generator: Generator, *, features: int, num_classes: int) -> Batch:
     inputs = torch.randn(batch, features, generator=generator)
     return inputs, torch.randint(num_classes, (batch,), generator=generator)
 
 
-def causal_tokens(
-    batch: int, generator: Generator, *, seq_len: int, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Random token streams."""
-    return shifted(torch.randint(vocab_size, (batch, seq_len + 1), generator=generator))
+def tokens(
+    root: str, batch: int, generator: Generator, length: int, vocab_size: int, least: int = 0
+) -> Tensor:
+    """Random tokens from `least` on, or pieces of the text in `root`, a byte a token, that begin anywhere."""
+    if not root:
+        return torch.randint(least, vocab_size, (batch, length), generator=generator)
+    text = text_of(root)
+    if vocab_size < BYTES or len(text) < length:
+        raise ValueError(
+            f"{root} gives {len(text)} tokens of {BYTES} kinds; the model needs at least {length} and knows "
+            f"{vocab_size} kinds"
+        )
+    starts = torch.randint(len(text) - length + 1, (batch, 1), generator=generator)
+    return text[starts + torch.arange(length)]
 
 
-def masked_tokens(
-    batch: int, generator: Generator, *, seq_len: int, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Random tokens for BERT's pre-training task."""
-    return masked(torch.randint(1, vocab_size, (batch, seq_len), generator=generator), generator)
+@lru_cache
+def text_of(root: str) -> Tensor:
+    """The bytes of a text file, or of every .txt file in a folder."""
+    path = Path(root)
+    parts = sorted(path.glob("**/*.txt")) if path.is_dir() else [path] if path.is_file() else []
+    joined = b"\n".join(part.read_bytes() for part in parts)
+    if not joined:
+        raise ValueError(f"{root} has no text: it must be a file, or a folder with .txt files")
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
 
 
-def labelled_tokens(
-    batch: int, generator: Generator, *, seq_len: int, vocab_size: int, num_classes: int
-) -> tuple[Tensor, Tensor]:
-    """Random tokens, and a random class for each sequence."""
-    inputs = torch.randint(1, vocab_size, (batch, seq_len), generator=generator)
-    return inputs, torch.randint(num_classes, (batch,), generator=generator)
-
-
-def shifted(stream: Tensor) -> tuple[Tensor, Tensor]:
+def causal(root: str, batch: int, generator: Generator, *, seq_len: int, vocab_size: int) -> Batch:
     """The target of a position is the token that follows it."""
+    stream = tokens(root, batch, generator, seq_len + 1, vocab_size)
     return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
 
-def masked(tokens: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Some tokens masked, which are the targets; as the targets' last column whether sentence B follows A."""
-    hidden = torch.rand(tokens.shape, generator=generator) < MASKED_SHARE
+def masked(root: str, batch: int, generator: Generator, *, seq_len: int, vocab_size: int) -> Batch:
+    """Some tokens are masked; those are the targets."""
+    whole = tokens(root, batch, generator, seq_len, vocab_size, least=1)
+    hidden = torch.rand(whole.shape, generator=generator) < MASKED_SHARE
     hidden[:, 0] = True  # at least one token per sentence, so that the mean over masked tokens exists
-    follows = torch.randint(2, (len(tokens), 1), generator=generator)
-    targets = torch.cat([tokens.masked_fill(~hidden, IGNORED), follows], dim=1)
-    return tokens.masked_fill(hidden, MASK_TOKEN), targets
+    return whole.masked_fill(hidden, MASK_TOKEN), whole.masked_fill(~hidden, IGNORED)
 
 
-def class_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets)
+def masked_pairs(root: str, batch: int, generator: Generator, **sizes: int) -> Batch:
+    """The same; the last column of the targets says whether sentence B follows A."""
+    inputs, targets = masked(root, batch, generator, **sizes)
+    return inputs, torch.cat([targets, torch.randint(2, (batch, 1), generator=generator)], dim=1)
 
 
-def causal_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+def labelled(
+    root: str, batch: int, generator: Generator, *, seq_len: int, vocab_size: int, num_classes: int
+) -> Batch:
+    """Random tokens, and a random class for each sequence."""
+    inputs = tokens("", batch, generator, seq_len, vocab_size, least=1)
+    return inputs, torch.randint(num_classes, (batch,), generator=generator)
 
 
-def masked_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+def class_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(outputs), targets)
+
+
+def token_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(outputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def pair_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     """Masked-token loss, averaged per sentence first, plus next-sentence loss.
 
     Averaging per sentence makes the loss of a batch the mean of the losses of its equal shards, which a
@@ -83,17 +151,21 @@ def masked_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return per_sentence.mean() + F.cross_entropy(follows, targets[:, -1])
 
 
-SAMPLERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "image": images,
-    "vector": vectors,
-    "causal_lm": causal_tokens,
-    "masked_lm": masked_tokens,
-    "sentence": labelled_tokens,
+def logits_of(outputs: Any) -> Tensor:
+    """The logits in what a model returns: a tensor, a dictionary with `out`, or an object with `logits`."""
+    if isinstance(outputs, dict) and "out" in outputs:  # torchvision's segmentation models
+        outputs = outputs["out"]
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return logits
+
+
+TASKS: dict[str, tuple[Callable[..., Batch], Callable[..., Tensor]]] = {
+    "image": (images, class_loss),
+    "pixels": (pixels, class_loss),
+    "vector": (vectors, class_loss),
+    "causal_lm": (causal, token_loss),
+    "masked_lm": (masked_pairs, pair_loss),
+    "masked_tokens": (masked, token_loss),
+    "sentence": (labelled, class_loss),
 }
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "image": class_loss,
-    "vector": class_loss,
-    "causal_lm": causal_loss,
-    "masked_lm": masked_loss,
-    "sentence": class_loss,
-}
+FROM_FILES = ("image", "causal_lm", "masked_lm", "masked_tokens")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched.pipeline import Job
@@ -24,13 +26,13 @@ _DIFFERENT = 4
 def job_of(name: str, layers: int = 0, **options: Any) -> Job:
     """A model of the registry, or ``paced`` with so many layers."""
     if name == "paced":
-        return Job(paced(layers or 8, **options), _square, _vectors, _sgd)
-    model = models.build(name, **options)
-    return Job(model, lambda outputs, targets: models.loss(name, outputs, targets), _batches(name), _sgd)
+        return Job(paced(layers or 8, **options), F.mse_loss, partial(_repeated, _vectors), _sgd)
+    batches = partial(_repeated, lambda rows, dice: models.sample_batch(name, rows, generator=dice))
+    return Job(models.build(name, **options), partial(models.loss, name), batches, _sgd)
 
 
 def __getattr__(name: str) -> Callable[[], Job]:
-    if name.startswith("_") or (name != "paced_job" and name not in models.names()):
+    if "/" not in name and name not in ("paced_job", *models.names()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return lambda: job_of("paced" if name == "paced_job" else name)
 
@@ -39,13 +41,9 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.001, momentum=0.9)
 
 
-def _batches(name: str) -> Callable[[int], Iterator[tuple[Any, Any]]]:
-    def make(rows: int) -> Iterator[tuple[Any, Any]]:
-        dice = torch.Generator().manual_seed(17)
-        made = [models.sample_batch(name, rows, generator=dice) for _ in range(_DIFFERENT)]
-        return itertools.cycle(made)
-
-    return make
+def _repeated(sample: Callable[[int, torch.Generator], Any], rows: int) -> Iterator[Any]:
+    dice = torch.Generator().manual_seed(17)
+    return itertools.cycle([sample(rows, dice) for _ in range(_DIFFERENT)])
 
 
 # -- layers that sleep ---------------------------------------------------------------------------------------
@@ -84,15 +82,5 @@ def paced(layers: int, width: int = 64, seconds: float = 0.005, height: int = 1)
     return nn.Sequential(*(Paced(width, seconds, height) for _ in range(layers)))
 
 
-def _square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def _vectors(rows: int, width: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    dice = torch.Generator().manual_seed(17)
-    return itertools.cycle(
-        [
-            (torch.randn(rows, width, generator=dice), torch.randn(rows, width, generator=dice))
-            for _ in range(_DIFFERENT)
-        ]
-    )
+def _vectors(rows: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 64, generator=dice), torch.randn(rows, 64, generator=dice)

@@ -32,18 +32,14 @@ class Peer:
         if schedule not in SCHEDULES:
             raise ValueError(f"torch.distributed.pipelining has no {schedule}; it has {', '.join(SCHEDULES)}")
         modules = split(copy.deepcopy(job.model), cuts=cuts)
-        self.mine = [modules[number] for number in range(rank, len(cuts), size)]
-        device, group = torch.device("cpu"), dist.group.WORLD
-        stages = [
-            pipelining.PipelineStage(modules[number], number, len(cuts), device, group=group)
-            for number in range(rank, len(cuts), size)
-        ]
+        mine, device = range(rank, len(cuts), size), torch.device("cpu")
+        stages = [pipelining.PipelineStage(modules[i], i, len(cuts), device) for i in mine]
         self.first, self.last = rank == 0, rank == size - 1
         name = SCHEDULES[schedule]
         kind: Callable[..., Any] = getattr(pipelining, name)
         given: Any = stages if name in _SEVERAL else stages[0]
         self.schedule = kind(given, n_microbatches=microbatches, loss_fn=job.loss)
-        weights = {id(p): p for module in self.mine for p in module.parameters() if p.requires_grad}
+        weights = {id(p): p for i in mine for p in modules[i].parameters() if p.requires_grad}
         self.shared = _shared(modules, rank, size)
         self.optimizer = job.optimizer(list(weights.values()))
 

@@ -1,7 +1,7 @@
 """One rank of a measurement: profile, train, compare.
 
-python -m dnn_bench.pipeline.worker FOLDER OPTIONS (JSON), started as a rank of a job; rank 0 leaves the
-result in FOLDER/rank.0.json
+python -m dnn_bench.pipeline.worker FOLDER OPTIONS (JSON), started as a rank of a job; rank 0 leaves its
+report in FOLDER/rank.0.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from argparse import Namespace
+from collections import defaultdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,69 +27,61 @@ from commsched.pipeline.rows import border, cut
 from commsched.pipeline.spans import Span, handling
 from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
-from dnn_bench.pipeline.options import Options, Ratio, Result
+from dnn_bench.pipeline.peers import Peer, timed
+from dnn_bench.pipeline.results import Ratio, Result
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.layout import Layout
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.report import examine
 
-
-@dataclass
-class Taken:
-    """Of every round: seconds of a step of ours, of torch's (``theirs``) and of the other placement; the part
-    of ours in which a rank does not compute, and in which the slowest does. And all losses, ours and torch's.
-    """
-
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
-    reached: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
+Taken = dict[str, list[float]]
+"""Of every round: seconds of a step of `ours`, of torch's (`theirs`) and of the other placement (`others`);
+the share of a step in which ranks do not compute (`bubbles`) and in which the slowest does (`reached`). All
+losses of ours (`losses`) and of torch's (`expected`).
+"""
 
 
-def measure(options: Options) -> Result | None:
-    """Measure; every rank calls, rank 0 gets the result."""
+def measure(options: Namespace) -> str:
+    """Measure; every rank calls, rank 0 gets the report."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     commsched.init()
     paced = {"seconds": options.seconds, "height": max(1, options.layer_bytes // 256)}
-    extra: dict[str, Any] = paced if options.model == "paced" else {}
-    job = job_of(options.model, options.layers, **extra)
+    job = job_of(options.model, options.layers, **(paced if options.model == "paced" else {}))
     pipeline = _pipeline(options, job, options.placement)
-    rows = options.rows or default_rows(pipeline.layout)
+    rows = options.batch_size or default_rows(pipeline.layout)
     other = _pipeline(options, job, options.against) if options.against else None
-    batch = next(job.batches(rows))
-    micro = cut(batch, (0, border(1, rows, options.microbatches)))
+    micro = cut(next(job.batches(rows)), (0, border(1, rows, options.microbatches)))
     costs, cluster = _costs(pipeline, job, micro)
     handled = _handling(options, job, rows)
     report = examine(pipeline.program, costs, cluster, handled)
     peer = _peer(options, pipeline, job) if options.peer else None
-    taken = _rounds(options, job, rows, (pipeline, other, peer))
+    taken = _rounds(options, job, rows, pipeline, other, peer)
     result = Result(
         model=options.model,
         schedule=options.schedule,
         delays=pipeline.delays,
-        period=statistics.median(taken.ours),
+        period=statistics.median(taken["ours"]),
         simulated=report.period,
-        bubble=statistics.median(taken.bubbles),
+        bubble=statistics.median(taken["bubbles"]),
         simulated_bubble=report.bubble_fraction,
-        reached=statistics.median(taken.reached),
+        reached=statistics.median(taken["reached"]),
         rows=rows,
-        losses=taken.losses,
+        losses=taken["losses"],
         handling=max(handled),
     )
-    _compare(result, taken)
+    if peer is not None:
+        _compare(result, taken)
     if other is not None:
-        result.gain = Ratio.of(taken.others, taken.ours)
+        result.gain = Ratio.of(taken["others"], taken["ours"])
         result.simulated_gain = examine(other.program, costs, cluster, handled).period / report.period
         other.close()
     pipeline.close()
     rank = commsched.rank()
     commsched.shutdown()
-    return result if rank == 0 else None
+    said = json.dumps(asdict(result)) if options.json else result.described()
+    return said if rank == 0 else ""
 
 
 def default_rows(layout: Layout) -> int:
@@ -95,29 +89,28 @@ def default_rows(layout: Layout) -> int:
     return layout.microbatches * max(4, *(len(ranks) for ranks in layout.ranks))
 
 
-def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeline | None, Any]) -> Taken:
+def _rounds(
+    options: Namespace, job: Job, rows: int, pipeline: Pipeline, other: Pipeline | None, peer: Peer | None
+) -> Taken:
     """Time this pipeline, the one with the other placement and torch's, in turn."""
-    pipeline, other, peer = three
-    taken = Taken()
+    taken: Taken = defaultdict(list)
 
     def take_ours() -> None:
         seconds, busy, found = _timed(pipeline, job.batches(rows), options)
-        taken.ours.append(seconds)
-        taken.bubbles.append(1 - statistics.mean(busy) / seconds)
-        taken.reached.append(max(busy) / seconds)
-        taken.losses += found
+        taken["ours"].append(seconds)
+        taken["bubbles"].append(1 - statistics.mean(busy) / seconds)
+        taken["reached"].append(max(busy) / seconds)
+        taken["losses"] += found
 
     def take_other() -> None:
         if other is not None:
-            taken.others.append(_timed(other, job.batches(rows), options)[0])
+            taken["others"].append(_timed(other, job.batches(rows), options)[0])
 
     def take_peer() -> None:
         if peer is not None:
-            from dnn_bench.pipeline.peers import timed
-
             seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
-            taken.theirs.append(seconds)
-            taken.expected += found
+            taken["theirs"].append(seconds)
+            taken["expected"] += found
 
     turns = [take_ours, take_other, take_peer]
     for number in range(options.rounds):
@@ -127,7 +120,7 @@ def _rounds(options: Options, job: Job, rows: int, three: tuple[Pipeline, Pipeli
     return taken
 
 
-def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
+def _pipeline(options: Namespace, job: Job, placement: str) -> Pipeline:
     common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
     model = copy.deepcopy(job.model)
     if options.plan:
@@ -144,7 +137,7 @@ def _pipeline(options: Options, job: Job, placement: str) -> Pipeline:
         cuts=options.cuts,
         placement=placement,
         recompute=options.recompute,
-        hosts=options.hosts,
+        hosts=options.host_ranks,
         **common,
     )
 
@@ -164,7 +157,7 @@ def _costs(pipeline: Pipeline, job: Job, batch: tuple[Any, Any]) -> tuple[Profil
     return commsched.broadcast_object(mine), Cluster.flat(size, wire)
 
 
-def _handling(options: Options, job: Job, rows: int) -> list[float]:
+def _handling(options: Namespace, job: Job, rows: int) -> list[float]:
     """Seconds that each rank needs between two actions where it waits for nothing."""
     # With another pipeline: losses are compared from the first step.
     pipeline = _pipeline(options, job, options.placement)
@@ -174,7 +167,7 @@ def _handling(options: Options, job: Job, rows: int) -> list[float]:
     return commsched.allgather_object(handling(spans))
 
 
-def _timed(pipeline: Pipeline, batches: Any, options: Options) -> tuple[float, list[float], list[float]]:
+def _timed(pipeline: Pipeline, batches: Any, options: Namespace) -> tuple[float, list[float], list[float]]:
     """Seconds of a step at rest, those of them in which each rank computes, losses."""
     seconds, spans, losses = _run(pipeline, batches, options.warmup, options.steps)
     busy = sum(span.end - span.start for span in spans) / options.steps
@@ -201,43 +194,35 @@ def _run(pipeline: Pipeline, batches: Any, warmup: int, steps: int) -> tuple[flo
     return seconds, spans, losses
 
 
-def _peer(options: Options, pipeline: Pipeline, job: Job) -> Any:
-    from dnn_bench.pipeline.peers import Peer
-
+def _peer(options: Namespace, pipeline: Pipeline, job: Job) -> Peer:
     if pipeline.fabric.size != pipeline.layout.positions:
         raise ValueError("torch.distributed.pipelining is compared without replicas: --num-data-parallel 1")
-    torch.distributed.init_process_group("gloo", rank=commsched.rank(), world_size=commsched.size())
-    return Peer(
-        job,
-        options.schedule,
-        pipeline.layout.cuts,
-        options.microbatches,
-        commsched.rank(),
-        commsched.size(),
-    )
+    rank, size = commsched.rank(), commsched.size()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    return Peer(job, options.schedule, pipeline.layout.cuts, options.microbatches, rank, size)
 
 
 def _compare(result: Result, taken: Taken) -> None:
-    if taken.theirs:
-        result.peer = statistics.median(taken.theirs)
-        result.ratio = Ratio.of(taken.theirs, taken.ours)
-    known = [losses for losses in commsched.allgather_object(taken.expected) if losses]
-    if known:
-        pairs = list(zip(result.losses, known[0]))[: len(known[0])]
-        result.difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    """Add torch's figures; the last rank has its losses."""
+    result.peer = statistics.median(taken["theirs"])
+    result.ratio = Ratio.of(taken["theirs"], taken["ours"])
+    (expected,) = filter(None, commsched.allgather_object(taken["expected"]))
+    differences = (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(result.losses, expected))
+    result.difference = max(differences)
 
 
 def main() -> None:
     """Leave the result, or an error of the user's, in a file of this rank: outputs of ranks may mix."""
     folder, options = sys.argv[1:]
+    answer = {}
     try:
-        result = measure(Options(**json.loads(options)))
-        answer: dict[str, Any] | None = None if result is None else {"result": result.__dict__}
+        if said := measure(Namespace(**json.loads(options))):
+            answer = {"said": said}
     except ValueError as error:
         answer = {"error": str(error)}
         raise
     finally:
-        if answer is not None:
+        if answer:
             (Path(folder) / f"rank.{os.environ['RANK']}.json").write_text(json.dumps(answer))
 
 

@@ -7,7 +7,7 @@ const HEADINGS = ["baseline", "ms/iter", "range", "per second", "exposed", "link
 function figures(report) {
   const table = element("table", {}, element("tr", {}, ...HEADINGS.map((text) => element("th", {}, text))));
   for (const row of report.baselines) {
-    const line = element("tr", { class: row.kind, "data-baseline": row.name, title: row.about });
+    const line = element("tr", { class: row.kind, "data-baseline": row.name });
     const texts = row.time === undefined ? [row.name, row.status] : cells(row);
     line.append(...texts.map((text) => element("td", {}, text)));
     if (row.time === undefined) {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.cli_errors import one_line_errors
-from dnn_bench.report.cli import load
+from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.report.page import load
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE
 from scheduler.render import Panel, compare_svg
@@ -20,17 +19,12 @@ NAMES = {"auto": "commsched", "ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 @one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m dnn_bench picture",
-        description="Draws one measured step of each named baseline: rank 0's compute and its communication. "
-        "The report comes from `compare --json`.",
-    )
-    parser.add_argument("report", type=Path, metavar="JSON")
-    parser.add_argument(
-        "--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
-    options = parser.parse_args(arguments)
+    text = "Draws one measured step of each named baseline: rank 0's compute and its communication. "
+    given = parser("picture", text + "The report comes from `compare --json`.")
+    given.add_argument("report", type=Path, metavar="JSON")
+    given.add_argument("--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom")
+    given.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
+    options = given.parse_args(arguments)
     options.out.write_text(draw(load(options.report), options.baseline.split(",")))
     print(f"wrote {options.out}")
     return 0

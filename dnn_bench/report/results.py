@@ -13,13 +13,12 @@ line    optional: a level to mark
 
 from __future__ import annotations
 
-import argparse
 import csv
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
-from dnn_bench.cli_errors import one_line_errors
+from dnn_bench.command_line import one_line_errors, parser
 
 REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
 
@@ -39,12 +38,9 @@ class Table:
 
 @one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m dnn_bench results",
-        description="Draws every CSV file of a folder as an SVG beside it. Needs matplotlib.",
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/results"), metavar="FOLDER")
-    options = parser.parse_args(arguments)
+    given = parser("results", "Draws every CSV file of a folder as an SVG beside it. Needs matplotlib.")
+    given.add_argument("folder", nargs="?", type=Path, default=Path("docs/results"), metavar="FOLDER")
+    options = given.parse_args(arguments)
     tables = [read(path) for path in sorted(options.folder.glob("*.csv"))]
     if not tables:
         raise ValueError(f"{options.folder} holds no CSV file")

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines import Baseline
+from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
 from dnn_bench.launch import Place
-from dnn_bench.runner import environment, memory, predict
-from dnn_bench.runner.crew import Crew
-from dnn_bench.runner.results import (
-    FAILED,
-    MISSING,
-    OK,
-    WRONG,
-    Row,
-    disturbances,
-    fastest,
-    paired_ratio,
-    summarise,
-)
-from dnn_bench.runner.sets import RankFailed, RankSet
+from dnn_bench.runner import environment, memory, predict, results
+from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio
+from dnn_bench.runner.sets import Crew, RankFailed, RankSet
+from dnn_bench.runner.watcher import Watcher
 
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
@@ -34,7 +26,6 @@ SETTLE = {OURS: 8}
 FEW = 3  # where there is no check
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
-PROFILED = 2  # iterations in which layers are timed, after each timing of a limit
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
 
 
@@ -49,16 +40,6 @@ class Effort:
     give_up: float | None = None  # a tuned peer that takes so many times the best one's time is timed no more
 
 
-class Watcher(Protocol):
-    """Gets progress reports; `total` is the number of steps, `more` a further try of the last one."""
-
-    def begin(self, total: int) -> None: ...
-
-    def step(self, what: str) -> None: ...
-
-    def more(self, what: str) -> None: ...
-
-
 @dataclass
 class Comparison:
     """One comparison; `run` gives the report, also when it is interrupted."""
@@ -70,10 +51,7 @@ class Comparison:
     watcher: Watcher
     rows: list[Row] = field(default_factory=list)
     interrupted: bool = False
-    # Per repetition, from every rank.
-    profiles: list[list[dict[str, Any]]] = field(default_factory=list)
-    profiles_beside: list[list[dict[str, Any]]] = field(default_factory=list)
-    link_samples: list[list[list[tuple[int, float]]]] = field(default_factory=list)
+    measured: predict.Measured = field(default_factory=lambda: defaultdict(list))
     crew: Crew | None = None  # whose ranks may stay for the next comparison; without one, none do
 
     def run(self) -> dict[str, Any]:
@@ -139,7 +117,7 @@ class Comparison:
         ready: list[tuple[Row, RankSet]] = []
         try:
             for entry in entries:
-                row = Row(entry.name, entry.kind, entry.about)
+                row = Row(entry.name, entry.kind)
                 self.rows.append(row)
                 ranks = self._crew.ranks(entry, self.job, self.place)
                 if self._prepare(row, ranks):
@@ -152,7 +130,7 @@ class Comparison:
                 self._give_up_slow_peers([row for row, _ in ready])
             for row, ranks in ready:
                 if self._worth_a_trace(row):
-                    self._turn(row, ranks, self._trace)
+                    self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
             fit = [row for row in self.rows if row.kind != OURS and row.status == OK and not row.recorded]
             staying = {row.name for row in fit}
@@ -205,16 +183,11 @@ class Comparison:
         blocks, stolen = self._undisturbed(row, ranks, "block", self.effort.warmup, self.effort.iterations)
         row.repetitions.append(blocks)
         row.stolen.append(stolen)
-        # Bounds and predictions are made of these; the machine's speed changes between repetitions.
-        if row.name == "local":
-            self.profiles.append(self._undisturbed(row, ranks, "profile", PROFILED)[0])
-        if row.name == "floor":
-            self.profiles_beside.append(self._undisturbed(row, ranks, "profile", PROFILED)[0])
-        if row.name == "wire":
-            self.link_samples.append(self._undisturbed(row, ranks, "link")[0])
+        if more := predict.MEASURED.get(row.name):
+            self.measured[row.name].append(self._undisturbed(row, ranks, *more)[0])
 
     def _undisturbed(
-        self, row: Row, ranks: RankSet, command: str, *arguments: int
+        self, row: Row, ranks: RankSet, command: str, *arguments: Any
     ) -> tuple[list[Any], float]:
         def again(share: float) -> None:
             self._spare -= 1
@@ -223,9 +196,6 @@ class Comparison:
         # The link decides how long the wire takes; that processors wake up late meanwhile counts as stolen.
         tries = 1 if row.name == "wire" else min(TRIES, 1 + self._spare)
         return environment.least_disturbed(lambda: ranks.call(command, *arguments), tries, again)
-
-    def _trace(self, row: Row, ranks: RankSet) -> None:
-        row.trace = ranks.call("trace")[0]
 
     def _worth_a_trace(self, row: Row) -> bool:
         if row.name == "wire":
@@ -251,8 +221,8 @@ class Comparison:
         """Everything measured so far, as JSON-ready data."""
         order = [entry.name for entry in self.entries]
         self.rows.sort(key=lambda row: order.index(row.name))
-        predictions = self._predict()
-        predictions["doubts"] += disturbances(self.rows)
+        predictions = predict.predictions(self.measured, self.rows, self.place.size)
+        predictions["doubts"] += results.disturbances(self.rows)
         samples = self.place.size * self.job.rank_batch
         bounds = predictions["bounds"]
         return {
@@ -260,38 +230,9 @@ class Comparison:
             "kind": "compare",
             "interrupted": self.interrupted,
             "environment": environment.describe(),
-            "job": {**self.job.to_dict(), "batch": self.job.rank_batch},
+            "job": {**asdict(self.job), "batch": self.job.rank_batch},
             "place": {**self.place.describe(), "ranks": self.place.size, "rate": self.place.rate},
             "effort": {**asdict(self.effort), "interleaved": together},
             **predictions,
-            "baselines": summarise(self.rows, samples=samples, bounds=bounds, rate=self.place.rate),
+            "baselines": results.summarise(self.rows, samples=samples, bounds=bounds, rate=self.place.rate),
         }
-
-    def _predict(self) -> dict[str, Any]:
-        """What the scheduler makes of the measured profile and link; its failures cost no measurement."""
-        found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
-        found |= {"bounds": [], "bounds_beside": [], "scaling": {}, "doubts": []}
-        if not self.profiles or not self.link_samples:
-            return found
-        try:
-            link, profile = predict.fit_link(self.link_samples), predict.merge_profiles(self.profiles)
-            found |= {"profile": profile.to_dict(), "link": link.to_dict()}
-            found["bound"] = predict.bound_of(profile, link)
-            found["bounds"] = predict.bounds_of(self.profiles, self.profiles, link)
-            if self.profiles_beside:
-                profile = predict.with_times_of(profile, predict.merge_profiles(self.profiles_beside))
-                found["bound_beside"] = predict.bound_of(profile, link)
-                found["bounds_beside"] = predict.bounds_of(self.profiles, self.profiles_beside, link)
-        except ValueError as error:
-            found["doubts"].append(f"no lower bound and no predictions: {error}")
-            return found
-        for row in self.rows:
-            if row.kind == OURS:
-                try:
-                    row.predicted = predict.predicted_time(row.name, profile, link, self.place.size)
-                    if curve := predict.scaling(row.name, profile, link, self.place.size):
-                        found["scaling"][row.name] = curve
-                except ValueError as error:
-                    found["doubts"].append(f"no prediction for {row.name}: {error}")
-        found["doubts"] += predict.doubts(link, found["bound"], self.rows)
-        return found

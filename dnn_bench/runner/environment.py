@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,16 +20,21 @@ T = TypeVar("T")
 
 
 def describe() -> dict[str, Any]:
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": " ".join(["python -m dnn_bench", *sys.argv[1:]]),
-        "processor": processor(),
+        "processor": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
-        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": versions(),
+        "packages": versions,
     }
 
 
@@ -67,20 +73,3 @@ def least_disturbed(
             result = measure()
         found.append((result, stolen.share))
     return min(found, key=lambda one: one[1])
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,18 +1,23 @@
-"""A model's layers, timed in place by hooks: for the scheduler's profile and for timelines."""
+"""A model's layers, timed in place by hooks, for the scheduler's profile and for timelines with the link."""
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.runner.measure import bytes_sent
 from scheduler.ir.profile import Layer, Profile
+
+SAMPLE_SECONDS = 0.004
 
 
 @dataclass
@@ -44,11 +49,14 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     recorder = Recorder(owners, {}, {}, {})
     handles: list[Any] = []
     for name, module in owners.items():
-        handles.append(module.register_forward_pre_hook(_entered(recorder.reached, name), prepend=True))
-        handles.append(module.register_forward_pre_hook(_entered(recorder.began, name)))
+        enter = partial(_keep_first, recorder.reached, name)
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(_keep_first, recorder.began, name)))
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_ready(recorder, name)))
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(partial(_keep_last, recorder.ready, name))
+                )
     try:
         yield recorder
     finally:
@@ -56,18 +64,12 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
             handle.remove()
 
 
-def _entered(times: dict[str, float], name: str) -> Any:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        times.setdefault(name, time.perf_counter())
-
-    return hook
+def _keep_first(times: dict[str, float], name: str, *arguments: Any) -> None:
+    times.setdefault(name, time.perf_counter())
 
 
-def _ready(recorder: Recorder, name: str) -> Any:
-    def hook(parameter: Any) -> None:
-        recorder.ready[name] = time.perf_counter()
-
-    return hook
+def _keep_last(times: dict[str, float], name: str, parameter: Any) -> None:
+    times[name] = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -86,44 +88,94 @@ class Spans:
         ends = [*(recorder.reached[name] for name in names[1:]), forward_end]
         forward = tuple(zip(starts, ends, strict=True))
         backward, last = [], forward_end
-        for name in reversed(
-            names
-        ):  # branches finish out of order; a layer counts as done when those above are
+        # Branches finish out of order; a layer counts as done when those above are.
+        for name in reversed(names):
             end = max(last, recorder.ready[name])
             backward.append((last, end))
             last = end
         return cls(tuple(names), forward, tuple(reversed(backward)), update)
 
 
-def measure_layers(trainer: Trainer, iterations: int) -> list[Spans]:
-    """Spans of some iterations of this trainer, after one that is thrown away."""
+def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
+    """The scheduler's profile of the job in this rank: medians over some iterations after a first one."""
     batch = trainer.job.local_batch(trainer.rank)
-    found = []
+    spans = []
     with recording(trainer.module) as recorder:
         for _ in range(iterations + 1):
             recorder.clear()
             stamps = trainer.iteration(*batch)
-            found.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
+            spans.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
     trainer.finish()
-    return found[1:]
-
-
-def profile_of(trainer: Trainer, iterations: int) -> Profile:
-    """The scheduler's profile of the job, measured in this rank: medians over some iterations."""
-    spans = measure_layers(trainer, iterations)
-    modules = {name or "model": module for name, module in trainer.module.named_modules()}
     layers, seen = [], set()
     for index, name in enumerate(spans[0].names):
         size = 0
-        for parameter in modules[name].parameters(recurse=False):
+        for parameter in recorder.owners[name].parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 size += parameter.numel() * parameter.element_size()
         forward, backward = (
             statistics.median(times[index][1] - times[index][0] for times in kind)
-            for kind in ([s.forward for s in spans], [s.backward for s in spans])
+            for kind in ([s.forward for s in spans[1:]], [s.backward for s in spans[1:]])
         )
         layers.append(Layer(name, forward, backward, size))
     total = sum(layer.bytes for layer in layers)
-    update = statistics.median(s.update for s in spans)
-    return Profile(trainer.job.model, tuple(layers), update / total, "measured, all ranks computing")
+    update = statistics.median(s.update for s in spans[1:])
+    source = "measured, all ranks computing"
+    return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()
+
+
+class LinkSampler:
+    """Samples how many bytes this host has sent, in a thread, while used as a context."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self.samples.append((time.perf_counter(), bytes_sent()))
+
+    def __enter__(self) -> LinkSampler:
+        self.samples.append((time.perf_counter(), bytes_sent()))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def trace_iteration(trainer: Trainer) -> dict[str, Any]:
+    """Spans of an iteration between two others, in seconds from its start, and the bytes sent meanwhile."""
+    batch = trainer.job.local_batch(trainer.rank)
+    trainer.record_operations()
+    trainer.iteration(*batch)
+    trainer.barrier()
+    trainer.operations()  # those of earlier iterations
+    with recording(trainer.module) as recorder, LinkSampler() as sampler:
+        trainer.iteration(*batch)
+        recorder.clear()
+        stamps = trainer.iteration(*batch)
+        spans = Spans.of(recorder, stamps.forward, stamps.end - stamps.backward)
+        end = trainer.iteration(*batch).start
+    trainer.finish()
+    trainer.barrier()
+
+    def relative(pairs: Any) -> list[list[float]]:
+        return [[a - stamps.start, b - stamps.start] for a, b in pairs]
+
+    inside = [(t - stamps.start, n) for t, n in sampler.samples if stamps.start <= t <= end]
+    return {
+        "layers": list(spans.names),
+        "forward": relative(spans.forward),
+        "backward": relative(spans.backward),
+        "update": relative([(stamps.backward, stamps.end)])[0],
+        "end": end - stamps.start,
+        "operations": [
+            [label, begin - stamps.start, finish - stamps.start, size]
+            for label, begin, finish, size in trainer.operations()
+            if finish > stamps.start and begin < end
+        ],
+        "sent": [[t, n - inside[0][1]] for t, n in inside] if inside else [],
+    }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from dnn_bench.baselines.limits import Exchange
@@ -22,30 +21,16 @@ LINK_BYTES = 2**21  # at least this much is sent for each size
 LEAST_REPEATS = 2
 
 
-@dataclass(frozen=True)
-class Block:
-    """Consecutive iterations of one rank in the steady state; times are seconds per iteration."""
-
-    iterations: tuple[float, ...]  # from one iteration's start to the next one's
-    forward: float
-    backward: float
-    step: float
-    cpu: float  # processor time of the whole process per iteration
-    sent: float  # bytes this host sent per iteration
-    memory: int  # largest resident size while it ran
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def run_block(trainer: Trainer, warmup: int, iterations: int) -> Block:
-    """Times `iterations` after `warmup`.
+def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
+    """Times consecutive iterations of this rank, in seconds per iteration.
 
     A schedule that finishes an iteration during the next one is counted whole, since each measured iteration
     also waits for what the one before it left.
     """
     batch = trainer.job.local_batch(trainer.rank)
-    reset_peak_memory()
+    # Resets the peak; not allowed everywhere, and then it is that of the process's whole life.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
     trainer.barrier()
     for _ in range(warmup):
         trainer.iteration(*batch)
@@ -57,57 +42,39 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> Block:
     cpu, sent = time.process_time() - cpu, bytes_sent() - sent
     trainer.finish()
     trainer.barrier()
-    return Block(
-        tuple(b - a for a, b in zip(starts, starts[1:], strict=False)),
-        statistics.mean(stamp.forward - stamp.start for stamp in stamps),
-        statistics.mean(stamp.backward - stamp.forward for stamp in stamps),
-        statistics.mean(stamp.end - stamp.backward for stamp in stamps),
-        cpu / iterations,
-        sent / iterations,
-        peak_memory(),
-    )
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return {
+        "iterations": [b - a for a, b in zip(starts, starts[1:], strict=False)],
+        "forward": statistics.mean(stamp.forward - stamp.start for stamp in stamps),
+        "backward": statistics.mean(stamp.backward - stamp.forward for stamp in stamps),
+        "step": statistics.mean(stamp.end - stamp.backward for stamp in stamps),
+        "cpu": cpu / iterations,  # processor time of the whole process
+        "sent": sent / iterations,  # bytes this host sent
+        "memory": peak,  # largest resident size meanwhile
+    }
 
 
-def time_link() -> list[tuple[int, float]]:
-    """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes."""
-    return [(size, time_exchange(size)) for size in LINK_SIZES]
+def time_link(trainer: Trainer) -> list[tuple[int, float]]:
+    """(message bytes, seconds of one reduce-scatter or all-gather of it) for several sizes.
 
-
-def time_exchange(size: int) -> float:
-    """Half of an exchange, which is one reduce-scatter followed by one all-gather.
-
-    Exchanges follow each other without a pause, and some go before: a link that has rested lets the first
-    bytes through faster than its rate.
+    Exchanges, one of each, follow each other without a pause, and some go before: a link that has rested lets
+    the first bytes through faster than its rate.
     """
-    exchange = Exchange(size)
-    repeats = max(LEAST_REPEATS, LINK_BYTES // size)
-    for _ in range(repeats):
-        exchange()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        exchange()
-    return (time.perf_counter() - start) / repeats / 2
+    found = []
+    for size in LINK_SIZES:
+        exchange = Exchange(size)
+        repeats = max(LEAST_REPEATS, LINK_BYTES // size)
+        for _ in range(repeats):
+            exchange()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            exchange()
+        found.append((size, (time.perf_counter() - start) / repeats / 2))
+    return found
 
 
 def bytes_sent() -> int:
     """Bytes that left this host since it exists; ranks on one host see the same number."""
-    total = 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        device, _, counters = line.partition(":")
-        if device.strip() != "lo":
-            total += int(counters.split()[8])
-    return total
-
-
-def reset_peak_memory() -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # not allowed everywhere; then it is the peak of the process's whole life
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    devices = psutil.net_io_counters(pernic=True, nowrap=False)
+    return sum(counters.bytes_sent for name, counters in devices.items() if name != "lo")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from dnn_bench.baselines.registry import LIMIT
+from dnn_bench.baselines.registry import LIMIT, OURS
 from dnn_bench.runner.results import Row
 from scheduler import policies
 from scheduler.bounds import lower_bound
@@ -16,9 +16,41 @@ from scheduler.ir.profile import Layer, Profile
 from scheduler.simulate.simulator import simulate
 
 Rounds = Sequence[Sequence[dict[str, Any]]]  # profiles, of every repetition every rank's
+# What is measured beside these limits' times in every repetition, since the machine's speed changes.
+MEASURED: dict[str, tuple[Any, ...]] = {"local": ("profile", 2), "floor": ("profile", 2), "wire": ("link",)}
+Measured = dict[str, list[Any]]  # per limit and repetition, every rank's
 SCALES = (2, 4, 8, 16, 32)
 ROUGH_FIT = 0.15  # error of the link's fit beyond which it is said
 ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which was measured too
+
+
+def predictions(measured: Measured, rows: Sequence[Row], ranks: int) -> dict[str, Any]:
+    """What the scheduler makes of profiles and link, as JSON-ready data; also sets the rows' predictions."""
+    found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
+    found |= {"bounds": [], "bounds_beside": [], "scaling": {}, "doubts": []}
+    alone, beside = measured["local"], measured["floor"]
+    if not alone or not measured["wire"]:
+        return found
+    try:
+        link, profile = fit_link(measured["wire"]), merge_profiles(alone)
+        found |= {"profile": profile.to_dict(), "link": link.to_dict()}
+        found |= {"bound": lower_bound(profile, link), "bounds": bounds_of(alone, alone, link)}
+        if beside:
+            profile = with_times_of(profile, merge_profiles(beside))
+            found["bound_beside"] = lower_bound(profile, link)
+            found["bounds_beside"] = bounds_of(alone, beside, link)
+    except ValueError as error:
+        found["doubts"].append(f"no lower bound and no predictions: {error}")
+        return found
+    for row in (row for row in rows if row.kind == OURS):
+        try:
+            row.predicted = predicted_time(row.name, profile, link, ranks)
+            if curve := scaling(row.name, profile, link, ranks):
+                found["scaling"][row.name] = curve
+        except ValueError as error:
+            found["doubts"].append(f"no prediction for {row.name}: {error}")
+    found["doubts"] += doubts(link, found["bound"], rows)
+    return found
 
 
 def merge_profiles(rounds: Rounds) -> Profile:
@@ -76,22 +108,16 @@ def doubts(link: Link, bound: float, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def bound_of(profile: Profile, link: Link) -> float:
-    return lower_bound(profile, link)
-
-
 def bounds_of(alone: Rounds, compute: Rounds, link: Link) -> list[float]:
     """The lower bound of every repetition, for the layers' times in `compute`."""
     pairs = zip(alone, compute, strict=False)
     profiles = [with_times_of(merge_profiles([one]), merge_profiles([other])) for one, other in pairs]
-    return [bound_of(profile, link) for profile in profiles]
+    return [lower_bound(profile, link) for profile in profiles]
 
 
-def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float | None:
-    """Seconds per iteration of a policy by simulation; None for a name the scheduler does not have."""
+def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float:
+    """Seconds per iteration of a policy by simulation."""
     name = "optimal" if policy == "auto" else policy
-    if name not in policies.names():
-        return None
     return simulate(policies.plan(profile, link, name, ranks=ranks), profile, link).period
 
 
@@ -103,7 +129,6 @@ def scaling(policy: str, profile: Profile, link: Link, measured_at: int) -> list
     wire = Link(link.alpha, link.beta * measured_at / (measured_at - 1))
     curve = []
     for ranks in SCALES:
-        time = predicted_time(policy, profile, Network.flat(wire, ranks, "direct").link(), ranks)
-        if time is not None:
-            curve.append((ranks, time))
+        link = Network.flat(wire, ranks, "direct").link()
+        curve.append((ranks, predicted_time(policy, profile, link, ranks)))
     return curve

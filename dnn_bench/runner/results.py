@@ -20,7 +20,6 @@ class Row:
 
     name: str
     kind: str
-    about: str
     status: str = OK
     reason: str = ""
     error: float | None = None  # of the first steps, relative to one process
@@ -43,6 +42,10 @@ class Row:
     def by_rank(self) -> list[list[float]]:
         """Each rank's mean over its iterations, per repetition."""
         return [[statistics.mean(block["iterations"]) for block in blocks] for blocks in self.repetitions]
+
+    def mean(self, name: str) -> float:
+        """A figure's mean over ranks and repetitions."""
+        return statistics.mean(block[name] for blocks in self.repetitions for block in blocks)
 
     @property
     def recorded(self) -> bool:
@@ -81,21 +84,11 @@ def _figures(
     bounds: Sequence[float],
     rate: float | None,
 ) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "name": row.name,
-        "kind": row.kind,
-        "about": row.about,
-        "status": row.status,
-        "reason": row.reason,
-        "error": row.error,
-        "predicted": row.predicted,
-        "trace": row.trace,
-    }
+    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
+    figures: dict[str, Any] = {name: getattr(row, name) for name in kept}
     if not row.measured:
         return figures
     time = statistics.median(row.times)
-    blocks = [block for blocks in row.repetitions for block in blocks]
-    sent = statistics.mean(block["sent"] for block in blocks)
     figures |= {
         "time": time,
         "low": min(row.times),
@@ -105,13 +98,9 @@ def _figures(
         "stolen": row.stolen,
         "throughput": None if row.name == "wire" else samples / time,
         "throughputs": [samples / value for value in row.times],
-        "forward": statistics.mean(block["forward"] for block in blocks),
-        "backward": statistics.mean(block["backward"] for block in blocks),
-        "step": statistics.mean(block["step"] for block in blocks),
-        "cpu": _cpu(row),
-        "memory": max(block["memory"] for block in blocks),
-        "sent": sent,
-        "utilisation": sent / rate / time if rate else None,
+        **{name: row.mean(name) for name in ("forward", "backward", "step", "cpu", "sent")},
+        "memory": max(block["memory"] for blocks in row.repetitions for block in blocks),
+        "utilisation": row.mean("sent") / rate / time if rate else None,
         **split(row, local, floor),
         "to_floor": paired_ratio(row, floor),
         "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
@@ -119,14 +108,9 @@ def _figures(
         "best_peer": best.name if best else None,
     }
     if local is not None and row is not local:
-        compute = 0.0 if row.name == "wire" else _cpu(local)
-        figures["communication_cpu"] = _cpu(row) - compute
+        compute = 0.0 if row.name == "wire" else local.mean("cpu")
+        figures["communication_cpu"] = figures["cpu"] - compute
     return figures
-
-
-def _cpu(row: Row) -> float:
-    """Processor seconds per iteration of a rank."""
-    return statistics.mean(block["cpu"] for blocks in row.repetitions for block in blocks)
 
 
 def split(row: Row, local: Row | None, floor: Row | None) -> dict[str, float | None]:

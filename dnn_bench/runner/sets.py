@@ -1,4 +1,4 @@
-"""`RankSet`: the ranks of one baseline, as one object that can be asked, stopped and resumed."""
+"""`RankSet`: the ranks of one baseline, which can be asked, stopped and resumed; `Crew`: those of many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -16,8 +18,8 @@ from typing import Any
 import psutil
 
 from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.registry import Baseline
-from dnn_bench.launch import Place, Process
+from dnn_bench.baselines.registry import Baseline, require
+from dnn_bench.launch import Place, Process, ThisMachine
 
 START_TIMEOUT = 120.0
 
@@ -49,7 +51,7 @@ class RankSet:
 
     def start(self, timeout: float = START_TIMEOUT) -> None:
         """Returns when every rank has built its model and found the others."""
-        described = [json.dumps(asdict(self.baseline)), json.dumps(self.job.to_dict())]
+        described = [json.dumps(asdict(self.baseline)), json.dumps(asdict(self.job))]
         program = ["-m", "dnn_bench.runner.worker", self.address, *described]
         with (
             Listener(self.address, "AF_UNIX", backlog=self.place.size) as listener,
@@ -113,11 +115,15 @@ class RankSet:
         self.connections, self.pids, self.processes = {}, [], []
 
     def _end_processes(self) -> None:
-        """What is still there has not ended by itself: launchers and ranks with all they started."""
-        left = [p for pid in [*self.pids, *(p.pid for p in self.processes)] for p in _family(pid)]
-        for process in left:
+        """End launchers and ranks that have not ended by themselves, with all they started."""
+        left = []
+        for pid in [*self.pids, *(process.pid for process in self.processes)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                left.append(psutil.Process(pid))
+                left += left[-1].children(recursive=True)
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         psutil.wait_procs(left, timeout=5)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,10 +138,8 @@ class RankSet:
         # Listener has no time-out of its own; its socket can be waited for like a connection.
         raw = listener._listener._socket  # type: ignore[attr-defined]
         while not wait([raw], timeout=0.2):
-            if (
-                any(process.poll() not in (None, 0) for process in self.processes)
-                or time.monotonic() > deadline
-            ):
+            failed = any(process.poll() not in (None, 0) for process in self.processes)
+            if failed or time.monotonic() > deadline:
                 raise RankFailed(f"{self.baseline.name} did not start: {self._last_words()}")
         return listener.accept()
 
@@ -155,9 +159,67 @@ class RankSet:
         return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def asked(baseline: Baseline, job: Job, place: Place, command: str, *arguments: Any) -> list[Any]:
+    """The answers of new ranks to one command; they end then."""
+    require(baseline)
+    with tempfile.TemporaryDirectory(prefix="dnn_bench-") as folder:
+        with RankSet(baseline, job, place, Path(folder)) as ranks:
+            ranks.start()
+            return ranks.call(command, *arguments)
+
+
+class Crew:
+    """Ranks for comparisons of one job on the same hosts; a context manager that ends them all.
+
+    Ranks that stay need not be started and checked again. Baselines that plan for the link must not stay when
+    the link becomes another.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, float | None] = {}  # of the first steps, of baselines that passed their check
+        self._sets: dict[str, RankSet] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="dnn_bench-")
+        self._reference: Path | None = None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.dismiss(lambda ranks: True)
+        self._folder.cleanup()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sets
+
+    def ranks(self, baseline: Baseline, job: Job, place: Place) -> RankSet:
+        """Those that are there already, or new ones that nobody has started yet."""
+        if baseline.name not in self._sets:
+            self._sets[baseline.name] = RankSet(baseline, job, place, Path(self._folder.name))
+        return self._sets[baseline.name]
+
+    def dismiss(self, unwanted: Callable[[RankSet], bool]) -> None:
+        """Ends ranks: all are asked first, so that they end side by side."""
+        leaving = [ranks for ranks in self._sets.values() if unwanted(ranks)]
+        for ranks in leaving:
+            ranks.ask_to_end()
+        for ranks in leaving:
+            ranks.close()
+            del self._sets[ranks.baseline.name]
+
+    def reference(self, job: Job, size: int) -> Path:
+        """The single-process result, by a process of its own, so that this one stays small."""
+        if self._reference is None:
+            path = Path(self._folder.name) / "reference.pt"
+            program = ["-m", "dnn_bench.runner.worker", "--reference"]
+            program += [str(path), str(size), json.dumps(asdict(job))]
+            with path.with_suffix(".log").open("w+") as log:
+                (process,) = ThisMachine(1).start(program, log)
+                try:
+                    code = process.wait()
+                finally:
+                    process.kill()
+                log.seek(0)
+                if code != 0:
+                    raise ValueError(f"{job.model} cannot be trained in one process:\n{log.read()[-2000:]}")
+            self._reference = path
+        return self._reference

@@ -6,32 +6,34 @@ import statistics
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from dnn_bench import models
+from dnn_bench.command_line import table
 
-COLUMNS = ["ms/iter", "range", "{unit}/s", "exposed", "link", "predicted", "MB", "comm CPU"]
-COLUMNS += ["/floor", "/limit", "/best peer"]
+# Column, figure of a row (seconds are shown in ms), and how it is written.
+COLUMNS = (
+    ("{unit}/s", "throughput", ".1f"),
+    ("exposed", "exposed", "ms"),
+    ("link", "utilisation", ".0%"),
+    ("predicted", "predicted", "ms"),
+    ("MB", "megabytes", ".0f"),
+    ("comm CPU", "communication_cpu", "ms"),
+    ("/floor", "to_floor", ".2f"),
+    ("/limit", "to_limit", ".2f"),
+    ("/best peer", "to_best_peer", ".2f"),
+)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Prints the whole comparison."""
-    console.print(build(report))
-    for line in notes(report):
-        console.print(line, markup=False, highlight=False)
-    for line in throughput_lines(report):
-        console.print(line, markup=False, highlight=False)
-
-
-def build(report: dict[str, Any]) -> Table:
     unit = models.unit(report["job"]["model"])
-    table = Table(title=title(report), title_justify="left")
-    table.add_column("baseline", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column.format(unit=unit), justify="right", no_wrap=True)
+    columns = ["baseline", "ms/iter", "range", *(name.format(unit=unit) for name, _, _ in COLUMNS)]
+    found = table(title(report), columns, ["baseline"])
     for entry in report["baselines"]:
-        table.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
-    return table
+        found.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
+    console.print(found)
+    for line in [*notes(report), *throughput_lines(report)]:
+        console.print(line, markup=False, highlight=False)
 
 
 def title(report: dict[str, Any]) -> str:
@@ -44,20 +46,10 @@ def title(report: dict[str, Any]) -> str:
 
 def cells(entry: dict[str, Any]) -> list[str]:
     if "time" not in entry:
-        return [entry["status"], *[""] * (len(COLUMNS) - 1)]
-    return [
-        _ms(entry["time"]),
-        f"{_ms(entry['low'])}-{_ms(entry['high'])}",
-        _number(entry["throughput"], ".1f"),
-        _ms(entry["exposed"]),
-        _number(entry["utilisation"], ".0%"),
-        _ms(entry["predicted"]),
-        _number(entry["memory"] / 1e6, ".0f"),
-        _ms(entry.get("communication_cpu")),
-        _number(entry["to_floor"], ".2f"),
-        _number(entry["to_limit"], ".2f"),
-        _number(entry["to_best_peer"], ".2f"),
-    ]
+        return [entry["status"]]
+    figures = {**entry, "megabytes": entry["memory"] / 1e6}
+    shown = [_shown(figures.get(name), form) for _, name, form in COLUMNS]
+    return [_ms(entry["time"]), f"{_ms(entry['low'])}-{_ms(entry['high'])}", *shown]
 
 
 def notes(report: dict[str, Any]) -> list[str]:
@@ -90,17 +82,17 @@ def throughput_lines(report: dict[str, Any]) -> list[str]:
     lines = []
     for entry in report["baselines"]:
         if entry.get("throughput"):
-            mean, margin = (
-                statistics.mean(entry["throughputs"]),
-                1.96 * statistics.pstdev(entry["throughputs"]),
-            )
+            rates = entry["throughputs"]
+            mean, margin = statistics.mean(rates), 1.96 * statistics.pstdev(rates)
             lines.append(f"{entry['name']}: Total {unit}/sec on {ranks} {kind}(s): {mean:.1f} +-{margin:.1f}")
     return lines
 
 
-def _ms(seconds: float | None) -> str:
-    return _number(seconds if seconds is None else seconds * 1e3, ".0f")
+def _ms(seconds: float) -> str:
+    return _shown(seconds, "ms")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _shown(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value * 1e3:.0f}" if form == "ms" else format(value, form)

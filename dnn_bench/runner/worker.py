@@ -8,8 +8,8 @@ hosts share the machine's files.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -18,57 +18,29 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
+from dnn_bench import baselines
+
 if TYPE_CHECKING:
     from dnn_bench.baselines.job import Job
 
 
-class Rank:
-    """The commands, by method name."""
+# What a rank can be asked: functions of its trainer and the arguments of the command.
+COMMANDS = {
+    "check": "dnn_bench.baselines.reference.check_file",
+    "block": "dnn_bench.runner.measure.run_block",
+    "link": "dnn_bench.runner.measure.time_link",
+    "profile": "dnn_bench.runner.layers.profile_of",
+    "trace": "dnn_bench.runner.layers.trace_iteration",
+    "collectives": "dnn_bench.collectives.transports.measure",
+    "train": "dnn_bench.converge.tasks.train",
+}
 
-    def __init__(self, baseline: dict[str, Any], job: dict[str, Any]) -> None:
-        from dnn_bench import baselines
 
-        self.trainer = baselines.start(baselines.Baseline(**baseline), make_job(job))
-
-    def check(self, path: str) -> tuple[float, str] | None:
-        """First steps compared with the references in `path`; rank 0 judges: the error, and what is wrong."""
-        import torch
-
-        from dnn_bench.baselines import reference
-
-        # Mapped: only rank 0 needs the parameters in memory.
-        references = [reference.Reference(*parts) for parts in torch.load(path, mmap=True)]
-        return reference.check(self.trainer, references)
-
-    def block(self, warmup: int, iterations: int) -> dict[str, Any]:
-        from dnn_bench.runner.measure import run_block
-
-        return run_block(self.trainer, warmup, iterations).to_dict()
-
-    def link(self) -> list[tuple[int, float]]:
-        from dnn_bench.runner.measure import time_link
-
-        return time_link()
-
-    def profile(self, iterations: int) -> dict[str, Any]:
-        from dnn_bench.runner.layers import profile_of
-
-        return profile_of(self.trainer, iterations).to_dict()
-
-    def collectives(self, sizes: list[int]) -> list[dict[str, Any]]:
-        from dnn_bench.collectives.measure import measure
-
-        return [sample.to_dict() for sample in measure(self.trainer, sizes)]
-
-    def train(self, steps: int, path: str) -> dict[str, Any]:
-        from dnn_bench.converge.train import train
-
-        return train(self.trainer, steps, path)
-
-    def trace(self) -> dict[str, Any]:
-        from dnn_bench.runner.trace import trace_iteration
-
-        return trace_iteration(self.trainer)
+def function(name: str) -> Callable[..., Any]:
+    """The function of this full name; its module is imported now, and not before."""
+    module, _, attribute = name.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 def make_job(description: dict[str, Any]) -> Job:
@@ -78,20 +50,21 @@ def make_job(description: dict[str, Any]) -> Job:
     return TaskJob(**description) if "task" in description else Job(**description)
 
 
-def serve(connection: Connection, make: Callable[[], Rank]) -> None:
+def serve(connection: Connection, baseline: dict[str, Any], job: dict[str, Any]) -> None:
     """Answers (command, arguments) with ("ok", result) or ("error", text); an error ends the rank."""
     connection.send(("hello", os.getpid()))
     try:
-        rank = make()
-        connection.send(("ready", (rank.trainer.rank, rank.trainer.size)))
+        trainer = baselines.start(baselines.Baseline(**baseline), make_job(job))
+        connection.send(("ready", (trainer.rank, trainer.size)))
         while True:
             command, arguments = connection.recv()
             if command == "close":
                 break
-            answer = getattr(rank, command)(*arguments)
-            give_memory_back()
+            answer = function(COMMANDS[command])(trainer, *arguments)
+            # The allocator keeps memory for later: this rank rests now, and others need it.
+            ctypes.CDLL(None).malloc_trim(0)
             connection.send(("ok", answer))
-        rank.trainer.close()
+        trainer.close()
     except EOFError:
         os._exit(1)  # the one who asks is gone; a clean end could wait for ranks that are gone too
     except BaseException as error:
@@ -99,29 +72,13 @@ def serve(connection: Connection, make: Callable[[], Rank]) -> None:
         os._exit(1)
 
 
-def give_memory_back() -> None:
-    """What the allocator keeps for later: this rank rests now, and others need the memory."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def save_reference(path: str, size: int, job: dict[str, Any]) -> None:
-    import torch
-
-    from dnn_bench.baselines.job import Job
-    from dnn_bench.baselines.reference import train_alone
-
-    made = train_alone(Job(**job), size)
-    torch.save([(one.before, one.after, one.steps, one.tolerance) for one in made], path)
-
-
 def main(arguments: list[str]) -> None:
     if arguments[0] == "--reference":
         path, size, job = arguments[1:]
-        save_reference(path, int(size), json.loads(job))
+        function("dnn_bench.baselines.reference.save")(path, int(size), make_job(json.loads(job)))
         return
     address, baseline, job = arguments
-    serve(Client(address), lambda: Rank(json.loads(baseline), json.loads(job)))
+    serve(Client(address), json.loads(baseline), json.loads(job))
 
 
 if __name__ == "__main__":

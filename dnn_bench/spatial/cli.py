@@ -5,44 +5,18 @@ from __future__ import annotations
 import json
 import resource
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dnn_bench.cli_errors import one_line_errors
-from dnn_bench.launch import launched
+from dnn_bench.command_line import one_line_errors
 from dnn_bench.spatial.options import Plan, read
-from dnn_bench.spatial.start import start
+from dnn_bench.spatial.start import on_ranks
 
 
 @one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     plan = read(arguments)
-    if not launched():
-        return start(["spatial", *arguments], plan.ranks, plan.options)
-    return run(plan)
-
-
-def run(plan: Plan) -> int:
-    """Run as one rank."""
-    import torch
-
-    import commsched as hvd
-
-    torch.set_num_threads(plan.options.threads)
-    hvd.init()
-    try:
-        if hvd.size() != plan.ranks:
-            raise ValueError(
-                f"{describe(plan)} needs {plan.ranks} ranks, and the launcher started {hvd.size()}; use -np"
-                f" {plan.ranks}"
-            )
-        report = train(plan)
-        if hvd.rank() == 0:
-            show(plan, report)
-    finally:
-        hvd.shutdown()
-    return 0
+    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: train(plan))
 
 
 def describe(plan: Plan) -> str:
@@ -55,8 +29,8 @@ def describe(plan: Plan) -> str:
     return text + (", mirrored replicas" if plan.mirrored else "")
 
 
-def train(plan: Plan) -> dict[str, Any]:
-    """Train; return the times of the steps on the slowest rank, and the losses."""
+def train(plan: Plan) -> None:
+    """Train as one rank; rank 0 reports the times of the steps on the slowest rank, and the losses."""
     import torch
     import torch.nn.functional as F
 
@@ -87,15 +61,13 @@ def train(plan: Plan) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         if hvd.rank() == 0:
             print(f"step {number + 1}/{total}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
-    rows = hvd.allgather_object((seconds, _peak_mib()))
+    rows = hvd.allgather_object((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
     slowest = [max(row[0][number] for row in rows) for number in range(total)][plan.options.warmup :]
-    return {
-        "ranks": plan.ranks,
-        "seconds": median(slowest),
-        "images_per_second": plan.images / median(slowest),
-        "losses": losses,
-        "peak_mib": [peak for _, peak in rows],
-    }
+    if hvd.rank() == 0:
+        peaks = [peak for _, peak in rows]
+        rate = plan.images / median(slowest)
+        report = {"ranks": plan.ranks, "seconds": median(slowest), "images_per_second": rate}
+        show(plan, {**report, "losses": losses, "peak_mib": peaks})
 
 
 def build(plan: Plan) -> tuple[list[Any], Any, Any]:
@@ -114,14 +86,11 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     return cut_stages(cells, balance), images, target_of(o.model, shape, o.num_classes, generator)
 
 
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def show(plan: Plan, report: dict[str, Any]) -> None:
     o = plan.options
     print(f"{describe(plan)}: {report['ranks']} ranks, {plan.images} images of {o.image_size}x{o.image_size}")
     print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
     print(f"largest rank: {max(report['peak_mib']):.0f} MiB of memory", flush=True)
     if o.json:
-        Path(o.json).write_text(json.dumps({**report, "options": vars(o)}, indent=1) + "\n")
+        given = {**vars(o), "json": str(o.json)}
+        o.json.write_text(json.dumps({**report, "options": given}, indent=1) + "\n")

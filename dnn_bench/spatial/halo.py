@@ -2,14 +2,14 @@
 
 Times are taken in turn, the slowest rank's, of forward and backward: with messages that are there at once
 (``compute``), waiting for every halo before computing (``waiting``), and computing the interior meanwhile
-(``overlapped``). ``halo`` is the exchange without computing.
+(``overlapped``). ``halo`` is the exchange without computing, ``sent`` the bytes of the busiest rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -46,9 +46,12 @@ class Convolution:
 
 
 class Instant(SilentChannel):
-    """A channel that delivers at once, with buffers as they are."""
+    """A channel that delivers at once, with buffers as they are. It keeps the last exchange's parcels."""
+
+    parcels: tuple[list[Parcel], list[Parcel]]
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Instant:
+        self.parcels = [*sends], [*recvs]
         return self
 
     def wait(self) -> None:
@@ -58,41 +61,21 @@ class Instant(SilentChannel):
         return None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds, forward and backward; ``sent`` are the bytes that the busiest rank sends in each."""
-
-    halo: Pair
-    compute: Pair
-    waiting: Pair
-    overlapped: Pair
-    sent: tuple[int, int]
-    border: float
-
-    @property
-    def hidden(self) -> float:
-        """The part of the halo time that does not show in the overlapped step."""
-        return 1.0 - (sum(self.overlapped) - sum(self.compute)) / sum(self.halo)
-
-    @property
-    def predicted(self) -> float:
-        """The simulator's prediction from the times of halo and computation."""
-        profile = Profile("convolution", (Layer("convolution", *self.compute, 0),))
-        border = Border(*self.sent, self.border)
-        wire = Link(0.0, sum(self.halo) / sum(self.sent))
-        return predict(profile, [border], wire).hidden
-
-    @property
-    def large_enough(self) -> bool:
-        """Whether the simulator finds both interiors longer than their halos."""
-        return self.predicted > 0.99
-
-    def to_dict(self) -> dict[str, Any]:
-        extra = {"hidden": self.hidden, "predicted": self.predicted, "large_enough": self.large_enough}
-        return {**asdict(self), **extra}
+def judged(times: dict[str, Pair], sent: list[int], border: float) -> dict[str, Any]:
+    """The figures with `hidden`, the part of the halo's time that does not show in the overlapped step, and
+    its prediction by the simulator from the times of halo and compute.
+    """
+    halo, compute = times["halo"], times["compute"]
+    hidden = 1.0 - (sum(times["overlapped"]) - sum(compute)) / sum(halo)
+    profile = Profile("convolution", (Layer("convolution", *compute, 0),))
+    predicted = predict(profile, [Border(sent[0], sent[1], border)], Link(0.0, sum(halo) / sum(sent))).hidden
+    figures = {"hidden": hidden, "predicted": predicted, "large_enough": predicted > 0.99}
+    return {**times, "sent": sent, "border": border, **figures}
 
 
-def measure(work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(
+    work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Collective: every rank of ``channel`` calls it and gets the same figures."""
     meshes = {
         "compute": Mesh(Instant(channel.rank, channel.size), work.grid, (-2, -1), overlap="on"),
@@ -117,7 +100,7 @@ def measure(work: Convolution, channel: Channel, note: Callable[[str], None] = l
     slowest = torch.stack(rows).max(0).values  # name, iteration, forward or backward
     times = {name: (median(t[:, 0].tolist()), median(t[:, 1].tolist())) for name, t in zip(steps, slowest)}
     most = torch.stack(everyone(torch.tensor(sent), real, (0, 1), "bytes")).max(0).values.tolist()
-    return Measured(sent=(most[0], most[1]), border=data.border(real), **times)
+    return judged(times, most, data.border(real))
 
 
 class _Data:
@@ -178,8 +161,11 @@ def _step(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
 
 
 def _exchange(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
-    """The same messages without a convolution."""
-    sends, recvs = _parcels(data, mesh)
+    """The forward's messages, without a convolution."""
+    recorder = Instant(mesh.rank, mesh.size)
+    with torch.no_grad():
+        data.forward(Mesh(recorder, mesh.grid, mesh.dims, overlap="off"))
+    sends, recvs = recorder.parcels
 
     def once() -> float:
         start = time.perf_counter()
@@ -187,18 +173,3 @@ def _exchange(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
         return time.perf_counter() - start
 
     return lambda: (once(), once())
-
-
-def _parcels(data: _Data, mesh: Mesh) -> tuple[list[Parcel], list[Parcel]]:
-    """Buffers as large as those of the forward."""
-    recorded: list[tuple[list[Parcel], list[Parcel]]] = []
-
-    class Recorder(Instant):
-        def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> Instant:
-            recorded.append(([*sends], [*recvs]))
-            return self
-
-    recorder = Mesh(Recorder(mesh.rank, mesh.size), mesh.grid, mesh.dims, overlap="off")
-    with torch.no_grad():
-        data.forward(recorder)
-    return recorded[0]

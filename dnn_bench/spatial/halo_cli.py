@@ -5,48 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from dnn_bench.cli_errors import one_line_errors
-from dnn_bench.launch import launched
-from dnn_bench.spatial.start import add_start_arguments, grid_of, start
+from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.spatial.start import SLICES, add_run, grid_of, on_ranks
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dnn_bench halo",
-        description="Times the halo exchange of one convolution alone and with compute, and says how much of"
-        " it the interior hides, beside what the simulator predicts. Runs under mpirun, torchrun or"
-        " horovodrun; started by itself it starts its own ranks.",
+    given = parser(
+        "halo",
+        "Times the halo exchange of one convolution alone and with compute, and says how much of it the "
+        "interior hides, beside what the simulator predicts. Runs under mpirun, torchrun or horovodrun; "
+        "started by itself it starts its own ranks.",
     )
-    parser.add_argument("--image-size", default="8192x64", help="pixels: S or HxW (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=2, help="images (default: %(default)s)")
-    parser.add_argument("--num-filters", type=int, default=16, help="channels (default: %(default)s)")
-    parser.add_argument(
-        "--halo-len", type=int, default=2, help="H of a kernel of 2*H+1 (default: %(default)s)"
-    )
-    parser.add_argument("--num-spatial-parts", type=int, default=2, help="tiles (default: %(default)s)")
-    parser.add_argument(
-        "--slice-method",
-        choices=("vertical", "horizontal", "square"),
-        default="vertical",
-        help="how the image is cut into tiles (default: %(default)s)",
-    )
-    parser.add_argument("--warmup", type=int, default=2, help="untimed iterations (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=9, help="timed iterations (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
-    add_start_arguments(parser)
-    return parser.parse_args(arguments)
+    given.add_argument("--image-size", default="8192x64", help="pixels: S or HxW")
+    given.add_argument("--batch-size", type=int, default=2, help="images")
+    given.add_argument("--num-filters", type=int, default=16, help="channels")
+    given.add_argument("--halo-len", type=int, default=2, help="H of a kernel of 2*H+1")
+    given.add_argument("--num-spatial-parts", type=int, default=2, help="tiles")
+    text = "how the image is cut into tiles"
+    given.add_argument("--slice-method", choices=SLICES, default="vertical", help=text)
+    add_run(given, warmup=2, iterations=9)
+    return given.parse_args(arguments)
 
 
 @one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     shape, grid = shape_of(options), grid_of(options.slice_method, options.num_spatial_parts)
-    if not launched():
-        return start(["halo", *arguments], grid[0] * grid[1], options)
-    return run(options, shape, grid)
+    return on_ranks(["halo", *arguments], grid[0] * grid[1], options, lambda: run(options, shape, grid))
 
 
 def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
@@ -60,30 +47,17 @@ def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
     return options.batch_size, options.num_filters, int(sides[0]), int(sides[-1])
 
 
-def run(options: argparse.Namespace, shape: tuple[int, int, int, int], grid: tuple[int, int]) -> int:
-    """Run as one rank."""
-    import torch
-
+def run(options: argparse.Namespace, shape: tuple[int, int, int, int], grid: tuple[int, int]) -> None:
+    """Measure as one rank; rank 0 prints."""
     import commsched as hvd
     from commsched.spatial import DistChannel
     from dnn_bench.spatial.halo import Convolution, measure
 
-    torch.set_num_threads(options.threads)
-    hvd.init()
-    try:
-        if hvd.size() != grid[0] * grid[1]:
-            raise ValueError(
-                f"{options.num_spatial_parts} tiles need as many ranks, and the launcher started {hvd.size()}"
-            )
-        work = Convolution(shape, 2 * options.halo_len + 1, grid, options.warmup, options.iterations)
-        first = hvd.rank() == 0
-        note = progress if first and sys.stderr.isatty() else lambda text: None
-        measured = measure(work, DistChannel(hvd.data_group(channel=5)), note).to_dict()
-        if first:
-            show(measured, options)
-    finally:
-        hvd.shutdown()
-    return 0
+    work = Convolution(shape, 2 * options.halo_len + 1, grid, options.warmup, options.iterations)
+    note = progress if hvd.rank() == 0 and sys.stderr.isatty() else lambda text: None
+    measured = measure(work, DistChannel(hvd.data_group(channel=5)), note)
+    if hvd.rank() == 0:
+        show(measured, options)
 
 
 def progress(text: str) -> None:

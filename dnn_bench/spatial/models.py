@@ -8,19 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dnn_bench.models.resnet import ResNet
+from dnn_bench.models.convolutional import DEPTHS, ResNet, conv_norm_relu
 
 Values = tuple[Tensor, ...]
-DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-
-
-def conv_bn(c_in: int, c_out: int, kernel: int | tuple[int, int], stride: int = 1) -> nn.Sequential:
-    k = (kernel, kernel) if isinstance(kernel, int) else kernel
-    return nn.Sequential(
-        nn.Conv2d(c_in, c_out, k, stride, (k[0] // 2, k[1] // 2), bias=False),
-        nn.BatchNorm2d(c_out),
-        nn.ReLU(inplace=True),
-    )
 
 
 class Head(nn.Module):
@@ -40,7 +30,7 @@ def resnet(layers: int, filters: int, classes: int) -> list[nn.Module]:
     """He et al. 2015: a stem, a cell for each residual block, a head."""
     if layers not in DEPTHS:
         raise ValueError(f"a ResNet has {', '.join(map(str, DEPTHS))} layers, not {layers}; set --num-layers")
-    whole = ResNet(DEPTHS[layers], layers >= 50, classes, filters)
+    whole = ResNet(layers, classes, filters)
     stem = nn.Sequential(whole.stem, nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     return [stem, *whole.blocks, Head(whole.head.in_features, classes)]
 
@@ -48,7 +38,7 @@ def resnet(layers: int, filters: int, classes: int) -> list[nn.Module]:
 class AmoebaStem(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = conv_bn(3, channels, 3, 2)
+        self.conv = conv_norm_relu(3, channels, 3, 2)
 
     def forward(self, image: Tensor) -> Values:
         x = self.conv(image)
@@ -72,15 +62,16 @@ class AmoebaCell(nn.Module):
             halves = (channels // 2, channels - channels // 2)
             self.shrink = nn.ModuleList([nn.Conv2d(c_older, half, 1, 2) for half in halves])
         else:
-            self.older = conv_bn(c_older, channels, 1)
-        self.newer = conv_bn(c_newer, channels, 1)
+            self.older = conv_norm_relu(c_older, channels, 1)
+        self.newer = conv_norm_relu(c_newer, channels, 1)
         self.ops = nn.ModuleList(
             [
                 nn.AvgPool2d(3, stride, 1, count_include_pad=False),
                 nn.MaxPool2d(3, stride, 1),
-                conv_bn(channels, channels, 3, stride),
+                conv_norm_relu(channels, channels, 3, stride),
                 nn.Sequential(
-                    conv_bn(channels, channels, (1, 7), stride), conv_bn(channels, channels, (7, 1))
+                    conv_norm_relu(channels, channels, (1, 7), stride),
+                    conv_norm_relu(channels, channels, (7, 1)),
                 ),
                 nn.MaxPool2d(2, stride, ceil_mode=True) if reduction else nn.Identity(),
             ]
@@ -115,27 +106,21 @@ def amoebanet(layers: int, filters: int, classes: int) -> list[nn.Module]:
     return [*cells, Head(newer, classes)]
 
 
-class Down(nn.Module):
-    """One level of a U-Net's way down: halves the image and remembers what it was."""
+def two(c_in: int, c_out: int) -> nn.Sequential:
+    return nn.Sequential(conv_norm_relu(c_in, c_out, 3), conv_norm_relu(c_out, c_out, 3))
 
-    def __init__(self, c_in: int, c_out: int) -> None:
+
+class Down(nn.Module):
+    """One level of a U-Net's way down: halves the image, unless it is the last, and remembers what it was."""
+
+    def __init__(self, c_in: int, c_out: int, last: bool = False) -> None:
         super().__init__()
-        self.block = nn.Sequential(conv_bn(c_in, c_out, 3), conv_bn(c_out, c_out, 3))
+        self.block, self.last = two(c_in, c_out), last
 
     def forward(self, values: Tensor | Values) -> Values:
         x, skips = _split(values)
         y = self.block(x)
-        return F.max_pool2d(y, 2), *skips, y
-
-
-class Middle(nn.Module):
-    def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.block = nn.Sequential(conv_bn(c_in, c_out, 3), conv_bn(c_out, c_out, 3))
-
-    def forward(self, values: Values) -> Values:
-        x, skips = _split(values)
-        return self.block(x), *skips
+        return (y, *skips) if self.last else (F.max_pool2d(y, 2), *skips, y)
 
 
 class Up(nn.Module):
@@ -144,7 +129,7 @@ class Up(nn.Module):
     def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
         self.up = nn.ConvTranspose2d(c_in, c_out, 2, 2)
-        self.block = nn.Sequential(conv_bn(2 * c_out, c_out, 3), conv_bn(c_out, c_out, 3))
+        self.block = two(2 * c_out, c_out)
 
     def forward(self, values: Values) -> Tensor | Values:
         x, skips = _split(values)
@@ -162,7 +147,7 @@ def unet(layers: int, filters: int, classes: int) -> list[nn.Module]:
     widths = [filters << level for level in range(layers + 1)]
     downs = [Down(c_in, c_out) for c_in, c_out in zip([3, *widths], widths[:-1])]
     ups = [Up(c_in, c_out) for c_in, c_out in zip(widths[:0:-1], widths[-2::-1])]
-    return [*downs, Middle(widths[-2], widths[-1]), *ups, nn.Conv2d(filters, classes, 1)]
+    return [*downs, Down(widths[-2], widths[-1], last=True), *ups, nn.Conv2d(filters, classes, 1)]
 
 
 def _split(values: Tensor | Values) -> tuple[Tensor, Values]:

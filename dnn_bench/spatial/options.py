@@ -5,74 +5,48 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from dnn_bench.spatial.start import add_start_arguments, grid_of
+from dnn_bench.command_line import parser
+from dnn_bench.spatial.start import SLICES, add_run, grid_of
 
 MODES = ("lp", "sp", "gems", "gems+sp")
 LAYERS = {"resnet": 18, "amoebanet": 6, "unet": 4}
 FILTERS = {"resnet": 64, "amoebanet": 32, "unet": 16}
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m dnn_bench spatial",
-        description="Trains a model on large images that are cut into tiles over ranks, its stages after that"
-        " on whole images. Runs under mpirun, torchrun or horovodrun; started by itself it starts as many"
-        " ranks as are needed.",
+def parse(arguments: list[str]) -> argparse.Namespace:
+    given = parser(
+        "spatial",
+        "Trains a model on large images that are cut into tiles over ranks, its stages after that on whole "
+        "images. Runs under mpirun, torchrun or horovodrun; started by itself it starts as many ranks as are "
+        "needed.",
     )
-    what = p.add_argument_group("model and data")
-    what.add_argument("--model", choices=tuple(LAYERS), default="amoebanet")
-    what.add_argument("--image-size", type=int, default=256, help="pixels a side (default: %(default)s)")
-    what.add_argument(
-        "--batch-size", type=int, default=2, help="images of a replica's step (default: %(default)s)"
+    add = given.add_argument_group("model and data").add_argument
+    add("--model", choices=tuple(LAYERS), default="amoebanet", help="architecture")
+    add("--image-size", type=int, default=256, help="pixels a side")
+    add("--batch-size", type=int, default=2, help="images of a replica's step")
+    add("--num-classes", type=int, default=10, help="classes")
+    add("--num-layers", type=int, help=f"layers of the model (default: {_list(LAYERS)})")
+    add("--num-filters", type=int, help=f"filters of the model (default: {_list(FILTERS)})")
+    add("--seed", type=int, default=0, help="seed of weights and images")
+    add = given.add_argument_group("parallelism").add_argument
+    text = (
+        "lp: stages on a rank each; sp: the first stages on tiles; gems: two replicas in mirrored rank order "
     )
-    what.add_argument("--num-classes", type=int, default=10, help="classes (default: %(default)s)")
-    what.add_argument("--num-layers", type=int, help=f"layers of the model (default: {_list(LAYERS)})")
-    what.add_argument("--num-filters", type=int, help=f"filters of the model (default: {_list(FILTERS)})")
-    how = p.add_argument_group("parallelism")
-    how.add_argument(
-        "--mode",
-        choices=MODES,
-        help="lp: stages on a rank each; sp: the first stages on tiles; gems: two replicas in mirrored rank"
-        " order (default: sp with --spatial-size, else lp)",
-    )
-    how.add_argument("--split-size", type=int, default=2, help="stages (default: %(default)s)")
-    how.add_argument("--spatial-size", type=int, help="stages that run on tiles (default for sp: 1)")
-    how.add_argument(
-        "--num-spatial-parts",
-        default="4",
-        help="tiles, or one number per tiled stage such as 4,2 (default: %(default)s)",
-    )
-    how.add_argument(
-        "--slice-method",
-        choices=("square", "vertical", "horizontal"),
-        default="square",
-        help="how the image is cut into tiles (default: %(default)s)",
-    )
-    how.add_argument("--parts", type=int, default=1, help="micro-batches of a batch (default: %(default)s)")
-    how.add_argument("--balance", help="cells in each stage: 3,4 (default: equally many)")
-    how.add_argument("--times", type=int, default=1, help="gems: batches of a step (default: %(default)s)")
-    how.add_argument(
-        "--local-DP",
-        type=int,
-        default=1,
-        help="ranks that share the samples of later stages (default: %(default)s)",
-    )
-    how.add_argument("--replicas", type=int, default=1, help="data-parallel replicas (default: %(default)s)")
-    how.add_argument("--halo-D2", action="store_true", help="one wide halo for several layers")
-    how.add_argument(
-        "--fused-layers",
-        type=int,
-        default=2,
-        help="with --halo-D2: layers that share one halo (default: %(default)s)",
-    )
-    how.add_argument("--overlap", choices=("auto", "on", "off"), default="auto")
-    run = p.add_argument_group("measuring")
-    run.add_argument("--warmup", type=int, default=2, help="untimed steps (default: %(default)s)")
-    run.add_argument("--iterations", type=int, default=5, help="timed steps (default: %(default)s)")
-    run.add_argument("--json", metavar="FILE", help="write all measurements to this file")
-    run.add_argument("--seed", type=int, default=0, help="seed of weights and images (default: %(default)s)")
-    add_start_arguments(p)
-    return p
+    add("--mode", choices=MODES, help=text + "(default: sp with --spatial-size, else lp)")
+    add("--split-size", type=int, default=2, help="stages")
+    add("--spatial-size", type=int, help="stages that run on tiles (default for sp: 1)")
+    add("--num-spatial-parts", default="4", help="tiles, or one number per tiled stage such as 4,2")
+    add("--slice-method", choices=SLICES, default="square", help="how the image is cut into tiles")
+    add("--parts", type=int, default=1, help="micro-batches of a batch")
+    add("--balance", help="cells in each stage: 3,4 (default: equally many)")
+    add("--times", type=int, default=1, help="gems: batches of a step")
+    add("--local-DP", type=int, default=1, help="ranks that share the samples of later stages")
+    add("--replicas", type=int, default=1, help="data-parallel replicas")
+    add("--halo-D2", action="store_true", help="one wide halo for several layers")
+    add("--fused-layers", type=int, default=2, help="with --halo-D2: layers that share one halo")
+    add("--overlap", choices=("auto", "on", "off"), default="auto", help="compute interiors during exchanges")
+    add_run(given, warmup=2, iterations=5)
+    return given.parse_args(arguments)
 
 
 def _list(values: dict[str, int]) -> str:
@@ -81,7 +55,7 @@ def _list(values: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the options mean. ``grids``: of the stages on tiles; the other ``stages`` run on whole images."""
+    """The stages and samples that the options mean. Stages without a grid of tiles run on whole images."""
 
     options: argparse.Namespace
     mode: str
@@ -89,35 +63,16 @@ class Plan:
     filters: int
     grids: tuple[tuple[int, int], ...]
     balance: tuple[int, ...] | None
-
-    @property
-    def stages(self) -> int:
-        return int(self.options.split_size)
-
-    @property
-    def mirrored(self) -> bool:
-        return self.mode.startswith("gems")
-
-    @property
-    def microbatches(self) -> int:
-        return int(self.options.parts) * (int(self.options.times) if self.mirrored else 1)
-
-    @property
-    def ranks(self) -> int:
-        tiled = sum(rows * columns for rows, columns in self.grids)
-        whole = (self.stages - len(self.grids)) * self.options.local_DP
-        return int((tiled + whole) * self.options.replicas)
-
-    @property
-    def images(self) -> int:
-        """Samples of one step."""
-        times = int(self.options.times) if self.mirrored else 1
-        return int(self.options.batch_size) * int(self.options.replicas) * (1 + self.mirrored) * times
+    stages: int
+    mirrored: bool
+    microbatches: int
+    ranks: int
+    images: int  # of one step
 
 
 def read(arguments: list[str]) -> Plan:
     """The plan; a ValueError says which option is wrong and what it may be."""
-    o = parser().parse_args(arguments)
+    o = parse(arguments)
     counts = (
         "image_size",
         "batch_size",
@@ -132,7 +87,7 @@ def read(arguments: list[str]) -> Plan:
         if getattr(o, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(o, name)}")
     mode = o.mode or ("sp" if o.spatial_size else "lp")
-    spatial = _spatial_size(o, mode)
+    mirrored, spatial = mode.startswith("gems"), _spatial_size(o, mode)
     if o.batch_size % o.parts:
         raise ValueError(
             f"--parts {o.parts} must divide --batch-size {o.batch_size}: micro-batches are equally large"
@@ -142,10 +97,23 @@ def read(arguments: list[str]) -> Plan:
             f"--local-DP {o.local_DP} must divide the {o.batch_size // o.parts} samples of a micro-batch"
             " (--batch-size / --parts)"
         )
-    if o.times > 1 and not mode.startswith("gems"):
+    if o.times > 1 and not mirrored:
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
-    layers, filters = o.num_layers or LAYERS[o.model], o.num_filters or FILTERS[o.model]
-    return Plan(o, mode, layers, filters, _grids(o, spatial), _balance(o))
+    grids = _grids(o, spatial)
+    tiled = sum(rows * columns for rows, columns in grids)
+    return Plan(
+        o,
+        mode,
+        o.num_layers or LAYERS[o.model],
+        o.num_filters or FILTERS[o.model],
+        grids,
+        _balance(o),
+        stages=o.split_size,
+        mirrored=mirrored,
+        microbatches=o.parts * o.times,
+        ranks=(tiled + (o.split_size - spatial) * o.local_DP) * o.replicas,
+        images=o.batch_size * o.replicas * (1 + mirrored) * o.times,
+    )
 
 
 def _spatial_size(o: argparse.Namespace, mode: str) -> int:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dnn_bench.cluster import Cluster
-from dnn_bench.launch import Hosts, ThisMachine, run
+from dnn_bench.launch import Hosts, ThisMachine, launched, run
+
+SLICES = ("square", "vertical", "horizontal")
 
 
-def add_start_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", help="one rank on each of N emulated hosts, as root (default: no)"
-    )
-    parser.add_argument(
-        "--link", default="250mbit", help="speed of the emulated hosts' links (default: %(default)s)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="threads per rank (default: %(default)s)")
+def add_run(given: argparse.ArgumentParser, warmup: int, iterations: int) -> None:
+    """The options that say where ranks run, and for how long."""
+    given.add_argument("--warmup", type=int, default=warmup, help="untimed iterations")
+    given.add_argument("--iterations", type=int, default=iterations, help="timed iterations")
+    given.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    text = "one rank on each of N emulated hosts, as root (default: no)"
+    given.add_argument("--hosts", type=int, metavar="N", help=text)
+    given.add_argument("--link", default="250mbit", help="speed of the emulated hosts' links")
+    given.add_argument("--threads", type=int, default=1, help="threads per rank")
 
 
-def start(command: Sequence[str], ranks: int, options: argparse.Namespace) -> int:
-    """Run ``python -m dnn_bench COMMAND...`` on ``ranks`` ranks; the exit status of the first that fails."""
+def on_ranks(command: Sequence[str], ranks: int, options: argparse.Namespace, act: Callable[[], None]) -> int:
+    """Call ``act`` if a launcher started this rank; otherwise run the command on ``ranks`` ranks."""
+    if launched():
+        return _as_rank(ranks, options.threads, act)
     program = ["-m", "dnn_bench", *command]
     if options.hosts is None:
         return run(ThisMachine(ranks, options.threads), program)
@@ -28,8 +34,25 @@ def start(command: Sequence[str], ranks: int, options: argparse.Namespace) -> in
         raise ValueError(
             f"--hosts {options.hosts} runs {options.hosts} ranks, and this needs {ranks}; use --hosts {ranks}"
         )
-    with Cluster(options.hosts, options.link, ssh=False) as cluster:
+    with Cluster(options.hosts, options.link) as cluster:
         return run(Hosts(cluster, options.threads), program)
+
+
+def _as_rank(ranks: int, threads: int, act: Callable[[], None]) -> int:
+    import torch
+
+    import commsched as hvd
+
+    torch.set_num_threads(threads)
+    hvd.init()
+    try:
+        if hvd.size() != ranks:
+            started = f"the launcher started {hvd.size()}"
+            raise ValueError(f"the command needs {ranks} ranks, and {started}; use -np {ranks}")
+        act()
+    finally:
+        hvd.shutdown()
+    return 0
 
 
 def grid_of(method: str, parts: int) -> tuple[int, int]:

@@ -1,36 +1,41 @@
-"""From many comparisons to the few figures that decide. Pure functions of reports."""
+"""From many comparisons to the few figures that decide, as Markdown. Pure functions of reports."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dnn_bench.baselines.registry import AS_THEY_COME
+from dnn_bench.command_line import markdown as markdown_table
 from dnn_bench.runner.results import to_limit
 
 Report = dict[str, Any]
 Figures = dict[str, Any]  # of one baseline, as a report has them
-RATIOS = (0.5, 1.0, 2.0)  # of reports that do not say what was wanted
-BY_THE_SIMULATOR = (("pipedap", "dear"), ("dear", "wfbp"))  # the left one should be faster where it says so
 
 
 @dataclass(frozen=True)
 class Cell:
     """One comparison, seen from one schedule. Speed-ups are other / ours: above 1, ours is faster."""
 
-    model: str
-    hosts: int
-    ratio: float  # of communication to compute, as wanted
-    link: str
-    rows: dict[str, Figures]  # measured ones, by name
-    bound: float | None  # for the compute alone
-    bound_beside: float | None  # for the compute beside the same traffic
+    report: Report
     schedule: str
-    bounds: tuple[float, ...] = ()  # the same in each repetition
-    bounds_beside: tuple[float, ...] = ()
-    doubts: tuple[str, ...] = ()  # what makes bounds and predictions uncertain
+    rows: dict[str, Figures]  # measured ones, by name
+
+    @property
+    def model(self) -> str:
+        return str(self.report["job"]["model"])
+
+    @property
+    def hosts(self) -> int:
+        return int(self.report["place"]["ranks"])
+
+    @property
+    def ratio(self) -> float:
+        """The wanted ratio of communication to compute."""
+        return float(self.report["ratio"])
 
     @property
     def ours(self) -> Figures:
@@ -49,10 +54,10 @@ class Cell:
     def time(self, name: str) -> float | None:
         return self.rows[name]["time"] if name in self.rows else None
 
-    def to_limit(self, bounds: Sequence[float]) -> float | None:
-        """Ratio to the larger of the floor and these bounds."""
-        floors = self.rows["floor"]["times"] if "floor" in self.rows else []
-        return to_limit(self.ours["times"], floors, bounds) if floors and bounds else None
+    def to_limit(self, bounds: str) -> float | None:
+        """Ratio to the larger of the floor and these bounds of the report, one of each repetition."""
+        floors, known = self.rows.get("floor", {}).get("times"), self.report.get(bounds)
+        return to_limit(self.ours["times"], floors, known) if floors and known else None
 
     def over(self, name: str | None) -> float | None:
         """The median over repetitions, so that the machine's drift cancels."""
@@ -79,27 +84,7 @@ def cell_of(report: Report, schedule: str) -> Cell | None:
     rows = {row["name"]: row for row in report["baselines"] if "time" in row}
     if schedule not in rows:
         return None
-    cell = Cell(
-        model=report["job"]["model"],
-        hosts=report["place"]["ranks"],
-        ratio=report.get("ratio") or float("nan"),
-        link=", ".join(sorted(set(report["place"].get("links", ["none"])))),
-        rows=rows,
-        bound=report.get("bound"),
-        bound_beside=report.get("bound_beside"),
-        bounds=tuple(report.get("bounds", ())),
-        bounds_beside=tuple(report.get("bounds_beside", ())),
-        schedule=schedule,
-        doubts=tuple(report.get("doubts", ())),
-    )
-    return cell if report.get("ratio") else _with_ratio(cell)
-
-
-def _with_ratio(cell: Cell) -> Cell:
-    from dataclasses import replace
-
-    measured = cell.ratio_measured
-    return replace(cell, ratio=min(RATIOS, key=lambda known: abs(known - (measured or 1.0))))
+    return Cell(report, schedule, rows)
 
 
 def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float | None]]]:
@@ -118,28 +103,6 @@ def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value]
     return statistics.geometric_mean(known) if known else None
-
-
-def order_line(cells: Sequence[Cell], first: str, second: str) -> str:
-    """Whether the two come in the order of their predictions, where that can be told from noise."""
-    judged, wrong, close = 0, [], 0
-    for cell in cells:
-        faster, slower = (cell.rows.get(name, {}).get("predicted") for name in (first, second))
-        if not faster or not slower:
-            continue
-        gap, measured = slower / faster - 1, cell.ratios(second, first)
-        spread = max(measured) - min(measured)
-        if abs(gap) <= spread:
-            close += 1
-            continue
-        judged += 1
-        found = statistics.median(measured) - 1
-        if gap * found <= 0:
-            wrong.append(f"{cell}: predicted {gap:+.1%}, measured {found:+.1%}")
-    right = f"{judged - len(wrong)} of {judged} cells"
-    line = f"{first} and {second} come in the order that the simulator predicts in {right}"
-    line += f" ({close} more are too close to tell)" if close else ""
-    return f"{line}; not in {'; '.join(wrong)}" if wrong else line
 
 
 def accuracy(cells: Sequence[Cell]) -> list[str]:
@@ -166,3 +129,79 @@ def slowest(cells: Sequence[Cell]) -> str | None:
         return None
     gain, cell = min(known, key=lambda pair: pair[0])
     return f"least gain over the best peer: {gain:.2f} ({cell}, {cell.best_peer})"
+
+
+Column = tuple[str, Callable[[Cell], str]]  # a header, and the text in a cell's row
+PLACE: list[Column] = [
+    ("model", lambda cell: cell.model),
+    ("hosts", lambda cell: str(cell.hosts)),
+    ("ratio", lambda cell: f"{cell.ratio:g}"),
+    ("link", lambda cell: ", ".join(sorted(set(cell.report["place"].get("links", ["none"]))))),
+]
+POLICIES = ("dear", "pipedap", "wfbp")
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """Times, ratios, means, and what the simulator's predictions are worth."""
+    if not cells:
+        return "no cell has been measured yet"
+    name = cells[0].schedule
+    peers = [f"{peer} / `{name}`" for peer in ("best peer", *(f"`{peer}`" for peer in AS_THEY_COME))]
+    header = ["hosts", "ratio", "models", *peers]
+    mean_rows = [
+        [hosts, f"{ratio:g}", models, *map(two, over.values())] for hosts, ratio, models, over in means(cells)
+    ]
+    parts = [
+        f"Milliseconds per iteration (in brackets: as predicted):\n\n{table(cells, times(name))}",
+        f"Ratios (above 1, `{name}` is faster than the peer; limit: the larger of floor and bound):\n\n"
+        + table(cells, ratios(name)),
+        f"Geometric means over the models:\n\n{markdown_table(header, mean_rows)}",
+    ]
+    lines = [line for line in [slowest(cells)] if line]
+    lines += accuracy(cells)
+    lines += [f"{cell}: {doubt}" for cell in cells for doubt in cell.report.get("doubts", ())]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in lines)])
+
+
+def table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    header = [name for name, _ in (*PLACE, *columns)]
+    return markdown_table(header, [[text(cell) for _, text in (*PLACE, *columns)] for cell in cells])
+
+
+def times(ours: str) -> list[Column]:
+    policies = [ours, *(name for name in POLICIES if name != ours)]
+    return [
+        ("local", lambda cell: ms(cell.time("local"))),
+        ("floor", lambda cell: ms(cell.time("floor"))),
+        ("bound, compute alone", lambda cell: ms(cell.report.get("bound"))),
+        ("bound, beside traffic", lambda cell: ms(cell.report.get("bound_beside"))),
+        *((f"`{name}`", partial(predicted, name=name)) for name in policies),
+        (
+            "best tuned peer",
+            lambda cell: f"{ms(cell.time(best))} `{best}`" if (best := cell.best_peer) else "",
+        ),
+        *((f"`{name}`", lambda cell, name=name: ms(cell.time(name))) for name in AS_THEY_COME),
+    ]
+
+
+def ratios(ours: str) -> list[Column]:
+    return [
+        ("communication / compute, measured", lambda cell: two(cell.ratio_measured)),
+        (f"`{ours}` / limit, compute alone", lambda cell: two(cell.to_limit("bounds"))),
+        (f"`{ours}` / limit, beside traffic", lambda cell: two(cell.to_limit("bounds_beside"))),
+        (f"best peer / `{ours}`", lambda cell: two(cell.over(cell.best_peer))),
+        *((f"`{name}` / `{ours}`", lambda cell, name=name: two(cell.over(name))) for name in AS_THEY_COME),
+    ]
+
+
+def predicted(cell: Cell, name: str) -> str:
+    told = ms(cell.rows.get(name, {}).get("predicted"))
+    return ms(cell.time(name)) + (f" ({told})" if told else "")
+
+
+def ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.0f}"
+
+
+def two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from dnn_bench import baselines, fork_server
-from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines import Baseline
+from dnn_bench.baselines.job import Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine

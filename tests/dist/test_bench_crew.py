@@ -7,10 +7,11 @@ import psutil
 import pytest
 
 from dnn_bench import baselines
-from dnn_bench.baselines import Baseline, Job
+from dnn_bench.baselines import Baseline
+from dnn_bench.baselines.job import Job
 from dnn_bench.runner import compare as module
 from dnn_bench.runner.compare import Comparison, Effort
-from dnn_bench.runner.crew import Crew
+from dnn_bench.runner.sets import Crew
 from dnn_bench.runner.memory import estimate
 from dnn_bench.launch import ThisMachine
 

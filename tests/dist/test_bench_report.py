@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dnn_bench.report import cli, page
+from dnn_bench.report import page
 from tests.support.needs import find, needs
 
 CHROMIUM = find("chromium")
@@ -277,11 +277,11 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     damaged.write_text("{")
     other.write_text("[]")
     target = tmp_path / "out.html"
-    assert cli.main([str(saved), "--html", str(target)]) == 0 and target.exists()
+    assert page.main([str(saved), "--html", str(target)]) == 0 and target.exists()
     for path, message in (
         (damaged, "is no JSON"),
         (other, "no report"),
         (tmp_path / "none.json", "No such file"),
     ):
-        assert cli.main([str(path), "--html", str(target)]) == 2
+        assert page.main([str(path), "--html", str(target)]) == 2
         assert message in capsys.readouterr().err

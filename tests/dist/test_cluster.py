@@ -1,6 +1,5 @@
 """Emulated clusters, built for real (as root)."""
 
-import json
 import os
 import re
 import signal
@@ -216,7 +215,6 @@ def test_a_process_with_the_owners_old_number_does_not_protect_leftovers() -> No
     owner.wait(timeout=400)
     reused = identity.replace(str(owner.pid), str(os.getpid()))
     (system.STATE / reused).mkdir()
-    (system.STATE / reused / "owner.json").write_text(json.dumps({"pid": os.getpid(), "started": 1.0}))
     assert set(system.remove_leftovers()) >= {identity, reused}
     assert not (system.STATE / reused).exists()
 

@@ -23,14 +23,14 @@ def measure_the_peak() -> None:
 
     from commsched import spatial
     from commsched.spatial.meter import PeakMeter
-    from dnn_bench.models.resnet import resnet18
+    from dnn_bench.models.convolutional import ResNet
 
     size, grid = int(os.environ["SIZE"]), (2, 2)
     shape = (1, 3, size, size)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = resnet18(3, 8)
+    model = ResNet(18, 3, 8)
 
     def peak(network: torch.nn.Module, image: torch.Tensor) -> int:
         with PeakMeter() as meter:
@@ -70,13 +70,13 @@ def train_within_a_limit() -> None:
     from torch import nn
 
     from commsched import spatial
-    from tests.support.spatial_models import conv_bn
+    from tests.support.spatial_models import conv_norm_relu
 
     shape, limit = (1, 3, 4096, 4096), 640 << 20
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(
-        conv_bn(3, 8, 3, 2), conv_bn(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        conv_norm_relu(3, 8, 3, 2), conv_norm_relu(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tiles = dist.get_world_size()

@@ -17,7 +17,7 @@ from _pytest.mark.expression import Expression
 
 from commsched import cli
 from dnn_bench import __main__ as bench
-from dnn_bench import settings
+from dnn_bench import launch, settings
 from tests.support import cases
 from tests.support.documented_commands import ROOT, Call
 
@@ -205,7 +205,7 @@ class Reader:
     def _dist_sh(self, words: list[str]) -> None:
         if words:
             raise ValueError("dist.sh takes variables only")
-        with mock.patch.object(settings, "find", lambda name: name), mock.patch("sys.executable", "python"):
+        with mock.patch.object(launch, "find", lambda name: name), mock.patch("sys.executable", "python"):
             line = settings.command_line(settings.read(self.call.variables))
         if "dnn_bench synthetic" not in line:
             raise ValueError(f"dist.sh makes {line!r} of it")

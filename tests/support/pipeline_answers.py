@@ -4,16 +4,17 @@ others'.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from dnn_bench.pipeline import worker
-from dnn_bench.pipeline.options import Options, Result
 
 
-def measure(options: Options) -> Result | None:
+def measure(options: Namespace) -> str:
     """Write half a line, and answer when all ranks have done so."""
     folder = Path(sys.argv[1])
     print(f"RESULT of rank {os.environ['RANK']}", end="", flush=True)
@@ -22,9 +23,7 @@ def measure(options: Options) -> Result | None:
         time.sleep(0.01)
     if options.schedule == "gpipe":
         raise ValueError(f"rank {os.environ['RANK']} refuses")
-    if os.environ["RANK"] != "0":
-        return None
-    return Result(options.model, options.schedule, (0, 0), 1.0, 1.0, 0.0, 0.0, 1.0, 8, [1.0, 0.5])
+    return json.dumps({"losses": [1.0, 0.5]}) if os.environ["RANK"] == "0" else ""
 
 
 worker.measure = measure

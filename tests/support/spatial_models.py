@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.spatial import Mesh
-from dnn_bench.models.resnet import resnet18
-from dnn_bench.spatial.models import amoebanet, conv_bn, unet
+from dnn_bench.models.convolutional import ResNet, conv_norm_relu
+from dnn_bench.spatial.models import amoebanet, unet
 
-__all__ = ["build", "conv_bn", "train"]
+__all__ = ["build", "conv_norm_relu", "train"]
 
 
 def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -22,7 +22,7 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
         torch.manual_seed(0)
         sizes = {"resnet18": (2, 3, 44, 52), "unet": (2, 3, 21, 26), "amoebanet": (2, 3, 38, 34)}
         models: dict[str, Callable[[], nn.Module]] = {
-            "resnet18": lambda: resnet18(3, 4),
+            "resnet18": lambda: ResNet(18, 3, 4),
             "unet": lambda: nn.Sequential(*unet(2, 4, 3)),
             "amoebanet": lambda: nn.Sequential(*amoebanet(3, 4, 3)),
         }

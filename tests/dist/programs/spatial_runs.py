@@ -17,7 +17,7 @@ from commsched.spatial import DistChannel
 from tests.support import spatial_stages
 from tests.support.cases import Me, case, main
 from tests.support.spatial_cases import RANDOM_OVER_PROCESSES, check, integers, process_cases
-from tests.support.spatial_models import build, conv_bn
+from tests.support.spatial_models import build, conv_norm_relu
 
 HALOS = 5  # the channel of messages that `shard` uses
 
@@ -226,7 +226,7 @@ def mirrored_replicas_share_the_ranks(me: Me) -> None:
 def the_rest_on_one_rank_on_batch_shards_or_replicated(me: Me) -> None:
     """The first layers on tiles, the rest elsewhere; the sum of the ranks' gradients is the whole."""
     torch.manual_seed(0)
-    front = nn.Sequential(conv_bn(3, 4, 3), nn.MaxPool2d(3, 2, 1), conv_bn(4, 4, 3)).double()
+    front = nn.Sequential(conv_norm_relu(3, 4, 3), nn.MaxPool2d(3, 2, 1), conv_norm_relu(4, 4, 3)).double()
     layers = [nn.Conv2d(4, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)]
     rest = nn.Sequential(*layers).double()
     images, target = torch.randn(4, 3, 17, 19).double(), torch.tensor([0, 1, 2, 1])

@@ -9,12 +9,13 @@ import torch
 
 from dnn_bench import baselines
 from dnn_bench.baselines import reference
-from dnn_bench.baselines.fsdp import blocks
+from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.peers import blocks
 from dnn_bench.baselines.registry import require
 from dnn_bench.runner import memory
 from scheduler import policies
 
-JOB = baselines.Job("mlp_tiny", batch=16)
+JOB = Job("mlp_tiny", batch=16)
 
 
 def test_peers_limits_and_every_policy_are_there() -> None:
@@ -118,7 +119,7 @@ def test_training_each_shard_alone_is_found_wrong() -> None:
     assert alone.compare(actual).error > 0.1
 
 
-def trained(job: baselines.Job, steps: int, ranks: list[int]) -> reference.Parameters:
+def trained(job: Job, steps: int, ranks: list[int]) -> reference.Parameters:
     """Gradients of these ranks of four, added in this order and averaged."""
     model = job.build_model()
     optimizer = job.build_optimizer(model.parameters())
@@ -134,7 +135,7 @@ def trained(job: baselines.Job, steps: int, ranks: list[int]) -> reference.Param
 
 def test_another_order_of_sums_is_right_in_a_chaotic_network_too() -> None:
     """DDP on four hosts was reported wrong: in three steps rounding had grown to 0.27 of a change."""
-    job = baselines.Job("resnet_tiny", batch=2)
+    job = Job("resnet_tiny", batch=2)
     references = reference.train_alone(job, 4)
     around, forgetful = [1, 2, 3, 0], [0, 1, 2]
     for alone in references:
@@ -249,7 +250,7 @@ def test_one_lost_gradient_is_found_in_every_step(when: int) -> None:
 
 def test_fsdp_shards_block_by_block() -> None:
     def kinds(name: str) -> list[str]:
-        return [type(block).__name__ for block in blocks(baselines.Job(name).build_model())]
+        return [type(block).__name__ for block in blocks(Job(name).build_model())]
 
     assert kinds("bert_tiny").count("Block") == 6
     assert kinds("mlp_tiny") == ["Linear"] * 8
@@ -266,7 +267,7 @@ def test_memory_estimate_of_a_model_that_can_be_counted_by_hand() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_an_estimate() -> None:
-    job = baselines.Job("vgg16", batch=4096)
+    job = Job("vgg16", batch=4096)
     with pytest.raises(
         ValueError, match=r"batch of 4096 needs about \d+\.\d GB on 2 ranks.*of about \d+ would fit"
     ):

@@ -70,9 +70,9 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_own_names_are_recognised() -> None:
-    assert system.NAME.fullmatch("csb-123-0-h11")
-    assert system.NAME.fullmatch("csb-123-0")
-    for name in ("csb-x-0-h1", "mycsb-123-0-h1", "csb-123-0-h1-old", "t1"):
+    assert system.NAME.fullmatch("csb-123-17-0-h11")
+    assert system.NAME.fullmatch("csb-123-17-0")
+    for name in ("csb-x-17-0-h1", "mycsb-123-17-0-h1", "csb-123-17-0-h1-old", "t1"):
         assert system.NAME.fullmatch(name) is None
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dnn_bench.collectives import cli, measure, results
+from dnn_bench.collectives import cli, results
+from dnn_bench.collectives import transports as measure
 from dnn_bench.collectives.transports import Collectives
 
 

@@ -4,15 +4,23 @@ import pytest
 import torch
 
 from dnn_bench.converge import cli
-from dnn_bench.converge.results import Run, deviation, digest, mean_losses, problems
-from dnn_bench.converge.tasks import GLOBAL_BATCH, TaskJob, task_names
+from dnn_bench.converge.tasks import (
+    GLOBAL_BATCH,
+    TASKS,
+    Run,
+    TaskJob,
+    deviation,
+    digest,
+    mean_losses,
+    problems,
+)
 
 
 def run(losses: tuple[float, ...], accuracy: float = 0.9) -> Run:
     return Run("digits", "x", 2, losses, accuracy, "")
 
 
-@pytest.mark.parametrize("task", task_names())
+@pytest.mark.parametrize("task", list(TASKS))
 def test_any_number_of_workers_sees_the_same_global_batch(task: str) -> None:
     if task == "digits":
         pytest.importorskip("sklearn")

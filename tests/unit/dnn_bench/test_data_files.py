@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dnn_bench import models
-from dnn_bench.baselines import Job
-from dnn_bench.models import data, files
+from dnn_bench.baselines.job import Job
+from dnn_bench.models import data
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def pictures(tmp_path: Path) -> str:
         for index in range(3):
             image.new("RGB", size, color).save(tmp_path / name / f"{index}.png")
     (tmp_path / "red" / "notes.txt").write_text("no image")
-    files.listing.cache_clear()
+    data.listing.cache_clear()
     return str(tmp_path)
 
 
@@ -30,7 +30,7 @@ def test_images_come_with_their_folders_as_classes(pictures: str) -> None:
     brightest = inputs.mean(dim=(2, 3)).argmax(dim=1)
     assert torch.equal(brightest, torch.where(targets == 0, 2, 0))
     red = inputs[targets == 1][0]
-    assert red[0].min() == pytest.approx((1 - files.MEAN[0]) / files.DEVIATION[0])
+    assert red[0].min() == pytest.approx((1 - data.MEAN[0]) / data.DEVIATION[0])
 
 
 def test_text_tokens_are_bytes_and_targets_follow(tmp_path: Path) -> None:

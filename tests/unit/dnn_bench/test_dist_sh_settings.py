@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dnn_bench import settings
+from dnn_bench import launch, settings
 from dnn_bench.settings import Settings, command_line, read
 
 
 @pytest.fixture(autouse=True)
 def launchers_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find", lambda name: name)
+    monkeypatch.setattr(launch, "find", lambda name: name)
     monkeypatch.setattr(sys, "executable", "python")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS"):
@@ -42,9 +42,9 @@ def test_the_launcher_follows_the_baseline(baseline: str, launcher: str) -> None
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"dnn": "resnet99"}, "no dnn 'resnet99'; choose one of: .*resnet50.*bert_base"),
+        ({"dnn": "resnet99"}, "unknown model 'resnet99'; choose one of: .*resnet50.*bert_base"),
         ({"baseline": "magic"}, "unknown baseline 'magic'; choose of: .*horovod.*pipedap"),
-        ({"launcher": "srun"}, "no launcher 'srun'; choose one of: horovodrun, torchrun, mpirun$"),
+        ({"launcher": "srun"}, "unknown launcher 'srun'; choose of: horovodrun, torchrun, mpirun$"),
         ({"nworkers": "0"}, "nworkers must be a whole number of at least 1, not '0'"),
         ({"nworkers": "-2"}, "nworkers must be a whole number of at least 1, not '-2'"),
         ({"bs": "many"}, "bs must be a whole number of at least 1, not 'many'"),
@@ -92,7 +92,7 @@ def test_mpirun_command_with_hosts_and_rdma() -> None:
 
 
 def test_without_horovod_another_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find", lambda name: None if name == "horovodrun" else name)
+    monkeypatch.setattr(launch, "find", lambda name: None if name == "horovodrun" else name)
     assert read({}).launcher == "torchrun"
     # torchrun starts ranks on its own host only, and was chosen and refused.
     assert read({"hosts": "a,b"}).launcher == "mpirun"

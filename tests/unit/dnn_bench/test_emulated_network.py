@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from dnn_bench.emulate import cli
-from dnn_bench.emulate.links import EmulatedCollectives, ThreadDevice
-from dnn_bench.emulate.measure import all_policies
-from dnn_bench.emulate.networks import WIRES, link_of
+from dnn_bench.emulate.measure import WIRES, all_policies, link_of
+from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
 from dnn_bench.gpu import cli as gpu_cli
 from dnn_bench.models import build
 from scheduler.ir.link import Link
@@ -32,23 +31,14 @@ def test_networks_by_name() -> None:
         link_of("10gbe", 1)
 
 
-def test_the_thread_takes_the_links_time_while_the_host_goes_on() -> None:
-    device = ThreadDevice()
-    collectives = EmulatedCollectives(device, Link(0.05, 1e-6), ranks=3)
-    bucket = torch.ones(1000)  # 4000 bytes: 54 ms
-    host_went_on = threading.Event()
-    device.put(host_went_on.wait)
-    start = device.record(device.current())
-    device.wait(device.comm, start)
-    collectives.reduce_scatter(bucket, 1.0)
-    collectives.all_gather(bucket)
-    end = device.record(device.comm)
-    assert not device.has_passed(end)
-    host_went_on.set()
-    device.wait(device.current(), end)
-    assert device.moment(end) - device.moment(start) >= 0.108
-    assert bucket.tolist() == [3.0] * 1000
-    device.close()
+def test_collectives_take_the_links_time_and_sum_over_equal_ranks() -> None:
+    host = HostLink(OneProcess(emulated_ranks(3)), Link(0.05, 1e-6))
+    bucket, shard = torch.ones(1002), torch.zeros(334)  # 4008 bytes: 54 ms
+    start = time.monotonic()
+    host.scatter_sum(bucket, shard, "reduce-scatter")
+    host.gather(shard, bucket, "all-gather")
+    assert time.monotonic() - start >= 0.108
+    assert bucket.tolist() == [3.0] * 1002
 
 
 def test_every_policy_on_a_small_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -75,7 +65,7 @@ def test_every_policy_on_a_small_model(capsys: pytest.CaptureFixture[str], tmp_p
         (["--device", "cuda"], "there is no CUDA device here; --device cpu runs the same"),
         (
             ["--device", "cpu", "--policies", "best"],
-            "there is no policy 'best'; the policies are auto, sequential",
+            "unknown policy 'best'; choose of: auto, sequential",
         ),
         (["--network", "token-ring"], "there is no network 'token-ring'"),
     ],

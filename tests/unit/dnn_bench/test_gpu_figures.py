@@ -130,14 +130,15 @@ def test_a_later_run_keeps_the_parts_that_it_does_not_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gpu.json"
+    measured = dict(REPORT)
+    monkeypatch.setattr(cli, "measured", lambda part, options: [measured[part]])
     for part in ("kernels", "steps"):
-        monkeypatch.setitem(cli._MEASURE, part, lambda options, console, part=part: [REPORT[part]])
         assert cli.main(["--device", "cpu", "--parts", part, "--json", str(file)]) == 0
     assert json.loads(file.read_text()).keys() == {"environment", "kernels", "steps"}
     text = file.with_suffix(".md").read_text()
     assert "### Kernels" in text and "### One worker" in text and text in capsys.readouterr().out
     again = [{"model": "bert", "plain": 0.2, "wrapped": 0.2}]
-    monkeypatch.setitem(cli._MEASURE, "steps", lambda options, console: [again])
+    measured["steps"] = again
     assert cli.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["steps"] == [REPORT["steps"][0], *again]
     other = json.loads(file.read_text())

@@ -16,7 +16,7 @@ def timed(slower: float = 1.0) -> list[tuple[int, float]]:
 
 
 def row(name: str, seconds: float, kind: str = "commsched") -> Row:
-    return Row(name, kind, "", repetitions=[[{"iterations": [seconds]}]])
+    return Row(name, kind, repetitions=[[{"iterations": [seconds]}]])
 
 
 def test_a_repetition_in_which_the_machine_was_elsewhere_does_not_slow_the_link() -> None:

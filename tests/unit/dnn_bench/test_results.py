@@ -14,7 +14,7 @@ def block(*seconds: float, cpu: float = 0.5, sent: float = 1000.0) -> dict[str, 
 
 def row(name: str, *times: float, kind: str = "peer", cpu: float = 0.5) -> Row:
     """Two ranks that take equally long; one iteration per repetition."""
-    return Row(name, kind, "", repetitions=[[block(t, cpu=cpu), block(t, cpu=cpu)] for t in times])
+    return Row(name, kind, repetitions=[[block(t, cpu=cpu), block(t, cpu=cpu)] for t in times])
 
 
 def by_name(rows: list[Row], **options: object) -> dict[str, dict[str, object]]:
@@ -24,7 +24,7 @@ def by_name(rows: list[Row], **options: object) -> dict[str, dict[str, object]]:
 
 def test_a_repetition_is_the_mean_over_iterations_and_ranks() -> None:
     both = Row(
-        "x", "peer", "", repetitions=[[block(1.0, 2.0), block(2.0, 5.0)], [block(4.0, 4.0), block(4.0, 4.0)]]
+        "x", "peer", repetitions=[[block(1.0, 2.0), block(2.0, 5.0)], [block(4.0, 4.0), block(4.0, 4.0)]]
     )
     assert both.times == [2.5, 4.0]
 
@@ -33,7 +33,7 @@ def test_a_limit_is_its_slowest_rank_s() -> None:
     """On two cores of which one was a quarter slower, schedules seemed to be far above a floor that was the
     mean of both: they wait for the slower one.
     """
-    floor = Row("floor", "limit", "", repetitions=[[block(1.0, 1.0), block(1.5, 1.1)]])
+    floor = Row("floor", "limit", repetitions=[[block(1.0, 1.0), block(1.5, 1.1)]])
     assert floor.by_rank == [[1.0, 1.3]]
     assert floor.times == [1.3]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from dnn_bench.runner.cli import ProgressWatcher
 from dnn_bench.runner.compare import Effort
-from dnn_bench.suite import cli, run
-from dnn_bench.suite.run import Wanted
+from dnn_bench.runner.watcher import Watcher
+from dnn_bench.suite import cli
+from dnn_bench.suite.cli import Wanted
 
 LOCAL = {"vgg_tiny": [{"name": "local", "time": 2.0}]}  # what comparisons find, where they find anything
 
@@ -48,26 +48,27 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
-    monkeypatch.setattr(run, "Cluster", FakeCluster)
-    monkeypatch.setattr(run, "Comparison", FakeComparison)
-    monkeypatch.setattr(run, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
-    monkeypatch.setattr(run, "compute_seconds", lambda job, hosts: 1.0)
-    monkeypatch.setattr(run, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
+    monkeypatch.setattr(cli, "Cluster", FakeCluster)
+    monkeypatch.setattr(cli, "Comparison", FakeComparison)
+    monkeypatch.setattr(cli, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
+    monkeypatch.setattr(cli, "compute_seconds", lambda job, hosts: 1.0)
+    monkeypatch.setattr(cli, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
     return limit
 
 
-def measure(cells: list[Wanted]) -> list[str]:
-    told: list[str] = []
-    run.measure(
-        cells, [], Effort(), SimpleNamespace(), lambda cell, link, left: told.append(f"{cell}: {link}")
-    )
-    return told
+def measure(cells: list[Wanted], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is said of each cell that is measured."""
+    cli.measure(cells, [], Effort())
+    lines = " ".join(capsys.readouterr().err.split()).split("[")[1:]
+    return [line.partition("] ")[2].strip() for line in lines]
 
 
-def test_one_cluster_per_model_whose_links_change(interrupted_after: list[int], tmp_path: Path) -> None:
+def test_one_cluster_per_model_whose_links_change(
+    interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cells = [Wanted(model, 2, ratio, tmp_path) for model in ("mlp", "bert_tiny") for ratio in (0.5, 1.0)]
     cells[0].path.write_text(json.dumps({"interrupted": False, "baselines": []}))
-    told = measure(cells)
+    told = measure(cells, capsys)
     assert told == [
         "mlp, 2 hosts, ratio 1: 8mbit",
         "bert_tiny, 2 hosts, ratio 0.5: 16mbit",
@@ -79,10 +80,10 @@ def test_one_cluster_per_model_whose_links_change(interrupted_after: list[int], 
 
 
 def test_the_next_link_fits_the_compute_that_the_comparison_found(
-    interrupted_after: list[int], tmp_path: Path
+    interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = [Wanted(model, 2, ratio, tmp_path) for model in ("vgg_tiny", "mlp") for ratio in (0.5, 1.0)]
-    assert measure(cells) == [
+    assert measure(cells, capsys) == [
         "vgg_tiny, 2 hosts, ratio 0.5: 16mbit",  # for 1 s, the first look
         "vgg_tiny, 2 hosts, ratio 1: 4mbit",  # for 2 s
         "mlp, 2 hosts, ratio 0.5: 16mbit",
@@ -109,7 +110,7 @@ def test_an_interrupted_cell_is_kept_and_measured_again(
 
 def test_the_bar_begins_anew_with_every_comparison() -> None:
     bars = Progress(disable=True)
-    watcher = ProgressWatcher(bars)
+    watcher = Watcher(bars)
     for total in (3, 5):
         watcher.begin(total)
         watcher.step("starting ddp")

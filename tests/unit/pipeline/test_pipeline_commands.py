@@ -277,7 +277,7 @@ def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
     made = options("--schedule", "wpipe", "--depth", "4", "--num-data-parallel", "2", "--model", "bert_base")
     assert (made.schedule, made.depth, made.replicas, cli.size_of(made)) == ("wpipe", 4, [2] * 4, 8)
     made = options("bundle", "--num-hp", "2", "--world-size", "2", "--rank", "1", "--IP", "10.0.0.1")
-    assert made.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]] and made.hosts == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert made.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]] and made.host_ranks == [[0, 1, 2, 3], [4, 5, 6, 7]]
     made = options("bundle", "--num-hp", "2", "--DP-ONLY")
     assert made.ranks == [[0, 1, 2, 3]] and made.depth == 1 and made.microbatches == 1
     made = options("bundle", "--shape", "4,2")

@@ -14,10 +14,10 @@ from commsched import spatial
 from commsched.spatial.meter import PeakMeter
 from commsched.spatial.ops import windows
 from commsched.transport.channel import Channel
-from dnn_bench.models.resnet import resnet18
+from dnn_bench.models.convolutional import ResNet
 from dnn_bench.spatial.models import unet
 from tests.support.spatial_cases import on_threads
-from tests.support.spatial_models import build, conv_bn
+from tests.support.spatial_models import build, conv_norm_relu
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,10 @@ def test_bytes_on_the_wire(name: str, grid: tuple[int, int], overlap: str, fuse:
 
 
 STAGES = {
-    "resnet18": lambda: resnet18(3, 8),
-    "convolutions": lambda: nn.Sequential(conv_bn(3, 8, 3), *(conv_bn(8, 8, 3) for _ in range(5))),
+    "resnet18": lambda: ResNet(18, 3, 8),
+    "convolutions": lambda: nn.Sequential(
+        conv_norm_relu(3, 8, 3), *(conv_norm_relu(8, 8, 3) for _ in range(5))
+    ),
     "unet": lambda: nn.Sequential(*unet(2, 8, 3)),
 }
 

@@ -1,40 +1,12 @@
-"""Options and result of a pipeline's measurement."""
+"""The result of a pipeline's measurement."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-
-@dataclass
-class Options:
-    """What to measure; the help texts in ``cli`` explain each field."""
-
-    model: str
-    schedule: str = "1f1b"
-    depth: int = 2
-    replicas: list[int] = field(default_factory=list)
-    ranks: list[list[int]] | None = None
-    hosts: list[list[int]] | None = None
-    cuts: list[int] | None = None
-    plan: str = ""
-    rows: int = 0
-    microbatches: int = 4
-    placement: str = "bubble"
-    recompute: bool | list[bool] = False
-    warmup: int = 4
-    steps: int = 10
-    rounds: int = 1
-    layers: int = 0
-    seconds: float = 0.005
-    layer_bytes: int = 256
-    hop: int = 1
-    peer: bool = False
-    against: str = ""
-    json: bool = False
 
 
 class Ratio(NamedTuple):
@@ -83,7 +55,21 @@ class Result:
     difference: float | None = None
     handling: float = 0.0
 
-    def __post_init__(self) -> None:
-        # As JSON has them, they are lists.
-        self.ratio = None if self.ratio is None else Ratio(*self.ratio)
-        self.gain = None if self.gain is None else Ratio(*self.gain)
+    def described(self) -> str:
+        lines = [
+            f"{self.schedule} of {self.model}: {self.period * 1e3:.2f} ms per step,"
+            f" {self.rows / self.period:.1f} rows per second; delays {' '.join(map(str, self.delays))}",
+            f"  simulated {self.simulated * 1e3:.2f} ms ({self.simulated / self.period - 1:+.1%})",
+            f"  bubble {self.bubble:.1%}, simulated {self.simulated_bubble:.1%};"
+            f" {self.reached:.3f} of the rate without any; {self.handling * 1e3:.2f} ms between two actions",
+            f"  losses {self.losses[0]:.6f} ... {self.losses[-1]:.6f}",
+        ]
+        if self.peer is not None:
+            torchs = f"torch.distributed.pipelining {self.peer * 1e3:.2f} ms"
+            lines.append(f"  {torchs}: {self.ratio} times its throughput")
+        if self.gain is not None:
+            gain = f"{self.gain} times the throughput of the other placement"
+            lines.append(f"  {gain}, simulated {self.simulated_gain:.3f}")
+        if self.difference is not None:
+            lines.append(f"  largest relative difference of a loss {self.difference:.1e}")
+        return "\n".join(lines)

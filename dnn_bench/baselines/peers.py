@@ -1,0 +1,131 @@
+"""PyTorch's, Horovod's and commsched's data-parallel training, as their documentation shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Operation, Trainer
+
+LEAST_SHARE = 0.01  # of the model's parameters; smaller parts go with the root
+
+
+class DDP(Trainer):
+    def __init__(self, job: Job, bucket_cap_mb: float | None = None) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self.recorded: list[Operation] = []
+        super().__init__(job)
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        buckets: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **buckets)
+        return wrapped, self.job.build_optimizer(wrapped.parameters())
+
+    def record_operations(self) -> None:
+        # DDP looks at a hook's annotations, which it does not understand as strings; a lambda has none.
+        self.model.register_comm_hook(None, lambda state, bucket: self._recorded_all_reduce(bucket))
+
+    def _recorded_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """All-reduce as DDP does by itself, and record its start and end."""
+        buffer, begin, number = bucket.buffer(), time.perf_counter(), bucket.index()
+        buffer.div_(self.size)
+
+        def note(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+            sent = 2 * (self.size - 1) * buffer.nbytes // self.size
+            self.recorded.append((f"AR{number}", begin, time.perf_counter(), sent))
+            return reduced.value()[0]
+
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        return work.get_future().then(note)
+
+    def operations(self) -> list[Operation]:
+        recorded, self.recorded = self.recorded, []
+        return recorded
+
+
+class Zero1(DDP):
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        wrapped, _ = super().wrap(model)
+        optimizer = ZeroRedundancyOptimizer(
+            wrapped.parameters(),
+            optimizer_class=torch.optim.SGD,
+            parameters_as_bucket_view=True,
+            lr=self.job.learning_rate,
+            momentum=self.job.momentum,
+        )
+        return wrapped, optimizer
+
+
+class FSDP2(Trainer):
+    def __init__(self, job: Job, reshard_after_forward: bool = True) -> None:
+        self.reshard_after_forward = reshard_after_forward
+        super().__init__(job)
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        mesh = init_device_mesh(self.job.device.partition(":")[0], (self.size,))
+        for module in [*blocks(model), model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        return model, self.job.build_optimizer(model.parameters())
+
+    def parameters(self) -> dict[str, Tensor]:
+        self.finish()
+        whole = {}
+        for name, value in self.module.named_parameters():
+            data = value.detach()
+            whole[name] = data.full_tensor() if isinstance(data, DTensor) else data.clone()
+        return whole
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The repeated parts of the top-level sequences (or of the model itself) that are worth a message."""
+    least = LEAST_SHARE * parameter_count(model)
+    trunks = [model] if isinstance(model, nn.Sequential) else list(model.children())
+    for trunk in trunks:
+        if isinstance(trunk, nn.Sequential):
+            yield from (child for child in trunk if parameter_count(child) >= least)
+
+
+def parameter_count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+class Horovod(Trainer):
+    """As Horovod's documentation shows it."""
+
+    library = "horovod.torch"
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        optimizer = self.job.build_optimizer(model.parameters())
+        self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
+        self.ranks.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, self.ranks.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+class Commsched(Trainer):
+    library = "commsched"
+
+    def __init__(self, job: Job, schedule: str) -> None:
+        self.schedule = schedule
+        super().__init__(job)
+
+    def wrap(self, model: nn.Module) -> tuple[Any, Any]:
+        optimizer = self.job.build_optimizer(model.parameters())
+        self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
+        options = {"named_parameters": model.named_parameters(), "model": model, "schedule": self.schedule}
+        return model, self.ranks.DistributedOptimizer(optimizer, **options)
+
+    def operations(self) -> list[Operation]:
+        """The engine's own record; its clock is time.monotonic(), as time.perf_counter() is on Linux."""
+        return [(op.label, op.start, op.end, op.bytes) for op in self.ranks.operations(self.optimizer)]

@@ -1,0 +1,111 @@
+"""What the commands share: parsers, options, exit statuses and tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Main = Callable[[list[str]], int]
+WIDTH = 150  # of a table that goes to a file
+
+
+class Help(argparse.HelpFormatter):
+    """Adds the default of each option that has one, unless its text says it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        plain = action.default is None or action.default is False or action.default in ("", argparse.SUPPRESS)
+        return text if plain or "default" in text else f"{text} (default: %(default)s)".strip()
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m dnn_bench COMMAND`."""
+    return argparse.ArgumentParser(
+        f"python -m dnn_bench {command}", description=description, formatter_class=Help
+    )
+
+
+def add_job(given: argparse.ArgumentParser, model: str, baseline: str) -> None:
+    """The options that describe what is trained, and how."""
+    from dnn_bench import baselines, models
+
+    known = f"{', '.join(models.names())}, or {models.FORMS}"
+    given.add_argument("--model", default=model, help=f"one of: {known} (default: {model})")
+    if baseline:
+        known = (
+            "all, or names with commas between them" if baseline == "all" else ", ".join(baselines.names())
+        )
+        given.add_argument("--baseline", default=baseline, metavar="NAME", help=known)
+    given.add_argument(
+        "--batch-size", type=int, default=0, help="samples per rank (default: the model's usual)"
+    )
+    given.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
+    given.add_argument(
+        "--image-size", type=int, default=0, help="height and width of images (default: the model's)"
+    )
+
+
+def add_data_dir(given: argparse.ArgumentParser) -> None:
+    text = "folder of images or text (default: synthetic data)"
+    given.add_argument("--data-dir", default="", metavar="PATH", help=text)
+
+
+def shape_of(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes of inputs that were given."""
+    return {name: getattr(options, name) for name in ("seq_len", "image_size") if getattr(options, name)}
+
+
+def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
+    """Decorate a command's ``main``: print these errors in one line and return 2; return 130 on Ctrl-C."""
+
+    def decorate(main: Main) -> Main:
+        @wraps(main)
+        def wrapped(arguments: list[str]) -> int:
+            try:
+                return main(arguments)
+            except errors as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                return 130
+
+        return wrapped
+
+    return decorate
+
+
+def chosen(kind: str, names: str, known: Sequence[str]) -> list[str]:
+    """The names in a list with commas; `ValueError` for one that is not known."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
+    return wanted
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def table(title: str, columns: Iterable[str], words: Sequence[str]) -> Table:
+    """An empty table; the columns in `words` hold words, the others numbers, which are right-aligned."""
+    from rich.table import Table
+
+    found = Table(title=title, title_justify="left")
+    for column in columns:
+        found.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return found
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
