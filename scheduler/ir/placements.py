@@ -90,7 +90,7 @@ def place(placements: Sequence[Placement], replicas: int = 1, mirrored: bool = F
     return Placed(ranks(1), ranks(-1) if mirrored else (), tiles if any(tiles) else ())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def shared(
     number: int, count: int, tiles: Tiles | None, others: int, other_tiles: Tiles | None
 ) -> tuple[tuple[int, float], ...]:

@@ -27,9 +27,10 @@ from scheduler.simulate.simulator import run
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
 TOLERANCE = 1e-6
 ROUGHLY = 1e-3
-"""The bisection's tolerance for candidates after the first: the simulator ranks them, and its favourite
-need not have the least bottleneck of its depth.
+"""The bisection's tolerance for candidates after the first, and for all on more than ``MANY`` devices: the
+simulator ranks them, and its favourite need not have the least bottleneck of its depth.
 """
+MANY = 64
 MOST_LAYERS = 32_000
 MOST_BUCKETS = 32
 
@@ -89,6 +90,7 @@ class PartitionInput:
         # All versions, the gradient, and what the optimizer keeps.
         self.copies = np.array([versions + 1 + state for versions, _ in each], float)
         self.in_flight = np.array([batches for _, batches in each], np.int64)
+        self._choice = np.zeros((4, cluster.size + 1, len(profile.layers) + 1), np.int16)
         self._devices()
 
     def _devices(self) -> None:
@@ -110,18 +112,18 @@ class PartitionInput:
 
     def best(self, max_stages: int | None = None, tolerance: float = TOLERANCE) -> Cut | None:
         """The pipeline with the least bottleneck; None where none fits into memory."""
-        choice = self._choice(max_stages or self.depth)
+        stages = min(self.depth, max_stages or self.depth)
         low = self.microbatches * self.profile.compute / self.cluster.size
         most = self.microbatches * (self.profile.compute + sum(la.forward for la in self.profile.layers))
         found, limit = None, max(low, 1e-300) * 1.25
         while found is None:
-            found = self._within(limit, choice)
+            found = self._within(limit, stages)
             if found is None and limit == np.inf:
                 return None
             low, limit = (low, limit) if found else (limit, limit * 2 if limit < 4 * most else np.inf)
         while found.bottleneck - low > tolerance * found.bottleneck:
             middle = (found.bottleneck + low) / 2
-            better = self._within(middle, choice)
+            better = self._within(middle, stages)
             if better is None:
                 low = middle
             else:
@@ -134,40 +136,37 @@ class PartitionInput:
         Only compute and messages between stages count: how much of RS and AG hides is not known before the
         simulation.
         """
-        return (
-            max_stages > 0 and self._reach(period, self._choice(max_stages), np.zeros_like(self.ring))[0] > 0
-        )
+        return max_stages > 0 and self._reach(period, max_stages, np.zeros_like(self.ring))[0] > 0
 
-    def _choice(self, max_stages: int) -> np.ndarray:
-        depth = min(self.depth, max_stages)
-        return np.zeros((3, depth + 1, self.cluster.size + 1, len(self.profile.layers) + 1), np.int16)
+    def _within(self, limit: float, most: int) -> Cut | None:
+        """A pipeline of at most ``most`` stages, none of which takes longer than ``limit``."""
+        stages, devices = self._reach(limit, most, self.ring)
+        return None if stages < 0 else self._trace(stages, devices)
 
-    def _within(self, limit: float, choice: np.ndarray) -> Cut | None:
-        stages, devices = self._reach(limit, choice, self.ring)
-        return None if stages < 0 else self._trace(stages, devices, choice)
-
-    def _reach(self, limit: float, choice: np.ndarray, ring: np.ndarray) -> tuple[int, int]:
+    def _reach(self, limit: float, most: int, ring: np.ndarray) -> tuple[int, int]:
         from scheduler.pipelines.planner.reachability_kernel import reachable
 
         stages, devices = reachable(
             limit,
             self.table,
             self.microbatches,
-            self.copies,
-            self.in_flight,
+            self.copies[: most + 1],
+            self.in_flight[: most + 1],
             ring,
             self.border,
             self.memory,
             self.modes,
-            choice,
+            self.cluster.size,
+            False,
+            self._choice,
         )
         return int(stages), int(devices)
 
-    def _trace(self, stages: int, devices: int, choice: np.ndarray) -> Cut:
+    def _trace(self, stages: int, devices: int) -> Cut:
         cuts, replicas, recompute, seconds = [], [], [], []
         layer = 0
-        for depth in range(stages, 0, -1):
-            count, after, again = (int(value) for value in choice[:, depth, devices, layer])
+        for _ in range(stages):
+            count, after, again, _ = (int(value) for value in self._choice[:, devices, layer])
             cuts.append(layer)
             replicas.append(count)
             recompute.append(bool(again))
@@ -211,7 +210,7 @@ def partition(
     helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
     """
     problem = PartitionInput(profile, cluster, schedule, microbatches, recompute, state, max_stages)
-    cut = problem.best()
+    cut = problem.best(tolerance=TOLERANCE if cluster.size <= MANY else ROUGHLY)
     if cut is None:
         raise ValueError(_why_impossible(problem))
     best = _simulated(problem, cut)

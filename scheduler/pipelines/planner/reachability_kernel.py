@@ -5,6 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+FINE, COARSE = 64, 8
+"""A stage with more replicas than ``FINE`` has a multiple of ``COARSE`` of them: all counts would take
+minutes for hundreds of devices, and bring such a stage at most one replica in nine.
+"""
+
 
 @njit(cache=True)
 def stage_seconds(
@@ -54,23 +59,27 @@ def reachable(
     border: np.ndarray,
     memory: np.ndarray,
     modes: np.ndarray,
+    most_replicas: int,
+    all_devices: bool,
     choice: np.ndarray,
 ) -> tuple[int, int]:
     """Number of stages and of devices of a pipeline whose every stage takes at most ``limit`` seconds, or
-    (-1, -1).
+    (-1, -1). ``all_devices``: it must use every device.
 
-    ``choice[:, k, d, i]`` becomes (replicas, first layer of the next stage, recompute) of the first of k
-    stages on the last d devices that hold layers i and above, 0 replicas where there is no such pipeline.
+    Fills ``choice[:, d, i]`` with (replicas, first layer of the next stage, recompute, stages) for the
+    first stage of a pipeline of layers i and above on the last d devices; 0 replicas where there is none.
+
     ``ring[d, r]`` and ``memory[d, r]`` are those of r devices from d before the end on, ``border[d]`` the
     wire between device d before the end and the one before it. ``copies[k]`` and ``in_flight[k]`` belong to
-    the k-th stage from the end. ``modes``: without recomputation, with it.
+    the k-th stage from the end, do not fall as k rises, and say how many stages there may be. So of two
+    pipelines of the same layers on the same devices the one with fewer stages is never worse, and only it is
+    kept. ``modes``: without recomputation, with it.
     """
-    stages, devices, layers = choice.shape[1] - 1, choice.shape[2] - 1, choice.shape[3] - 1
-    replicas, after_it, again = choice[0], choice[1], choice[2]
+    stages, devices, layers = len(copies) - 1, choice.shape[1] - 1, choice.shape[2] - 1
+    replicas, after_it, again, stage = choice[0], choice[1], choice[2], choice[3]
     replicas[:] = 0
-    replicas[0, 0, layers] = 1
-    first = np.full((stages + 1, devices + 1), layers + 1)  # the lowest first layer of a feasible suffix
-    first[0, 0] = layers
+    replicas[0, layers] = 1
+    stage[0, layers] = 0
     work = batches * (table[0] + table[1])
     fixed = batches * table[6]
     # By number of devices behind a cut: the lowest and the highest layer at which the cut can be, because the
@@ -79,32 +88,37 @@ def reachable(
     for d in range(devices + 1):
         lowest_cut[d] = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
         highest_cut[d] = np.searchsorted(work, limit * (devices - d) * (1 + 1e-9), side="right")
+    # By number of devices: the lowest and the highest layer of pipelines that the last round found.
+    low, high = np.full(devices + 1, layers + 1), np.full(devices + 1, -1)
+    low[0] = high[0] = layers
     for k in range(1, stages + 1):
-        for d in range(k, devices + 1):
-            lowest, highest = lowest_cut[d], highest_cut[d]
-            for r in range(1, d - k + 2):
-                behind, end = replicas[k - 1, d - r], first[k - 1, d - r]
-                if end > layers:
+        new_low, new_high = np.full(devices + 1, layers + 1), np.full(devices + 1, -1)
+        for behind in range(devices):
+            if high[behind] < 0:
+                continue
+            for r in range(1, min(most_replicas, devices - behind) + 1):
+                if r > FINE and r % COARSE:
                     continue
+                d = behind + r
                 after = -1
-                start = layers - 1
-                if k > 1:
-                    start = min(start, highest_cut[d - r])
-                for i in range(max(highest, end - 1), start + 1):
-                    if behind[i + 1] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
-                        after = i + 1
-                        break
-                for i in range(min(start, highest - 1), lowest - 1, -1):
-                    if behind[i + 1] > 0 and _crosses(table, i + 1, r, batches, border[d - r], limit):
-                        after = i + 1
+                start = min(high[behind], layers if k == 1 else highest_cut[behind])
+                for i in range(start - 1, lowest_cut[d] - 1, -1):
+                    # The nearest next stage: more layers take longer and need more memory.
+                    j = i + 1
+                    if (
+                        replicas[behind, j] > 0
+                        and stage[behind, j] == k - 1
+                        and _crosses(table, j, r, batches, border[behind], limit)
+                    ):
+                        after = j
                     if after < 0:
-                        if i < end:
+                        if i < low[behind]:
                             break
                         continue
                     stays = fixed[after] - fixed[i]
-                    if i < end and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
-                        break  # more layers take longer, and no later start of the next stage is possible
-                    if replicas[k, d, i] > 0:
+                    if i < low[behind] and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
+                        break
+                    if i >= highest_cut[d] or replicas[d, i] > 0:
                         continue
                     if not _crosses(table, i, r, batches, border[d], limit):
                         continue
@@ -115,12 +129,15 @@ def reachable(
                             and stage_memory(table, i, after, r, mode == 1, copies[k], in_flight[k])
                             <= memory[d, r]
                         ):
-                            replicas[k, d, i] = r
-                            after_it[k, d, i] = after
-                            again[k, d, i] = mode
-                            first[k, d] = min(first[k, d], i)
+                            replicas[d, i] = r
+                            after_it[d, i] = after
+                            again[d, i] = mode
+                            stage[d, i] = k
+                            new_low[d], new_high[d] = min(new_low[d], i), max(new_high[d], i)
                             break
-            if replicas[k, d, 0] > 0:
+        low, high = new_low, new_high
+        for d in range(devices if all_devices else k, devices + 1):
+            if replicas[d, 0] > 0:
                 return k, d
     return -1, -1
 
