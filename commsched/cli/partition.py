@@ -11,7 +11,7 @@ from commsched.cli import options
 from commsched.cli.output import console
 from scheduler import profiles
 from scheduler.ir.cluster import Cluster
-from scheduler.pipelines.build import program_of
+from scheduler.pipelines.build import names, program_of
 from scheduler.pipelines.planner.partition import RECOMPUTE, partition
 from scheduler.pipelines.report import examine
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         default="pipedream",
-        help="schedule of the pipeline: pipedream, ashpipe, 2bw, 1f1b or gpipe",
+        help=f"schedule of the pipeline: {', '.join(names())}",
     )
     parser.add_argument(
         "--microbatches", type=int, default=1, metavar="M", help="micro-batches of one optimizer step"
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     ends = (*plan.cuts[1:], len(profile.layers))
     for stage, (first, end) in enumerate(zip(plan.cuts, ends, strict=True)):
         recomputed = ", recomputed" if plan.recompute[stage] else ""
-        devices = _counted(plan.replicas[stage], "device")
+        devices = _counted(plan.replicas[stage % len(plan.replicas)], "device")
         out.print(f"stage {stage}: layers {first}..{end - 1}, {devices}{recomputed}")
     if plan.ranks < arguments.devices:
         out.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from scheduler.ir.codec import JsonFile
 
@@ -15,8 +15,8 @@ class PipelinePlan(JsonFile):
     """A pipeline for one model. ``sizes``: weight bytes of its layers, by which the model is recognised.
     ``cuts``: each stage's first layer. ``devices``: the cluster's device of each rank. ``period``: seconds
     per step as simulated; ``bottleneck``: of the slowest stage (both 0 where nothing was simulated);
-    ``memory``: bytes by rank, without optimizer state. ``rank_map``: the ranks that hold each stage, by
-    default numbered stage by stage.
+    ``memory``: bytes by rank, without optimizer state. ``replicas`` and ``rank_map`` (the ranks, by default
+    numbered one after the other) are those of each position: stage s is at position s modulo their number.
     """
 
     HASHED: ClassVar[bool] = True
@@ -39,8 +39,12 @@ class PipelinePlan(JsonFile):
         for name in ("sizes", "cuts", "replicas", "recompute", "devices", "memory"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         ranks = sum(self.replicas)
+        if not self.replicas or len(self.cuts) % len(self.replicas):
+            raise ValueError(
+                f"field 'replicas' must have {len(self.cuts)} entries, or a divisor of that (positions that"
+                f" hold several stages), got {len(self.replicas)}"
+            )
         for name, wanted in (
-            ("replicas", len(self.cuts)),
             ("recompute", len(self.cuts)),
             ("devices", ranks),
             ("memory", ranks),
@@ -59,6 +63,12 @@ class PipelinePlan(JsonFile):
     @property
     def ranks(self) -> int:
         return sum(self.replicas)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The schedule's options: how many stages a position holds, where it can be chosen."""
+        virtual = len(self.cuts) // len(self.replicas)
+        return {"virtual": virtual} if self.schedule == "interleaved" else {}
 
     def check_model(self, sizes: tuple[int, ...] | list[int]) -> None:
         """Raises ``ValueError`` unless a model has the layers that this plan was made for."""

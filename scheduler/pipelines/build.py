@@ -163,13 +163,14 @@ def program_of(plan: PipelinePlan, profile: Profile, *, check_sizes: bool = True
         plan.check_model(profile.sizes)
     return generate(
         plan.schedule,
-        len(plan.cuts),
+        len(plan.replicas),
         plan.microbatches,
         ranks=plan.rank_map,
         profile=profile,
         cuts=plan.cuts,
         recompute=plan.recompute,
         placement=plan.placement,
+        **plan.options,
     )
 
 

@@ -32,6 +32,11 @@ REST = ("model", "schedule", "microbatches", "placement", "devices", "period", "
 
 def to_conf(plan: PipelinePlan) -> HybridConf:
     stages = len(plan.cuts)
+    if len(plan.replicas) != stages:
+        raise ValueError(
+            f"the plan's {stages} stages are on {len(plan.replicas)} positions, and hybrid_conf.json allows a"
+            " rank one stage; plan with a schedule that has one stage on a rank"
+        )
     return HybridConf(
         modules=tuple(range(stages)),
         ranks=plan.rank_map,

@@ -1,31 +1,36 @@
-"""The planner: cuts, replica counts and recomputation for a model on a cluster.
+"""The planner: cuts, replica counts and recomputation for a model on a cluster, for any schedule.
 
     plan = partition(profile, Cluster.flat(8, Link.parse("10gbit"), memory=16 << 30), "pipedream")
 
-The slowest stage decides how fast a pipeline is. For a limit on it, a dynamic programme over stages counted
-from the end (which is what versions and activations depend on), devices used and first layer says whether
-some pipeline keeps it; bisection finds the least limit. A stage's seconds per period are its compute and
-step, divided among its replicas, and what of RS and AG its last backward does not hide; what crosses its
-borders must fit into the period too. The simulator, which knows each stage's slack, then ranks the best
-pipelines of different depths.
+The slowest stage decides how fast a pipeline is. A stage's seconds per period are its compute and step,
+divided among its replicas, and what of RS and AG its last backward does not hide; what crosses its borders
+must fit into the period too. Weight versions and micro-batches in flight are those of the schedule's program.
+The simulator, which knows each stage's slack, then ranks the best pipelines of different depths.
+
+Where a rank holds several stages (interleaved, wpipe), every position has as many replicas, and the stages
+are cut as if each had a device of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.profile import Profile
-from scheduler.pipelines.build import BUCKET, generate
+from scheduler.pipelines.build import BUCKET, generate, get, stage_count
+from scheduler.pipelines.planner.stage_search import TOLERANCE, Cut, StageSearch, table_of
 from scheduler.simulate.lower_pipeline import lower_pipeline
 from scheduler.simulate.memory import memory_by_rank
 from scheduler.simulate.simulator import run
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
-TOLERANCE = 1e-6
 ROUGHLY = 1e-3
 """The bisection's tolerance for candidates after the first, and for all on more than ``MANY`` devices: the
 simulator ranks them, and its favourite need not have the least bottleneck of its depth.
@@ -35,162 +40,120 @@ MOST_LAYERS = 32_000
 MOST_BUCKETS = 32
 
 
-def kept(schedule: str, depth: int, microbatches: int) -> tuple[int, int]:
-    """Weight versions and micro-batches in flight of the ``depth``-th stage from the end."""
-    ahead = depth - 1
-    if schedule in ("pipedream", "ashpipe"):
-        return -(-ahead // microbatches) + 1, depth
-    if schedule == "2bw":
-        return 2, min(ahead, microbatches) + 1
-    if schedule == "1f1b":
-        return 1, min(depth, microbatches)
-    if schedule == "gpipe":
-        return 1, microbatches
-    raise ValueError(
-        f"schedule {schedule!r} cannot be planned; choose pipedream, ashpipe, 2bw, 1f1b or gpipe"
-    )
-
-
 @dataclass(frozen=True)
-class Cut:
-    """A pipeline as the dynamic programme sees it; ``bottleneck``: seconds of its slowest stage."""
-
-    cuts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    recompute: tuple[bool, ...]
-    bottleneck: float
-
-
 class PartitionInput:
-    """A model, a cluster and a schedule, as the arrays of the dynamic programme."""
+    """A model, a cluster and a schedule; ``options`` are the schedule's own."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        cluster: Cluster,
-        schedule: str,
-        microbatches: int = 1,
-        recompute: str = "never",
-        state: float = 0.0,
-        max_stages: int | None = None,
-    ) -> None:
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-        if len(profile.layers) > MOST_LAYERS:
-            raise ValueError(f"the planner takes up to {MOST_LAYERS} layers, got {len(profile.layers)}")
-        if microbatches < 1 or state < 0:
-            raise ValueError(
-                f"needs at least 1 micro-batch and no negative state, got {microbatches} and {state}"
-            )
-        self.profile, self.cluster, self.schedule = profile, cluster, schedule
-        self.microbatches, self.modes = microbatches, np.array(RECOMPUTE[recompute])
-        self.depth = min(cluster.size, len(profile.layers), max_stages or cluster.size)
-        self.table = _table(profile)
-        each = [kept(schedule, max(1, depth), microbatches) for depth in range(self.depth + 1)]
-        # All versions, the gradient, and what the optimizer keeps.
-        self.copies = np.array([versions + 1 + state for versions, _ in each], float)
-        self.in_flight = np.array([batches for _, batches in each], np.int64)
-        self._choice = np.zeros((4, cluster.size + 1, len(profile.layers) + 1), np.int16)
-        self._devices()
+    profile: Profile
+    cluster: Cluster
+    schedule: str
+    microbatches: int = 1
+    recompute: str = "never"
+    state: float = 0.0
+    max_stages: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def _devices(self) -> None:
-        """Links and memory limits of a stage on ``r`` devices that start ``d`` devices before the end."""
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}")
+        if len(self.profile.layers) > MOST_LAYERS:
+            raise ValueError(f"the planner takes up to {MOST_LAYERS} layers, got {len(self.profile.layers)}")
+        if self.microbatches < 1 or self.state < 0:
+            given = f"{self.microbatches} and {self.state}"
+            raise ValueError(f"needs at least 1 micro-batch and no negative state, got {given}")
+
+    @cached_property
+    def virtual(self) -> int:
+        """How many stages a rank holds."""
+        return stage_count(get(self.schedule)(1, self.microbatches, **self.options))
+
+    @cached_property
+    def depth(self) -> int:
+        """The most positions of a pipeline."""
+        stages = min(len(self.profile.layers), self.max_stages or len(self.profile.layers))
+        most = min(self.cluster.size, stages // self.virtual)
+        if most and not self._allows(most):  # bundles have two, wpipe as many as micro-batches
+            return next((n for n in range(1, most) if not self._allows(n + 1)), most)
+        return most
+
+    def _allows(self, positions: int) -> bool:
+        try:
+            get(self.schedule)(positions, self.microbatches, **self.options)
+        except ValueError:
+            return False
+        return True
+
+    def kept(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """By stage, counted from the end on from 1: how often its weights' bytes are needed (all versions,
+        the gradient, and what the optimizer keeps), and micro-batches in flight.
+        """
+        stages = positions * self.virtual
+        if self.cluster.memory is None:
+            return np.zeros(stages + 1), np.zeros(stages + 1, np.int64)
+        layout = generate(self.schedule, positions, self.microbatches, **self.options).layout
+        copies = [0.0, *(versions + 1 + self.state for versions in layout.versions[::-1])]
+        # Fewer further on would be no error, but the search needs counts that do not fall.
+        in_flight = np.maximum.accumulate([0, *layout.activations[::-1]])
+        return np.maximum.accumulate(copies), in_flight.astype(np.int64)
+
+    def search(self, most: int) -> StageSearch:
+        """For pipelines of at most ``most`` stages, each on devices of its own."""
         count, cluster = self.cluster.size, self.cluster
-        self.border = np.zeros((count + 1, 2))
-        self.ring = np.zeros((count + 1, count + 1, 2))
-        self.memory = np.full((count + 1, count + 1), np.inf)
+        border, ring = np.zeros((count + 1, 2)), np.zeros((count + 1, count + 1, 2))
+        memory = np.full((count + 1, count + 1), np.inf)
         for d in range(1, count + 1):
             first = count - d
             if first:
                 level = cluster.level(first - 1, first)
-                self.border[d] = level.alpha, level.beta
+                border[d] = level.alpha, level.beta
             for r in range(1, d + 1):
                 level = cluster.level(first, first + r - 1)
-                self.ring[d, r] = level.alpha, level.beta
+                ring[d, r] = level.alpha, level.beta
                 if cluster.memory is not None:
-                    self.memory[d, r] = min(cluster.memory[first : first + r])
+                    memory[d, r] = min(cluster.memory[first : first + r])
+        modes = np.array(RECOMPUTE[self.recompute])
+        copies, in_flight = self.kept(min(self.depth, most))
+        return StageSearch(
+            table_of(self.profile), self.microbatches, copies, in_flight, ring, border, memory, modes
+        )
 
-    def best(self, max_stages: int | None = None, tolerance: float = TOLERANCE) -> Cut | None:
-        """The pipeline with the least bottleneck; None where none fits into memory."""
-        stages = min(self.depth, max_stages or self.depth)
-        low = self.microbatches * self.profile.compute / self.cluster.size
-        most = self.microbatches * (self.profile.compute + sum(la.forward for la in self.profile.layers))
-        found, limit = None, max(low, 1e-300) * 1.25
-        while found is None:
-            found = self._within(limit, stages)
-            if found is None and limit == np.inf:
-                return None
-            low, limit = (low, limit) if found else (limit, limit * 2 if limit < 4 * most else np.inf)
-        while found.bottleneck - low > tolerance * found.bottleneck:
-            middle = (found.bottleneck + low) / 2
-            better = self._within(middle, stages)
-            if better is None:
-                low = middle
-            else:
-                found = better
-        return found
-
-    def may_take(self, period: float, max_stages: int) -> bool:
-        """Whether a pipeline of at most ``max_stages`` stages might reach this period in the simulator.
-
-        Only compute and messages between stages count: how much of RS and AG hides is not known before the
-        simulation.
+    def folded(self, positions: int, replicas: int, strict: bool) -> StageSearch:
+        """For ``virtual`` stages on each position; each stage has a device of its own, with a share of the
+        memory (not ``strict``: with all of it).
         """
-        return max_stages > 0 and self._reach(period, max_stages, np.zeros_like(self.ring))[0] > 0
-
-    def _within(self, limit: float, most: int) -> Cut | None:
-        """A pipeline of at most ``most`` stages, none of which takes longer than ``limit``."""
-        stages, devices = self._reach(limit, most, self.ring)
-        return None if stages < 0 else self._trace(stages, devices)
-
-    def _reach(self, limit: float, most: int, ring: np.ndarray) -> tuple[int, int]:
-        from scheduler.pipelines.planner.reachability_kernel import reachable
-
-        stages, devices = reachable(
-            limit,
-            self.table,
+        stages, cluster, first = positions * self.virtual, self.cluster, self.first(positions, replicas)
+        border, memory = np.zeros((stages + 1, 2)), np.full((stages + 1, stages + 1), np.inf)
+        for d in range(1, stages + 1):
+            place = (stages - d) % positions
+            mine = range(first + place * replicas, first + (place + 1) * replicas)
+            before = first + (place - 1) % positions * replicas
+            level = cluster.level(min(before, mine[0]), max(before + replicas - 1, mine[-1]))
+            border[d] = level.alpha, level.beta
+            if cluster.memory is not None:
+                least = min(cluster.memory[device] for device in mine)
+                memory[d, 1] = least / self.virtual if strict else least
+        copies, in_flight = self.kept(positions)
+        return StageSearch(
+            table_of(self.profile, replicas),
             self.microbatches,
-            self.copies[: most + 1],
-            self.in_flight[: most + 1],
-            ring,
-            self.border,
-            self.memory,
-            self.modes,
-            self.cluster.size,
-            False,
-            self._choice,
+            copies,
+            in_flight,
+            np.zeros((stages + 1, stages + 1, 2)),
+            border,
+            memory,
+            np.array(RECOMPUTE[self.recompute]),
+            single=True,
         )
-        return int(stages), int(devices)
 
-    def _trace(self, stages: int, devices: int) -> Cut:
-        cuts, replicas, recompute, seconds = [], [], [], []
-        layer = 0
-        for _ in range(stages):
-            count, after, again, _ = (int(value) for value in self._choice[:, devices, layer])
-            cuts.append(layer)
-            replicas.append(count)
-            recompute.append(bool(again))
-            seconds.append(self.seconds(layer, after, count, bool(again), devices))
-            layer, devices = after, devices - count
-        return Cut(tuple(cuts), tuple(replicas), tuple(recompute), max(seconds))
+    def even(self, positions: int) -> Cut:
+        """As many layers on each stage, all recomputed where recomputation is asked for."""
+        layers, stages = len(self.profile.layers), positions * self.virtual
+        cuts = tuple(stage * layers // stages for stage in range(stages))
+        return Cut(cuts, (1,) * stages, (self.recompute != "never",) * stages, 0.0)
 
-    def seconds(self, first: int, last: int, replicas: int, again: bool, devices: int) -> float:
-        """Seconds of a stage per period: its work or the messages across one of its borders, whichever is
-        longer.
-        """
-        from scheduler.pipelines.planner.reachability_kernel import stage_seconds
-
-        work = stage_seconds(
-            self.table, first, last, replicas, again, self.microbatches, self.ring[devices, replicas]
-        )
-        sides = [(first, devices), (last, devices - replicas)]
-        return max(work, *(self._crossing(layer, d, replicas) for layer, d in sides))
-
-    def _crossing(self, layer: int, devices: int, replicas: int) -> float:
-        if layer in (0, len(self.profile.layers)):
-            return 0.0
-        alpha, beta = self.border[devices]
-        return float(self.microbatches * (alpha + beta * self.table[5, layer] / replicas))
+    def first(self, positions: int, replicas: int) -> int:
+        """The first device that is used: the last ones are."""
+        return self.cluster.size - positions * replicas
 
 
 def partition(
@@ -203,41 +166,107 @@ def partition(
     state: float = 0.0,
     max_stages: int | None = None,
     candidates: int = 4,
+    **options: Any,
 ) -> PipelinePlan:
     """The fastest plan: ``profile`` is of one micro-batch on one device.
 
     ``state``: bytes of optimizer state per byte of weights. ``recompute``: ``never``, ``always``, or where it
     helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
+    ``options`` are the schedule's own (``virtual=2``).
     """
-    problem = PartitionInput(profile, cluster, schedule, microbatches, recompute, state, max_stages)
-    cut = problem.best(tolerance=TOLERANCE if cluster.size <= MANY else ROUGHLY)
-    if cut is None:
+    problem = PartitionInput(profile, cluster, schedule, microbatches, recompute, state, max_stages, options)
+    plans = (_by_depth if problem.virtual == 1 else _by_shape)(problem, candidates)
+    best = min(plans, key=lambda plan: plan.period, default=None)
+    if best is None:
         raise ValueError(_why_impossible(problem))
-    best = _simulated(problem, cut)
-    for _ in range(1, candidates):
-        # Further candidates: the best with at most half as many stages, and so on, while one so short can
-        # win.
-        most = len(cut.cuts) // 2
-        cut = problem.best(most, ROUGHLY) if problem.may_take(best.period, most) else None
-        if cut is None:
-            break
-        best = min(best, _simulated(problem, cut), key=lambda candidate: candidate.period)
     return best
 
 
-def _simulated(problem: PartitionInput, cut: Cut) -> PipelinePlan:
-    """Return the plan of a pipeline, with its simulated period and memory."""
-    devices = range(problem.cluster.size - sum(cut.replicas), problem.cluster.size)
+def _by_depth(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
+    """The best pipeline, the best with at most half as many stages, and so on, while one so short can win."""
+    most, period = problem.depth, np.inf
+    for number in range(candidates):
+        search = problem.search(most)
+        if number and not search.may_take(period):
+            return
+        exactly = not number and problem.cluster.size <= MANY
+        cut = search.best(TOLERANCE if exactly else ROUGHLY)
+        if cut is None:
+            return
+        plan = _simulated(problem, cut, cut.replicas)
+        yield plan
+        most, period = len(cut.cuts) // 2, min(period, plan.period)
+
+
+def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
+    """The pipelines whose busiest position has the least to do, of many depths and numbers of replicas."""
+    found: list[tuple[float, Cut, int]] = []
+    for positions in _up_to(problem.depth, 1.25):
+        for replicas in _up_to(problem.cluster.size // positions, 2.0):
+            strictness = (True, False) if problem.cluster.memory else (True,)
+            cuts = [problem.folded(positions, replicas, strict).best(ROUGHLY) for strict in strictness]
+            cuts.append(problem.even(positions))  # may fit where the others need too much of one device
+            found += [(_busiest(problem, cut, positions, replicas), cut, replicas) for cut in cuts if cut]
+    for seconds, cut, replicas in sorted(found, key=lambda shape: shape[0]):
+        positions = len(cut.cuts) // problem.virtual
+        plan = _simulated(problem, replace(cut, bottleneck=seconds), (replicas,) * positions)
+        if candidates > 0 and _fits(problem, plan):
+            candidates -= 1
+            yield plan
+        if not candidates:
+            return
+
+
+def _up_to(most: int, factor: float) -> list[int]:
+    """Numbers from 1 to ``most``, each so much larger than the one before, or by 1."""
+    found = [1] if most else []
+    while found and found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, int(found[-1] * factor))))
+    return found
+
+
+def _busiest(problem: PartitionInput, cut: Cut, positions: int, replicas: int) -> float:
+    """Seconds per period of the position with the most to do."""
+    from scheduler.pipelines.planner.reachability_kernel import stage_seconds
+
+    table, first = table_of(problem.profile), problem.first(positions, replicas)
+    seconds = [0.0] * positions
+    for stage, (low, high) in enumerate(pairwise((*cut.cuts, len(problem.profile.layers)))):
+        start = first + stage % positions * replicas
+        level = problem.cluster.level(start, start + replicas - 1)
+        wires = np.array([level.alpha, level.beta])
+        again = cut.recompute[stage]
+        seconds[stage % positions] += stage_seconds(
+            table, low, high, replicas, again, problem.microbatches, wires
+        )
+    return max(seconds)
+
+
+def _fits(problem: PartitionInput, plan: PipelinePlan) -> bool:
+    if problem.cluster.memory is None:
+        return True
+    weights = [0] * plan.ranks
+    for stage, (low, high) in enumerate(pairwise((*plan.cuts, len(plan.sizes)))):
+        for rank in plan.rank_map[stage % len(plan.replicas)]:
+            weights[rank] += sum(plan.sizes[low:high])
+    needed = [held + problem.state * size for held, size in zip(plan.memory, weights, strict=True)]
+    return all(size <= problem.cluster.memory[d] for size, d in zip(needed, plan.devices, strict=True))
+
+
+def _simulated(problem: PartitionInput, cut: Cut, replicas: tuple[int, ...]) -> PipelinePlan:
+    """The plan of a pipeline, with its simulated period and memory. ``replicas``: by position."""
+    devices = range(problem.cluster.size - sum(replicas), problem.cluster.size)
     program = generate(
         problem.schedule,
-        len(cut.cuts),
+        len(replicas),
         problem.microbatches,
-        replicas=cut.replicas,
+        replicas=replicas,
         profile=problem.profile,
         cuts=cut.cuts,
         recompute=cut.recompute,
         # More buckets would not change the ranking of plans, and thousands of them take minutes to simulate.
         bucket_bytes=max(BUCKET, problem.profile.total_bytes / MOST_BUCKETS),
+        **problem.options,
     )
     return PipelinePlan(
         model=problem.profile.name,
@@ -245,7 +274,7 @@ def _simulated(problem: PartitionInput, cut: Cut) -> PipelinePlan:
         schedule=problem.schedule,
         microbatches=problem.microbatches,
         cuts=cut.cuts,
-        replicas=cut.replicas,
+        replicas=replicas,
         recompute=cut.recompute,
         placement=program.layout.placement,
         devices=tuple(devices),
@@ -256,6 +285,12 @@ def _simulated(problem: PartitionInput, cut: Cut) -> PipelinePlan:
 
 
 def _why_impossible(problem: PartitionInput) -> str:
+    if not problem.depth:
+        return (
+            f"schedule {problem.schedule!r} puts {problem.virtual} stages on a rank, and"
+            f" {problem.profile.name!r} has {len(problem.profile.layers)} layers, max_stages is"
+            f" {problem.max_stages}; choose a schedule with one stage on a rank"
+        )
     layer = max(problem.profile.layers, key=lambda layer: layer.bytes + layer.activation_bytes)
     smallest = min(problem.cluster.memory or (0,))
     return (
@@ -264,25 +299,3 @@ def _why_impossible(problem: PartitionInput) -> str:
         f" {layer.bytes:,} bytes of weights and {layer.activation_bytes:,} of activations; allow"
         " recomputation, choose a schedule with fewer versions (1f1b), or use larger or more devices"
     )
-
-
-def _table(profile: Profile) -> np.ndarray:
-    """Sums over all layers before each one: forward, backward, bytes, activations, update; in row 5 the bytes
-    that cross the border before it; then again sums, of the fixed part of the compute and of what traffic
-    takes.
-    """
-    layers = profile.layers
-    activations = [layer.activation_bytes for layer in layers]
-    columns = [
-        [layer.forward for layer in layers],
-        [layer.backward for layer in layers],
-        [layer.bytes for layer in layers],
-        activations,
-        [layer.bytes * profile.update_per_byte for layer in layers],
-        [layer.fixed * (layer.forward + layer.backward) for layer in layers],
-        [layer.bytes * profile.traffic_per_byte for layer in layers],
-    ]
-    sums = np.zeros((8, len(layers) + 1))
-    sums[[0, 1, 2, 3, 4, 6, 7], 1:] = np.cumsum(np.array(columns, float), axis=1)
-    sums[5, 1:] = activations
-    return sums

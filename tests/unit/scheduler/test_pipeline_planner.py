@@ -20,11 +20,14 @@ from scheduler.ir.link import Level, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.build import program_of
-from scheduler.pipelines.planner.partition import PartitionInput, kept, partition
+from scheduler.pipelines.planner.partition import PartitionInput, partition
+from scheduler.pipelines.planner.stage_search import StageSearch
+from scheduler.simulate.memory import memory_by_rank
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 
 SCHEDULES = [("pipedream", 1), ("pipedream", 2), ("2bw", 3), ("1f1b", 4), ("gpipe", 2)]
+FOLDED = [("wpipe", 4, {}), ("interleaved", 4, {}), ("interleaved", 4, {"virtual": 3})]
 
 
 def model(layers: int, seed: int = 0) -> Profile:
@@ -98,7 +101,8 @@ def stage_time(
     activations = sum(layer.activation_bytes for layer in layers)
     inputs = profile.layers[cuts[stage] - 1].activation_bytes if stage else 0
     outputs = layers[-1].activation_bytes
-    versions, in_flight = kept(schedule, from_end, count)
+    layout = generate(schedule, len(cuts) - 1, count).layout
+    versions, in_flight = layout.versions[stage], layout.activations[stage]
     held = inputs * in_flight + activations if again else activations * in_flight
     limit = min(cluster.memory[device : device + replicas]) if cluster.memory else math.inf
     if size * (versions + 1 + state) + held / replicas > limit:
@@ -121,12 +125,12 @@ def stage_time(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("zero_bubble", 3)])
 def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
     profile = model(4 + seed % 4, seed)
     clusters = [Cluster.flat(3, Link(0.1, 0.05)), two_levels()]
     for cluster in clusters:
-        found = PartitionInput(profile, cluster, schedule, count).best()
+        found = PartitionInput(profile, cluster, schedule, count).search(9).best()
         assert found is not None
         wanted = least_bottleneck(profile, cluster, schedule, count, (False,), 0.0)
         assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
@@ -141,7 +145,7 @@ def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int,
     for part in (0.3, 0.6, 1.0):
         cluster = two_levels(tuple(int(whole * part * share) for share in (1.0, 0.7, 1.3, 0.9)))
         for recompute, modes in (("never", (False,)), ("auto", (False, True)), ("always", (True,))):
-            found = PartitionInput(profile, cluster, schedule, count, recompute, state=1.0).best()
+            found = PartitionInput(profile, cluster, schedule, count, recompute, 1.0).search(9).best()
             wanted = least_bottleneck(profile, cluster, schedule, count, modes, 1.0)
             if found is None:
                 assert wanted == math.inf
@@ -151,19 +155,60 @@ def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int,
 
 def test_seven_layers_four_devices() -> None:
     profile = model(7, 11)
-    found = PartitionInput(profile, two_levels(), "pipedream").best()
+    found = PartitionInput(profile, two_levels(), "pipedream").search(9).best()
     assert found is not None
     wanted = least_bottleneck(profile, two_levels(), "pipedream", 1, (False,), 0.0)
     assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("ashpipe", 1), ("1f1b", 1), ("2bw", 1)])
-def test_counts_are_those_of_the_generated_programs(schedule: str, count: int) -> None:
+def test_counts_of_shallow_pipelines_are_those_of_the_end_of_deep_ones(schedule: str, count: int) -> None:
+    """Which lets one search serve all depths."""
+    deep = PartitionInput(model(9), Cluster.flat(9, Link(0.1, 0.05), 1), schedule, count)
     for stages in (1, 3, 5):
-        layout = generate(schedule, stages, count).pipeline
-        assert layout is not None
-        wanted = [kept(schedule, stages - stage, count) for stage in range(stages)]
-        assert list(zip(layout.versions, layout.activations, strict=True)) == wanted
+        for few, many in zip(deep.kept(stages), deep.kept(9), strict=True):
+            assert few.tolist() == many[: stages + 1].tolist()
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("schedule", "count", "options"), FOLDED)
+def test_several_stages_on_a_rank(
+    schedule: str, count: int, options: dict[str, int], seed: int, short: bool
+) -> None:
+    """Never slower than layers cut evenly, with any number of positions and replicas; and within memory."""
+    profile = model(7 + seed, seed)
+    virtual = options.get("virtual", 2)
+    memory = (200 if seed % 2 else 320,) * 4 if short else None
+    cluster = two_levels(memory)
+    naive = []
+    for positions, replicas in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)):
+        stages = positions * virtual
+        if stages <= len(profile.layers):
+            cuts = [stage * len(profile.layers) // stages for stage in range(stages)]
+            program = generate(
+                schedule, positions, count, replicas=replicas, profile=profile, cuts=cuts, **options
+            )
+            ranks = range(4 - positions * replicas, 4)
+            if memory is None or max(memory_by_rank(program, profile)) <= memory[0]:
+                naive.append(simulate(program, profile, cluster.at(ranks)).period)
+    try:
+        plan = partition(profile, cluster, schedule, microbatches=count, candidates=99, **options)
+    except ValueError:
+        assert short and not naive
+        return
+    program = program_of(plan, profile)
+    validate(program, profile)
+    assert memory is None or max(plan.memory) <= memory[0]
+    assert plan.memory == memory_by_rank(program, profile)
+    assert PipelinePlan.from_dict(plan.to_dict()) == plan
+    assert plan.period <= min(naive, default=math.inf) * 1.0001
+
+
+def test_schedules_of_a_few_positions() -> None:
+    profile, cluster = model(8, 3), Cluster.flat(6, Link(0.1, 0.05))
+    assert 1 <= len(partition(profile, cluster, "bundle").cuts) <= 2
+    assert len(partition(profile, cluster, "wpipe", microbatches=3).replicas) <= 3
 
 
 def test_plan_becomes_a_valid_program_within_its_memory() -> None:
@@ -192,7 +237,7 @@ def test_simulator_decides_between_depths() -> None:
     """
     profile = Profile("equal", tuple(Layer(str(n), 1.0, 2.0, 1, 1) for n in range(4)))
     cluster = Cluster.flat(4, Link(0.0, 1.5))
-    best = PartitionInput(profile, cluster, "1f1b").best()
+    best = PartitionInput(profile, cluster, "1f1b").search(9).best()
     assert best is not None and len(best.cuts) > 1
     plan = partition(profile, cluster, "1f1b")
     assert len(plan.cuts) < len(best.cuts)
@@ -207,7 +252,7 @@ def test_depths_that_are_left_out_would_not_have_won(
 ) -> None:
     profile, cluster = model(5 + seed, seed), Cluster((Level(2, 0.1, 0.02), Level(4, 0.3, 0.02 * seed)))
     quick = partition(profile, cluster, schedule, microbatches=count, recompute="auto")
-    monkeypatch.setattr(PartitionInput, "may_take", lambda _, period, most: most > 0)
+    monkeypatch.setattr(StageSearch, "may_take", lambda search, period: len(search.copies) > 1)
     assert partition(profile, cluster, schedule, microbatches=count, recompute="auto") == quick
 
 
@@ -221,8 +266,9 @@ def test_what_decides_that_a_depth_is_left_out_is_a_bound(
     profile, cluster = model(layers, seed), Cluster((Level(2, 0.1, 0.02), Level(4, 0.3, beta)))
     plan = partition(profile, cluster, schedule, microbatches=count, max_stages=depth, candidates=1)
     problem = PartitionInput(profile, cluster, schedule, count)
-    assert problem.may_take(plan.period * (1 + 1e-9), depth)
-    assert not problem.may_take(count * profile.compute / cluster.size * 0.99, depth)
+    search = problem.search(depth)
+    assert search.may_take(plan.period * (1 + 1e-9))
+    assert not search.may_take(count * profile.compute / cluster.size * 0.99)
 
 
 def test_plan_file(tmp_path: Path) -> None:
@@ -253,7 +299,7 @@ def test_changed_plans(tmp_path: Path) -> None:
         PipelinePlan.from_dict({**plan.to_dict(), "schedule": "gpipe"})
     with pytest.raises(ValueError, match="unknown fields .'extra'."):
         PipelinePlan.from_dict({**plan.to_dict(), "extra": 1})
-    with pytest.raises(ValueError, match=r"field 'replicas' must have \d entries, got 9"):
+    with pytest.raises(ValueError, match=r"field 'replicas' must have \d entries, .*got 9"):
         replace(plan, replicas=(1,) * 9)
     path = tmp_path / "plan.json"
     path.write_text("{")
@@ -277,7 +323,11 @@ def test_impossible_memory_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "wpipe"}, "cannot be planned"),
+        ({"schedule": "fast"}, "there is no pipeline schedule 'fast'; the schedules are gpipe, 1f1b"),
+        (
+            {"schedule": "wpipe", "max_stages": 1, "microbatches": 4},
+            "puts 2 stages on a rank.* max_stages is 1",
+        ),
         ({"recompute": "maybe"}, "recompute must be one of never, auto, always"),
         ({"microbatches": 0}, "at least 1 micro-batch"),
     ],
