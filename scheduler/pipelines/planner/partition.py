@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -207,14 +207,13 @@ def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan
             cuts = [problem.folded(positions, replicas, strict).best(ROUGHLY) for strict in strictness]
             cuts.append(problem.even(positions))  # may fit where the others need too much of one device
             found += [(_busiest(problem, cut, positions, replicas), cut, replicas) for cut in cuts if cut]
-    for seconds, cut, replicas in sorted(found, key=lambda shape: shape[0]):
-        positions = len(cut.cuts) // problem.virtual
-        plan = _simulated(problem, replace(cut, bottleneck=seconds), (replicas,) * positions)
-        if candidates > 0 and _fits(problem, plan):
-            candidates -= 1
-            yield plan
-        if not candidates:
-            return
+    plans = (
+        _simulated(
+            problem, replace(cut, bottleneck=seconds), (replicas,) * (len(cut.cuts) // problem.virtual)
+        )
+        for seconds, cut, replicas in sorted(found, key=lambda shape: shape[0])
+    )
+    yield from islice((plan for plan in plans if _fits(problem, plan)), candidates)
 
 
 def _up_to(most: int, factor: float) -> list[int]:
