@@ -13,10 +13,10 @@ from scheduler.ir.link import FEWEST_SIZES, fit
 
 
 def combine(transport: str, samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row per operation and size from every rank's samples; the slowest rank counts.
+    """One row per operation and size from every rank's samples, of which the slowest counts.
 
-    Algorithm bandwidth is bytes of the whole tensor per second. Bus bandwidth is what the slowest link carries
-    if the algorithm is the best one, so it can be compared with the link's rate.
+    Algorithm bandwidth is bytes of the whole tensor per second. Bus bandwidth is what the slowest link
+    carries if the algorithm is the best one, so it can be compared with the link's rate.
     """
     share = (len(samples) - 1) / len(samples)
     rows = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,18 @@ class Recorder:
     def clear(self) -> None:
         for times in (self.reached, self.began, self.ready):
             times.clear()
+
+    def homes(self) -> dict[str, str]:
+        """For each layer with gradients, itself if it was called, or the called layer before it.
+
+        Attention modules use the weights of their parts without calling these.
+        """
+        found, home = {}, min(self.began, key=lambda name: self.began[name])
+        for name in self.owners:
+            home = name if name in self.began else home
+            if name in self.ready:
+                found[name] = home
+        return found
 
 
 @contextmanager
@@ -83,14 +96,17 @@ class Spans:
 
     @classmethod
     def of(cls, recorder: Recorder, forward_end: float, update: float) -> Spans:
-        names = sorted(recorder.ready, key=lambda name: recorder.began[name])
+        ready: dict[str, float] = {}
+        for name, home in recorder.homes().items():
+            ready[home] = max(ready.get(home, 0.0), recorder.ready[name])
+        names = sorted(ready, key=lambda name: recorder.began[name])
         starts = [recorder.began[name] for name in names]
         ends = [*(recorder.reached[name] for name in names[1:]), forward_end]
         forward = tuple(zip(starts, ends, strict=True))
         backward, last = [], forward_end
         # Branches finish out of order; a layer counts as done when those above are.
         for name in reversed(names):
-            end = max(last, recorder.ready[name])
+            end = max(last, ready[name])
             backward.append((last, end))
             last = end
         return cls(tuple(names), forward, tuple(reversed(backward)), update)
@@ -106,18 +122,20 @@ def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
             stamps = trainer.iteration(*batch)
             spans.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
     trainer.finish()
-    layers, seen = [], set()
-    for index, name in enumerate(spans[0].names):
-        size = 0
+    sizes: dict[str, int] = defaultdict(int)
+    seen = set()
+    for name, home in recorder.homes().items():
         for parameter in recorder.owners[name].parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                size += parameter.numel() * parameter.element_size()
+                sizes[home] += parameter.numel() * parameter.element_size()
+    layers = []
+    for index, name in enumerate(spans[0].names):
         forward, backward = (
             statistics.median(times[index][1] - times[index][0] for times in kind)
             for kind in ([s.forward for s in spans[1:]], [s.backward for s in spans[1:]])
         )
-        layers.append(Layer(name, forward, backward, size))
+        layers.append(Layer(name, forward, backward, sizes[name]))
     total = sum(layer.bytes for layer in layers)
     update = statistics.median(s.update for s in spans[1:])
     source = "measured, all ranks computing"
