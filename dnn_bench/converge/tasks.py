@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.trainer import Trainer
-from dnn_bench.models.transformer import GPT2
+from dnn_bench.models.transformer import LanguageModel
 
 GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
 TEXT_LENGTH = 32
@@ -66,7 +66,7 @@ def digits_model() -> nn.Module:
 
 
 def text_model() -> nn.Module:
-    return GPT2(vocab_size=CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
+    return LanguageModel("gpt2", CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
 
 
 TASKS: dict[str, tuple[Any, Any, float]] = {  # data, model, learning rate

@@ -15,7 +15,7 @@ import torch
 from comm_core.cuda.launchers import launcher_for
 from dnn_bench.baselines.job import Job
 from dnn_bench.command_line import one_line_errors, parser
-from dnn_bench.emulate.measure import Emulation, all_policies, link_of
+from dnn_bench.emulate.cli import Emulation, all_policies, link_of
 from dnn_bench.emulate.network import check_device
 from dnn_bench.gpu import cost, kernels
 from dnn_bench.gpu.text import markdown, section

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commsched as hvd
 from commsched.optimizer.deferred_updates import OptimizerView
 from dnn_bench.baselines.job import Job
-from dnn_bench.emulate.measure import Emulation
+from dnn_bench.emulate.cli import Emulation
 from scheduler.ir.link import Link
 
 FREE = Link(0.0, 1e-15)  # a network that costs nothing: what is left is commsched's own

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser
-from dnn_bench.spatial.start import SLICES, add_run, grid_of, on_ranks
+from dnn_bench.spatial.options import SLICES, add_run, grid_of, on_ranks
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
