@@ -67,7 +67,7 @@ def size_of(text: str) -> int:
 
 def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) -> dict[str, Any]:
     """Measures one transport after the other and prints the tables."""
-    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Job
     from dnn_bench.runner import environment
     from dnn_bench.runner.sets import asked
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import commsched as hvd
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.command_line import add_job, chosen, one_line_errors, parser, shape_of, table
 from dnn_bench.emulate.network import check_device, emulated_backend, emulated_ranks
 from scheduler import policies

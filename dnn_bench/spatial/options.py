@@ -103,6 +103,11 @@ def read(arguments: list[str]) -> Plan:
         )
     if o.times > 1 and not mirrored:
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
+    balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
+    if balance and len(balance) != o.split_size:
+        raise ValueError(
+            f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
+        )
     grids = _grids(o, spatial)
     tiled = sum(rows * columns for rows, columns in grids)
     return Plan(
@@ -111,7 +116,7 @@ def read(arguments: list[str]) -> Plan:
         o.num_layers or LAYERS[o.model],
         o.num_filters or FILTERS[o.model],
         grids,
-        _balance(o),
+        balance,
         stages=o.split_size,
         mirrored=mirrored,
         microbatches=o.parts * o.times,
@@ -142,17 +147,6 @@ def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
         )
     parts = parts * spatial if len(parts) == 1 else parts
     return tuple(grid_of(o.slice_method, count) for count in parts[:spatial])
-
-
-def _balance(o: argparse.Namespace) -> tuple[int, ...] | None:
-    if o.balance is None:
-        return None
-    balance = _numbers("--balance", o.balance)
-    if len(balance) != o.split_size:
-        raise ValueError(
-            f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
-        )
-    return tuple(balance)
 
 
 def _numbers(option: str, text: str) -> list[int]:

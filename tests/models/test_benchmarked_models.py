@@ -11,9 +11,9 @@ import torch
 
 from dnn_bench import models
 from dnn_bench.baselines import trainer as module
-from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.limits import Local
-from dnn_bench.runner.layers import profile_of
+from dnn_bench.baselines.trainer import Job
+from dnn_bench.runner.measure import profile_of
 from dnn_bench.runner.memory import estimate
 
 pytestmark = pytest.mark.models
