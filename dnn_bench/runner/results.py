@@ -68,51 +68,40 @@ def summarise(
     by_name = {row.name: row for row in rows if row.measured}
     local, floor = by_name.get("local"), by_name.get("floor")
     best = fastest(rows, "peer")
-    return [_figures(row, local, floor, best, samples, bounds, rate) for row in rows]
+    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
+    found = [{name: getattr(row, name) for name in kept} for row in rows]
+    for row, figures in zip(rows, found, strict=True):
+        if not row.measured:
+            continue
+        time = statistics.median(row.times)
+        figures |= {
+            "time": time,
+            "low": min(row.times),
+            "high": max(row.times),
+            "times": row.times,
+            "by_rank": row.by_rank,
+            "stolen": row.stolen,
+            "throughput": None if row.name == "wire" else samples / time,
+            "throughputs": [samples / value for value in row.times],
+            **{name: row.mean(name) for name in ("forward", "backward", "step", "cpu", "sent")},
+            "memory": max(block["memory"] for blocks in row.repetitions for block in blocks),
+            "utilisation": row.mean("sent") / rate / time if rate else None,
+            **split(row, local, floor),
+            "to_floor": paired_ratio(row, floor),
+            "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
+            "to_best_peer": paired_ratio(row, best),
+            "best_peer": best.name if best else None,
+        }
+        if local is not None and row is not local:
+            compute = 0.0 if row.name == "wire" else local.mean("cpu")
+            figures["communication_cpu"] = figures["cpu"] - compute
+    return found
 
 
 def fastest(rows: Sequence[Row], kind: str) -> Row | None:
     """The row of this kind with the smallest median."""
     candidates = [row for row in rows if row.kind == kind and row.measured]
     return min(candidates, key=lambda row: statistics.median(row.times), default=None)
-
-
-def _figures(
-    row: Row,
-    local: Row | None,
-    floor: Row | None,
-    best: Row | None,
-    samples: int,
-    bounds: Sequence[float],
-    rate: float | None,
-) -> dict[str, Any]:
-    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
-    figures: dict[str, Any] = {name: getattr(row, name) for name in kept}
-    if not row.measured:
-        return figures
-    time = statistics.median(row.times)
-    figures |= {
-        "time": time,
-        "low": min(row.times),
-        "high": max(row.times),
-        "times": row.times,
-        "by_rank": row.by_rank,
-        "stolen": row.stolen,
-        "throughput": None if row.name == "wire" else samples / time,
-        "throughputs": [samples / value for value in row.times],
-        **{name: row.mean(name) for name in ("forward", "backward", "step", "cpu", "sent")},
-        "memory": max(block["memory"] for blocks in row.repetitions for block in blocks),
-        "utilisation": row.mean("sent") / rate / time if rate else None,
-        **split(row, local, floor),
-        "to_floor": paired_ratio(row, floor),
-        "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
-        "to_best_peer": paired_ratio(row, best),
-        "best_peer": best.name if best else None,
-    }
-    if local is not None and row is not local:
-        compute = 0.0 if row.name == "wire" else local.mean("cpu")
-        figures["communication_cpu"] = figures["cpu"] - compute
-    return figures
 
 
 def split(row: Row, local: Row | None, floor: Row | None) -> dict[str, float | None]:
