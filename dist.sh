@@ -3,7 +3,7 @@
 #
 #   dnn=resnet50 bs=64 nworkers=4 baseline=PipeDAP ./dist.sh
 #
-#   dnn       model (resnet_tiny)                  nworkers  number of workers (2)
+#   dnn       model, library/model (resnet_tiny)   nworkers  number of workers (2)
 #   bs        batch per worker (the model's own)   hosts     hosts and workers, as first:2,second:2 (this machine)
 #   senlen    tokens per sentence (the model's)    launcher  horovodrun, torchrun or mpirun (by baseline and hosts)
 #   data      images or text (synthetic data)      rdma      1: RDMA, 0: TCP (0)

@@ -17,6 +17,7 @@ from dnn_bench.command_line import chosen
 
 COMPARE = "compare"  # in the place of a launcher
 ALIASES = {"data_dir": "data"}
+RDMA = "NCCL_IB_DISABLE"  # decides between RDMA and TCP; the sockets of gloo are TCP always
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def launcher_for(baseline: str, settings: Settings) -> str:
         several = len(hosts_of(settings.hosts)) > 1 and len(possible) > 1
         usable = [name for name in possible if name != "torchrun"] if several else possible
         return next(filter(launch.find, usable), usable[0])
-    (launcher,) = chosen("launcher", settings.launcher.lower(), ["horovodrun", "torchrun", "mpirun"])
+    (launcher,) = chosen("launcher", settings.launcher.lower(), [*LAUNCHERS])
     if launcher not in possible:
         raise ValueError(
             f"baseline {baseline} cannot run under {launcher}; use launcher={' or '.join(possible)}"
@@ -120,25 +121,21 @@ def hosts_of(text: str) -> list[tuple[str, int]]:
     return pairs
 
 
-def network_environment(settings: Settings) -> dict[str, str]:
-    """What decides between RDMA and TCP; the sockets of gloo are TCP always."""
-    return {"NCCL_IB_DISABLE": "0" if settings.rdma else "1"}
-
-
-def shape_and_data(settings: Settings) -> list[str]:
+def command(settings: Settings) -> list[str]:
+    """The program that `dist.sh` starts."""
+    python = [sys.executable, "-m", "dnn_bench"]
     given = {"--batch-size": settings.bs, "--seq-len": settings.senlen, "--data-dir": settings.data}
-    return [part for flag, value in given.items() if value for part in (flag, str(value))]
-
-
-def benchmark(settings: Settings) -> list[str]:
-    """The command of one rank."""
-    command = [sys.executable, "-m", "dnn_bench", "synthetic", "--model", settings.dnn]
-    command += ["--baseline", settings.baseline, *shape_and_data(settings)]
-    return [*command, "--num-warmup-batches", str(settings.nwarmup), "--num-iters", str(settings.niters)]
+    what = ["--model", settings.dnn, "--baseline", settings.baseline]
+    what += [part for flag, value in given.items() if value for part in (flag, str(value))]
+    if settings.launcher == COMPARE:  # the comparison starts the workers of every baseline itself
+        effort = ["--warmup", str(settings.nwarmup), "--iters", str(settings.niters)]
+        return [*python, "compare", "--local", str(settings.nworkers), *what, *effort]
+    effort = ["--num-warmup-batches", str(settings.nwarmup), "--num-iters", str(settings.niters)]
+    return [*LAUNCHERS[settings.launcher](settings), *python, "synthetic", *what, *effort]
 
 
 def horovodrun(settings: Settings) -> list[str]:
-    return [*launch.horovodrun(settings.nworkers, settings.hosts), *benchmark(settings)]
+    return launch.horovodrun(settings.nworkers, settings.hosts)
 
 
 def torchrun(settings: Settings) -> list[str]:
@@ -148,7 +145,7 @@ def torchrun(settings: Settings) -> list[str]:
             "or call torchrun on each with --nnodes, --node-rank and --master-addr"
         )
     options = ["--standalone", "--nproc-per-node", str(settings.nworkers), "--no-python"]
-    return [launch.installed("torchrun"), *options, *benchmark(settings)]
+    return [launch.installed("torchrun"), *options]
 
 
 def mpirun(settings: Settings) -> list[str]:
@@ -156,32 +153,22 @@ def mpirun(settings: Settings) -> list[str]:
     options = ["--oversubscribe", "--bind-to", "none", "-np", str(settings.nworkers)]
     hosts = ["-H", settings.hosts] if settings.hosts else []
     names = [name for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ]
-    exported = [part for name in (*names, *network_environment(settings)) for part in ("-x", name)]
+    exported = [part for name in (*names, RDMA) for part in ("-x", name)]
     # Hosts may have several networks, and Open MPI's InfiniBand transport warns where there is none.
     tcp = [] if settings.rdma else ["--mca", "btl", "self,tcp"]
-    command = [launch.installed("mpirun"), *root, *options, *hosts, *tcp, *exported]
-    return [*command, *benchmark(settings)]
-
-
-def compare(settings: Settings) -> list[str]:
-    """No launcher: the comparison starts the workers of every baseline itself."""
-    command = [sys.executable, "-m", "dnn_bench", "compare", "--local", str(settings.nworkers)]
-    command += ["--model", settings.dnn, "--baseline", settings.baseline, *shape_and_data(settings)]
-    return [*command, "--warmup", str(settings.nwarmup), "--iters", str(settings.niters)]
+    return [launch.installed("mpirun"), *root, *options, *hosts, *tcp, *exported]
 
 
 LAUNCHERS: dict[str, Callable[[Settings], list[str]]] = {
     "horovodrun": horovodrun,
     "torchrun": torchrun,
     "mpirun": mpirun,
-    COMPARE: compare,
 }
 
 
 def command_line(settings: Settings) -> str:
     """The whole command as one would type it."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in network_environment(settings).items()]
-    return " ".join(["env", *assignments, shlex.join(LAUNCHERS[settings.launcher](settings))])
+    return f"env {RDMA}={int(not settings.rdma)} {shlex.join(command(settings))}"
 
 
 def main() -> int:

@@ -15,9 +15,8 @@ import torch
 
 from commsched.process.launch import detect_launch
 from dnn_bench import baselines, models
-from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import require
-from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.baselines.trainer import Job, Trainer
 from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
 from dnn_bench.runner import memory
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import Stamps, Trainer
+from dnn_bench.baselines.trainer import Job, Stamps, Trainer
 
 
 class Local(Trainer):

@@ -15,8 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import Operation, Trainer
+from dnn_bench.baselines.trainer import Job, Operation, Trainer
 
 LEAST_SHARE = 0.01  # of the model's parameters; smaller parts go with the root
 

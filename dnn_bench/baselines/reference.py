@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import Trainer
+from dnn_bench.baselines.trainer import Job, Trainer
 
 STEPS = 3  # at most
 SMALL = 1e-3  # a tensor that moves less than this share of the average one is judged by the average

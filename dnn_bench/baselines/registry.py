@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler import policies
 
 if TYPE_CHECKING:
-    from dnn_bench.baselines.job import Job
-    from dnn_bench.baselines.trainer import Trainer
+    from dnn_bench.baselines.trainer import Job, Trainer
 
 HERE = "dnn_bench.baselines."
 LIMIT, PEER, OURS = "limit", "peer", "commsched"

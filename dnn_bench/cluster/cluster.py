@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from dnn_bench.cluster import ssh as sshd
@@ -41,12 +41,9 @@ Process = subprocess.Popen[Any]
 class Cluster:
     """Emulated hosts on this machine; a context manager.
 
-    Every host has its own network stack, address (`addresses`), host name (`names`: host0, host1, …) and,
-    with `ssh` or after `start_ssh`, an sshd that the other hosts reach without a password: horovodrun and
-    mpirun need it, nothing else does. `link` is the speed of each link, the same in both directions
-    (`"250mbit"`, `"1gbit"`, `"unlimited"`), or one per host (`"1gbit,250mbit"`);
-    `delay` adds latency where the kernel has netem; `congestion` is how their TCP avoids congestion. Hosts
-    share the machine's files and memory; each has processors of its own, where there are enough of them.
+    Every host has its own network stack, address (`addresses`) and name (`names`: host0, …). With `ssh`
+    it has an sshd, which horovodrun and mpirun need. `link` is the speed of all links or of each
+    (`"1gbit,250mbit"`). Hosts share files and memory; each has processors of its own, if there are enough.
     """
 
     def __init__(
@@ -75,9 +72,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -157,16 +152,13 @@ class Cluster:
                     time.sleep(0.01)
         self._has_ssh = True
 
-    def set_link(self, link: str | Sequence[str], delay: str | None = None) -> None:
+    def set_link(self, link: str | Sequence[str]) -> None:
         """Gives the links another speed. What is on its way is lost: nobody should be sending."""
         if self._closed:
             raise ClusterError("the cluster is not running: use it inside `with Cluster(...)`")
-        self.links = links(link, len(self), delay)
+        self.links = links(link, len(self), None)
         for host in range(len(self)):
-            for namespace, device in self._ends(host):
-                with contextlib.suppress(ClusterError):  # an unlimited link has no shaper to remove
-                    in_namespace(namespace, ["tc", "qdisc", "del", "dev", device, "root"])
-                self._shape(host, namespace, device)
+            self._shape(host, again=True)
 
     def cut(self, host: int) -> None:
         """Unplugs a host at the switch, for good: its own interface stays up, and nobody is told."""
@@ -224,23 +216,22 @@ class Cluster:
             in_namespace(name, ["sh", "-c", f'echo "$0" > {CONGESTION_FILE}', self.congestion])
         except ClusterError:
             raise ClusterError(congestion_advice(self.congestion)) from None
-        for namespace, device in self._ends(host):
-            self._shape(host, namespace, device)
+        self._shape(host)
 
-    def _ends(self, host: int) -> list[tuple[str, str]]:
-        """Both ends of a host's cable: namespace and device."""
-        return [(self._namespace(host), DEVICE), (f"{self.identity}-sw", f"port{host}")]
-
-    def _shape(self, host: int, namespace: str, device: str) -> None:
-        for shaper in self.links[host].commands(device):
-            try:
-                in_namespace(namespace, shaper)
-            except ClusterError as error:
-                what = str(error).partition("\n")[0].rstrip(".")  # the usage of tc follows
-                raise ClusterError(
-                    f"the system refuses the link {self.links[host]} of host {host}: {what}; "
-                    + self.links[host].advice(shaper)
-                ) from None
+    def _shape(self, host: int, again: bool = False) -> None:
+        """Shape both ends of a host's cable."""
+        link = self.links[host]
+        for namespace, device in ((self._namespace(host), DEVICE), (f"{self.identity}-sw", f"port{host}")):
+            if again:
+                with contextlib.suppress(ClusterError):  # an unlimited link has no shaper to remove
+                    in_namespace(namespace, ["tc", "qdisc", "del", "dev", device, "root"])
+            for shaper in link.commands(device):
+                try:
+                    in_namespace(namespace, shaper)
+                except ClusterError as error:
+                    what = str(error).partition("\n")[0].rstrip(".")  # the usage of tc follows
+                    said = f"the system refuses the link {link} of host {host}: {what}; {link.advice(shaper)}"
+                    raise ClusterError(said) from None
 
     def _close_on_signals(self) -> None:
         """When asked to end, run the clean-up, which the default action of these signals skips."""

@@ -6,15 +6,18 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get
-from dnn_bench.command_line import chosen, console, one_line_errors, parser
+from dnn_bench.command_line import chosen, console, one_line_errors, parser, table
 from dnn_bench.launch import add_place, place_of
+from scheduler.ir.link import FEWEST_SIZES, fit
 
 HERE = "dnn_bench.collectives.transports."
+WORDS = ("operation", "transport")  # columns of words in tables
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -64,8 +67,7 @@ def size_of(text: str) -> int:
 
 def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) -> dict[str, Any]:
     """Measures one transport after the other and prints the tables."""
-    from dnn_bench.baselines.job import Job
-    from dnn_bench.collectives import results
+    from dnn_bench.baselines.trainer import Job
     from dnn_bench.runner import environment
     from dnn_bench.runner.sets import asked
 
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
             print(f"measuring {entry.name}", file=sys.stderr, flush=True)
             try:
                 answers = asked(entry, Job("mlp_tiny"), place, "collectives", sizes)
-                rows += results.combine(entry.name, answers)
+                rows += combine(entry.name, answers)
             except MissingPeer as error:
                 problems[entry.name] = ("missing", str(error))
             except RuntimeError as error:
@@ -84,7 +86,74 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
         report = {
             "kind": "collectives", "environment": environment.describe(),
             "place": {**place.describe(), "ranks": place.size, "rate": place.rate},
-            "rows": rows, "fits": results.fits(rows), "problems": problems,
+            "rows": rows, "fits": fits(rows), "problems": problems,
         }  # fmt: skip
-    results.show(report, console())
+    show(report)
     return report
+
+
+def combine(transport: str, samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row per operation and size from every rank's samples, of which the slowest counts.
+
+    Algorithm bandwidth is bytes of the whole tensor per second. Bus bandwidth is what the slowest link
+    carries if the algorithm is the best one, so it can be compared with the link's rate.
+    """
+    share = (len(samples) - 1) / len(samples)
+    rows = []
+    for same in zip(*samples, strict=True):
+        row = {**same[0], "transport": transport}
+        row |= {name: max(sample[name] for sample in same) for name in ("seconds", "cpu")}
+        algorithm = row["bytes"] / row["seconds"]
+        bus = algorithm * share * (2 if row["operation"] == "all_reduce" else 1)
+        rows.append({**row, "algorithm_bandwidth": algorithm, "bus_bandwidth": bus})
+    return rows
+
+
+def fits(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """alpha + beta * bytes for each transport and operation with enough sizes."""
+    found = []
+    for operation, transport in dict.fromkeys((row["operation"], row["transport"]) for row in rows):
+        same = [row for row in rows if (row["operation"], row["transport"]) == (operation, transport)]
+        sizes = [row["bytes"] for row in same]
+        if len(set(sizes)) >= FEWEST_SIZES:
+            link = fit(sizes, [row["seconds"] for row in same])
+            figures = {"alpha": link.alpha, "beta": link.beta, "error": link.error}
+            found.append({"transport": transport, "operation": operation, **figures})
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    output = console()
+    output.print(bandwidths(report))
+    fitted = table("seconds = alpha + beta * bytes", (*WORDS, "alpha us", "beta ns/byte", "error"), WORDS)
+    for one in sorted(report["fits"], key=lambda one: (one["operation"], one["beta"])):
+        figures = f"{one['alpha'] * 1e6:.0f}", f"{one['beta'] * 1e9:.3f}", f"{one['error']:.1%}"
+        fitted.add_row(one["operation"], one["transport"], *figures)
+    if report["fits"]:
+        output.print(fitted)
+    for name, (status, reason) in report["problems"].items():
+        output.print(f"{name}: {status}: {reason.strip().splitlines()[0]}", markup=False, highlight=False)
+
+
+def bandwidths(report: dict[str, Any]) -> Any:
+    place = report["place"]
+    where = ", ".join(dict.fromkeys(place.get("links", ["this machine"])))
+    rate = place["rate"]
+    figures = ("ms", "cpu ms", "algorithm MB/s", "bus MB/s", "of the link")
+    found = table(f"{place['ranks']} ranks, {where}", ("operation", "bytes", "transport", *figures), WORDS)
+    previous = None
+    for row in sorted(report["rows"], key=lambda row: (row["operation"], row["bytes"], row["seconds"])):
+        if previous is not None and previous != (row["operation"], row["bytes"]):
+            found.add_section()
+        previous = (row["operation"], row["bytes"])
+        found.add_row(
+            row["operation"],
+            str(row["bytes"]),
+            row["transport"],
+            f"{row['seconds'] * 1e3:.2f}",
+            f"{row['cpu'] * 1e3:.2f}",
+            f"{row['algorithm_bandwidth'] / 1e6:.1f}",
+            f"{row['bus_bandwidth'] / 1e6:.1f}",
+            f"{row['bus_bandwidth'] / rate:.0%}" if rate else "",
+        )
+    return found

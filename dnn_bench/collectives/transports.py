@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import connected
+from dnn_bench.baselines.trainer import Job, connected
 
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 VOLUME = 2**22  # bytes that the repetitions of one size move at least

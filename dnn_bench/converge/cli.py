@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -34,6 +35,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
+    from dnn_bench.converge.tasks import problems
+
     options = parse(arguments)
     all_ours = [entry for entry in map(get, names()) if entry.kind == OURS]
     wanted = options.baseline.split(",")
@@ -44,7 +47,18 @@ def main(arguments: list[str]) -> int:
     runs: list[Run] = []
     failures: dict[str, list[str]] = {}
     for task in options.task.split(","):
-        train_all(task, entries, workers, options.steps, runs, failures)
+        plain = train_one(task, get("local"), 1, options.steps, "plain")
+        runs.append(plain)
+        for size, entry in itertools.product(workers, entries):
+            label = f"{task}, {entry.name}, {size} workers"
+            print(f"training {label}", file=sys.stderr, flush=True)
+            try:
+                runs.append(train_one(task, entry, size, options.steps, entry.name))
+            except RuntimeError as error:
+                failures[label] = [str(error).splitlines()[0]]
+                continue
+            if found := problems(runs[-1], plain):
+                failures[label] = found
     console().print(curves(runs, failures))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in runs]) + "\n")
@@ -53,32 +67,6 @@ def main(arguments: list[str]) -> int:
     for name, reasons in failures.items():
         print(f"{name}: {'; '.join(reasons)}")
     return int(bool(failures))
-
-
-def train_all(
-    task: str,
-    entries: list[Baseline],
-    workers: list[int],
-    steps: int,
-    runs: list[Run],
-    failures: dict[str, list[str]],
-) -> None:
-    """Plain training first, then every baseline at every size; adds runs, and failures with their reasons."""
-    from dnn_bench.converge.tasks import problems
-
-    plain = train_one(task, get("local"), 1, steps, name="plain")
-    runs.append(plain)
-    for size in workers:
-        for entry in entries:
-            label = f"{task}, {entry.name}, {size} workers"
-            print(f"training {label}", file=sys.stderr, flush=True)
-            try:
-                runs.append(train_one(task, entry, size, steps, entry.name))
-            except RuntimeError as error:
-                failures[label] = [str(error).splitlines()[0]]
-                continue
-            if found := problems(runs[-1], plain):
-                failures[label] = found
 
 
 def train_one(task: str, entry: Baseline, size: int, steps: int, name: str) -> Run:

@@ -8,16 +8,15 @@ import hashlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dnn_bench.baselines.job import Job
-from dnn_bench.baselines.trainer import Trainer
-from dnn_bench.models.transformer import GPT2
+from dnn_bench.baselines.trainer import Job, Trainer
+from dnn_bench.models.transformer import LanguageModel
 
 GLOBAL_BATCH = 96  # divides by 1, 2, 3 and 4 workers
 TEXT_LENGTH = 32
@@ -65,13 +64,9 @@ def digits_model() -> nn.Module:
     )  # fmt: skip
 
 
-def text_model() -> nn.Module:
-    return GPT2(vocab_size=CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0)
-
-
 TASKS: dict[str, tuple[Any, Any, float]] = {  # data, model, learning rate
     "digits": (digits, digits_model, 0.05),
-    "text": (text, text_model, 0.1),
+    "text": (text, partial(LanguageModel, "gpt2", CHARACTERS, dim=64, depth=2, heads=4, dropout=0.0), 0.1),
 }
 
 

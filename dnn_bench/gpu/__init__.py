@@ -1,3 +1,1 @@
-"""Everything ``docs/gpu.md`` has figures for, in one command: kernels, steps with one worker, host
-cost, memory.
-"""
+"""The figures of ``docs/gpu.md``: kernels, steps with one worker, host cost, memory, emulated networks."""

@@ -27,9 +27,10 @@ def _image(builder: str, batch: int = 32, size: int = 224, classes: int = 1000, 
     return ModelSpec(builder, "image", batch, shape, {"num_classes": classes, **options})
 
 
-def _text(builder: str, task: str, batch: int, seq_len: int, vocab: int, **options: Any) -> ModelSpec:
+def _text(kind: str, task: str, batch: int, seq_len: int, vocab: int, **options: Any) -> ModelSpec:
     shape = {"seq_len": seq_len, "vocab_size": vocab}
-    return ModelSpec(builder, task, batch, shape, {"vocab_size": vocab, **options})
+    options = {"kind": kind, "vocab_size": vocab, **options}
+    return ModelSpec("transformer.LanguageModel", task, batch, shape, options)
 
 
 def _vector(batch: int, width: int) -> ModelSpec:
@@ -39,12 +40,7 @@ def _vector(batch: int, width: int) -> ModelSpec:
 
 
 RESNET, PLAIN, DENSENET = "convolutional.ResNet", "convolutional.Plain", "convolutional.DenseNet"
-INCEPTION, VIT, BERT, GPT2 = (
-    "inception.InceptionV4",
-    "transformer.ViT",
-    "transformer.Bert",
-    "transformer.GPT2",
-)
+INCEPTION, VIT = "inception.InceptionV4", "transformer.ViT"
 SMALL = {"size": 64, "classes": 500}
 LARGE = {"dim": 1024, "depth": 24, "heads": 16}
 TINY = {"dim": 256, "depth": 6, "heads": 4}
@@ -72,11 +68,11 @@ _MODELS: dict[str, ModelSpec] = {
     "inception_tiny": _image(INCEPTION, 16, size=139, classes=250, width=8),
     "vit_b_16": _image(VIT),
     "vit_tiny": _image(VIT, image_size=64, patch=8, dim=192, heads=3, **SMALL),
-    "bert_base": _text(BERT, "masked_lm", 8, seq_len=64, vocab=30522),
-    "bert_large": _text(BERT, "masked_lm", 8, seq_len=64, vocab=30522, **LARGE),
-    "bert_tiny": _text(BERT, "masked_lm", 16, seq_len=64, vocab=7680, **TINY),
-    "gpt2": _text(GPT2, "causal_lm", 4, seq_len=128, vocab=50257),
-    "gpt2_tiny": _text(GPT2, "causal_lm", 16, seq_len=64, vocab=8192, **TINY),
+    "bert_base": _text("bert", "masked_lm", 8, seq_len=64, vocab=30522),
+    "bert_large": _text("bert", "masked_lm", 8, seq_len=64, vocab=30522, **LARGE),
+    "bert_tiny": _text("bert", "masked_lm", 16, seq_len=64, vocab=7680, **TINY),
+    "gpt2": _text("gpt2", "causal_lm", 4, seq_len=128, vocab=50257),
+    "gpt2_tiny": _text("gpt2", "causal_lm", 16, seq_len=64, vocab=8192, **TINY),
 }
 # Each language model with a classification head for sentence pairs (two classes, as in MRPC and QQP).
 CLASSES = {"num_classes": 2}

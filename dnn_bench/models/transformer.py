@@ -120,12 +120,15 @@ class Embedding(nn.Module):
         return out
 
 
-class Bert(nn.Module):
-    """Returns the logits of every position's word and of the next sentence, or those of the classes."""
+class LanguageModel(nn.Module):
+    """BERT returns the logits of every position's word and of the next sentence, GPT-2 those of the token
+    that follows each position. With `num_classes`, both return the logits of each sequence's class.
+    """
 
     def __init__(
         self,
-        vocab_size: int = 30522,
+        kind: str,
+        vocab_size: int,
         dim: int = 768,
         depth: int = 12,
         heads: int = 12,
@@ -133,50 +136,28 @@ class Bert(nn.Module):
         num_classes: int = 0,
     ) -> None:
         super().__init__()
-        self.embedding = Embedding("bert", vocab_size, dim, dropout)
-        self.blocks = blocks("bert", dim, depth, heads, dropout)
-        self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
-        self.num_classes = num_classes
+        self.bert, self.num_classes = kind == "bert", num_classes
+        self.embedding = Embedding(kind, vocab_size, dim, dropout)
+        self.blocks = blocks(kind, dim, depth, heads, dropout)
+        self.norm = nn.Identity() if self.bert else nn.LayerNorm(dim)
+        if self.bert:
+            self.pooler = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
         if num_classes:
-            self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(dim, num_classes))
-        else:
+            dropped = nn.Dropout(dropout if self.bert else 0.0)
+            self.head = nn.Sequential(dropped, nn.Linear(dim, num_classes, bias=self.bert))
+        elif self.bert:
             self.follows = nn.Linear(dim, 2)
             self.transform = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim, eps=BERT_EPS))
             self.word_bias = nn.Parameter(torch.zeros(vocab_size))
         normal_init(self)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.blocks(self.embedding(tokens))
-        pooled = self.pooler(x[:, 0])
-        if self.num_classes:
-            logits: Tensor = self.head(pooled)
-            return logits
-        words = F.linear(self.transform(x), self.embedding.words.weight, self.word_bias)
-        return words, self.follows(pooled)
-
-
-class GPT2(nn.Module):
-    """Returns the logits of the token that follows each position, or of each sequence's classes."""
-
-    def __init__(
-        self,
-        vocab_size: int = 50257,
-        dim: int = 768,
-        depth: int = 12,
-        heads: int = 12,
-        dropout: float = 0.1,
-        num_classes: int = 0,
-    ) -> None:
-        super().__init__()
-        self.embedding = Embedding("gpt2", vocab_size, dim, dropout)
-        self.blocks = blocks("gpt2", dim, depth, heads, dropout)
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, num_classes, bias=False) if num_classes else None
-        normal_init(self)
-
-    def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.blocks(self.embedding(tokens)))
-        if self.head is None:
+        summary = self.pooler(x[:, 0]) if self.bert else x[:, -1]
+        if self.num_classes:
+            logits: Tensor = self.head(summary)
+            return logits
+        if not self.bert:
             return F.linear(x, self.embedding.words.weight)
-        logits: Tensor = self.head(x[:, -1])
-        return logits
+        words = F.linear(self.transform(x), self.embedding.words.weight, self.word_bias)
+        return words, self.follows(summary)

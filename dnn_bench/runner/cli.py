@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dnn_bench import models
-from dnn_bench.command_line import add_data_dir, add_job, console, one_line_errors, parser, shape_of
+from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
 from dnn_bench.launch import add_place, place_of
 
 if TYPE_CHECKING:
     from dnn_bench.baselines import Baseline
-    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Job
 
 LIMITS = ["local", "floor", "wire"]  # measured always: the ratios and the shares need them
 
@@ -65,7 +65,7 @@ def check_writable(path: Path) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Job
 
     for name, least in (("batch_size", 0), ("reps", 1), ("iters", 1), ("threads", 1), ("warmup", 0)):
         if getattr(options, name) < least:
@@ -82,7 +82,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def compare(options: argparse.Namespace, entries: list[Baseline]) -> dict[str, Any]:
     """Measures and prints; returns the report, also of an interrupted run."""
-    from dnn_bench.runner import table
+    from dnn_bench.runner import results
     from dnn_bench.runner.compare import Comparison, Effort
     from dnn_bench.runner.watcher import Watcher, bars
 
@@ -90,7 +90,7 @@ def compare(options: argparse.Namespace, entries: list[Baseline]) -> dict[str, A
     job = job_of(options)
     with place_of(options) as place, bars(24) as progress:
         report = Comparison(job, place, entries, effort, Watcher(progress)).run()
-    table.show(report, console())
+    results.show(report)
     return report
 
 

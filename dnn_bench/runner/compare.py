@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict, results
 from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio
@@ -92,8 +92,8 @@ class Comparison:
     def _fit(self, entries: Sequence[Baseline]) -> bool:
         """Whether the ranks of these baselines fit into memory together; one baseline computes at a time."""
         new = [entry for entry in entries if entry.name not in self._crew]
-        activations = self._need.rank(self.job.rank_batch) - self._need.resting
-        need = self.place.size * (len(new) * self._need.resting + activations)
+        activations = self._need.rank(self.job.rank_batch) - self._need.rank()
+        need = self.place.size * (len(new) * self._need.rank() + activations)
         return need < MEMORY_SHARE * psutil.virtual_memory().available
 
     def _best_of(self, tuned: Sequence[Baseline]) -> list[Baseline]:

@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
         "processor": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
-        "memory": psutil.virtual_memory().total,
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": versions,

@@ -1,24 +1,32 @@
-"""Measurements that each rank takes of itself."""
+"""Measurements that each rank takes of itself: iterations, the link, and layers timed in place by hooks."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from dnn_bench.baselines.limits import Exchange
 from dnn_bench.baselines.trainer import Trainer
+from scheduler.ir.profile import Layer, Profile
 
 # As large as buckets are: a fit that also has to meet messages of a few KB, whose time is the kernel's timers
 # and switches, misses the rate of large ones by a tenth.
 LINK_SIZES = tuple(k * 2**18 for k in (2, 3, 4, 6, 8, 16))
 LINK_BYTES = 2**21  # at least this much is sent for each size
 LEAST_REPEATS = 2
+SAMPLE_SECONDS = 0.004
 
 
 def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
@@ -78,3 +86,181 @@ def bytes_sent() -> int:
     """Bytes that left this host since it exists; ranks on one host see the same number."""
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     return sum(counters.bytes_sent for name, counters in devices.items() if name != "lo")
+
+
+@dataclass
+class Recorder:
+    """When the forward reached each layer (a module that owns parameters), when the layer began to compute,
+    and when it had its gradients.
+
+    Between ``reached`` and ``began`` other hooks ran: they wait for parameters that are still on the link.
+    """
+
+    owners: dict[str, nn.Module]
+    reached: dict[str, float]
+    began: dict[str, float]
+    ready: dict[str, float]
+
+    def clear(self) -> None:
+        for times in (self.reached, self.began, self.ready):
+            times.clear()
+
+    def homes(self) -> dict[str, str]:
+        """For each layer with gradients, itself if it was called, or the called layer before it.
+
+        Attention modules use the weights of their parts without calling these.
+        """
+        found, home = {}, min(self.began, key=lambda name: self.began[name])
+        for name in self.owners:
+            home = name if name in self.began else home
+            if name in self.ready:
+                found[name] = home
+        return found
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Times the layers of one iteration at a time; call `clear()` in between."""
+    owners = {
+        name or "model": module
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    recorder = Recorder(owners, {}, {}, {})
+    handles: list[Any] = []
+    for name, module in owners.items():
+        enter = partial(_keep_first, recorder.reached, name)
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(_keep_first, recorder.began, name)))
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(partial(_keep_last, recorder.ready, name))
+                )
+    try:
+        yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_first(times: dict[str, float], name: str, *arguments: Any) -> None:
+    times.setdefault(name, time.perf_counter())
+
+
+def _keep_last(times: dict[str, float], name: str, parameter: Any) -> None:
+    times[name] = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """One iteration: layers in forward order, each with its forward and backward (start, end)."""
+
+    names: tuple[str, ...]
+    forward: tuple[tuple[float, float], ...]
+    backward: tuple[tuple[float, float], ...]
+    update: float
+
+    @classmethod
+    def of(cls, recorder: Recorder, forward_end: float, update: float) -> Spans:
+        ready: dict[str, float] = {}
+        for name, home in recorder.homes().items():
+            ready[home] = max(ready.get(home, 0.0), recorder.ready[name])
+        names = sorted(ready, key=lambda name: recorder.began[name])
+        starts = [recorder.began[name] for name in names]
+        ends = [*(recorder.reached[name] for name in names[1:]), forward_end]
+        forward = tuple(zip(starts, ends, strict=True))
+        backward, last = [], forward_end
+        # Branches finish out of order; a layer counts as done when those above are.
+        for name in reversed(names):
+            end = max(last, ready[name])
+            backward.append((last, end))
+            last = end
+        return cls(tuple(names), forward, tuple(reversed(backward)), update)
+
+
+def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
+    """The scheduler's profile of the job in this rank: medians over some iterations after a first one."""
+    batch = trainer.job.local_batch(trainer.rank)
+    spans = []
+    with recording(trainer.module) as recorder:
+        for _ in range(iterations + 1):
+            recorder.clear()
+            stamps = trainer.iteration(*batch)
+            spans.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
+    trainer.finish()
+    sizes: dict[str, int] = defaultdict(int)
+    seen = set()
+    for name, home in recorder.homes().items():
+        for parameter in recorder.owners[name].parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                sizes[home] += parameter.numel() * parameter.element_size()
+    layers = []
+    for index, name in enumerate(spans[0].names):
+        forward, backward = (
+            statistics.median(times[index][1] - times[index][0] for times in kind)
+            for kind in ([s.forward for s in spans[1:]], [s.backward for s in spans[1:]])
+        )
+        layers.append(Layer(name, forward, backward, sizes[name]))
+    total = sum(layer.bytes for layer in layers)
+    update = statistics.median(s.update for s in spans[1:])
+    source = "measured, all ranks computing"
+    return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()
+
+
+class LinkSampler:
+    """Samples how many bytes this host has sent, in a thread, while used as a context."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self.samples.append((time.perf_counter(), bytes_sent()))
+
+    def __enter__(self) -> LinkSampler:
+        self.samples.append((time.perf_counter(), bytes_sent()))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def trace_iteration(trainer: Trainer) -> dict[str, Any]:
+    """Spans of an iteration between two others, in seconds from its start, and the bytes sent meanwhile."""
+    batch = trainer.job.local_batch(trainer.rank)
+    trainer.record_operations()
+    trainer.iteration(*batch)
+    trainer.barrier()
+    trainer.operations()  # those of earlier iterations
+    with recording(trainer.module) as recorder, LinkSampler() as sampler:
+        trainer.iteration(*batch)
+        recorder.clear()
+        stamps = trainer.iteration(*batch)
+        spans = Spans.of(recorder, stamps.forward, stamps.end - stamps.backward)
+        end = trainer.iteration(*batch).start
+    trainer.finish()
+    trainer.barrier()
+
+    def relative(pairs: Any) -> list[list[float]]:
+        return [[a - stamps.start, b - stamps.start] for a, b in pairs]
+
+    inside = [(t - stamps.start, n) for t, n in sampler.samples if stamps.start <= t <= end]
+    return {
+        "layers": list(spans.names),
+        "forward": relative(spans.forward),
+        "backward": relative(spans.backward),
+        "update": relative([(stamps.backward, stamps.end)])[0],
+        "end": end - stamps.start,
+        "operations": [
+            [label, begin - stamps.start, finish - stamps.start, size]
+            for label, begin, finish, size in trainer.operations()
+            if finish > stamps.start and begin < end
+        ],
+        "sent": [[t, n - inside[0][1]] for t, n in inside] if inside else [],
+    }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dnn_bench import models
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 
 PROCESS = 200 * 10**6  # an interpreter with torch loaded; libraries are shared
 COPIES = 4  # parameters, gradients, momentum, and buffers for communication
@@ -24,13 +24,8 @@ class Need:
     parameters: int
     per_sample: int
 
-    @property
-    def resting(self) -> int:
-        """For one rank between its turns: activations have gone back to the system."""
-        return self.rank(0)
-
-    def rank(self, batch: int) -> int:
-        """For one rank."""
+    def rank(self, batch: int = 0) -> int:
+        """For one rank; between its turns, activations have gone back to the system."""
         return PROCESS + COPIES * self.parameters + batch * self.per_sample
 
 
@@ -63,7 +58,7 @@ def check_fit(job: Job, ranks: int, available: int | None = None) -> Need:
     limit = psutil.virtual_memory().available if available is None else available
     total = ranks * need.rank(job.rank_batch)
     if total > limit:
-        room = limit / ranks - need.rank(0)
+        room = limit / ranks - need.rank()
         fits = int(room // need.per_sample) if room > 0 else 0
         advice = f"a batch of about {fits} would fit" if fits else "the model itself does not fit"
         raise ValueError(

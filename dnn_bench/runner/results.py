@@ -1,4 +1,4 @@
-"""From raw measurements to figures: medians, ratios, shares. Pure functions of plain data."""
+"""From raw measurements to figures: medians, ratios, shares; and their table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dnn_bench import models
 from dnn_bench.baselines.registry import LIMIT
+from dnn_bench.command_line import console, table
 from dnn_bench.runner.environment import DISTURBED
 
 OK, WRONG, FAILED, MISSING = "ok", "wrong", "failed", "missing"
@@ -66,51 +68,40 @@ def summarise(
     by_name = {row.name: row for row in rows if row.measured}
     local, floor = by_name.get("local"), by_name.get("floor")
     best = fastest(rows, "peer")
-    return [_figures(row, local, floor, best, samples, bounds, rate) for row in rows]
+    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
+    found = [{name: getattr(row, name) for name in kept} for row in rows]
+    for row, figures in zip(rows, found, strict=True):
+        if not row.measured:
+            continue
+        time = statistics.median(row.times)
+        figures |= {
+            "time": time,
+            "low": min(row.times),
+            "high": max(row.times),
+            "times": row.times,
+            "by_rank": row.by_rank,
+            "stolen": row.stolen,
+            "throughput": None if row.name == "wire" else samples / time,
+            "throughputs": [samples / value for value in row.times],
+            **{name: row.mean(name) for name in ("forward", "backward", "step", "cpu", "sent")},
+            "memory": max(block["memory"] for blocks in row.repetitions for block in blocks),
+            "utilisation": row.mean("sent") / rate / time if rate else None,
+            **split(row, local, floor),
+            "to_floor": paired_ratio(row, floor),
+            "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
+            "to_best_peer": paired_ratio(row, best),
+            "best_peer": best.name if best else None,
+        }
+        if local is not None and row is not local:
+            compute = 0.0 if row.name == "wire" else local.mean("cpu")
+            figures["communication_cpu"] = figures["cpu"] - compute
+    return found
 
 
 def fastest(rows: Sequence[Row], kind: str) -> Row | None:
     """The row of this kind with the smallest median."""
     candidates = [row for row in rows if row.kind == kind and row.measured]
     return min(candidates, key=lambda row: statistics.median(row.times), default=None)
-
-
-def _figures(
-    row: Row,
-    local: Row | None,
-    floor: Row | None,
-    best: Row | None,
-    samples: int,
-    bounds: Sequence[float],
-    rate: float | None,
-) -> dict[str, Any]:
-    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
-    figures: dict[str, Any] = {name: getattr(row, name) for name in kept}
-    if not row.measured:
-        return figures
-    time = statistics.median(row.times)
-    figures |= {
-        "time": time,
-        "low": min(row.times),
-        "high": max(row.times),
-        "times": row.times,
-        "by_rank": row.by_rank,
-        "stolen": row.stolen,
-        "throughput": None if row.name == "wire" else samples / time,
-        "throughputs": [samples / value for value in row.times],
-        **{name: row.mean(name) for name in ("forward", "backward", "step", "cpu", "sent")},
-        "memory": max(block["memory"] for blocks in row.repetitions for block in blocks),
-        "utilisation": row.mean("sent") / rate / time if rate else None,
-        **split(row, local, floor),
-        "to_floor": paired_ratio(row, floor),
-        "to_limit": to_limit(row.times, floor.times if floor else [], bounds),
-        "to_best_peer": paired_ratio(row, best),
-        "best_peer": best.name if best else None,
-    }
-    if local is not None and row is not local:
-        compute = 0.0 if row.name == "wire" else local.mean("cpu")
-        figures["communication_cpu"] = figures["cpu"] - compute
-    return figures
 
 
 def split(row: Row, local: Row | None, floor: Row | None) -> dict[str, float | None]:
@@ -152,3 +143,92 @@ def to_limit(times: Sequence[float], floors: Sequence[float], bounds: Sequence[f
     limits = both or floors or bounds
     pairs = zip(times, limits, strict=False)
     return statistics.median(time / limit for time, limit in pairs) if limits else None
+
+
+# Column, figure of a row (seconds are shown in ms), and how it is written.
+COLUMNS = (
+    ("{unit}/s", "throughput", ".1f"),
+    ("exposed", "exposed", "ms"),
+    ("link", "utilisation", ".0%"),
+    ("predicted", "predicted", "ms"),
+    ("MB", "megabytes", ".0f"),
+    ("comm CPU", "communication_cpu", "ms"),
+    ("/floor", "to_floor", ".2f"),
+    ("/limit", "to_limit", ".2f"),
+    ("/best peer", "to_best_peer", ".2f"),
+)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the whole comparison."""
+    output = console()
+    unit = models.unit(report["job"]["model"])
+    columns = ["baseline", "ms/iter", "range", *(name.format(unit=unit) for name, _, _ in COLUMNS)]
+    found = table(title(report), columns, ["baseline"])
+    for entry in report["baselines"]:
+        found.add_row(entry["name"], *cells(entry), style="bold" if entry["kind"] == "commsched" else None)
+    output.print(found)
+    for line in [*notes(report), *throughput_lines(report)]:
+        output.print(line, markup=False, highlight=False)
+
+
+def title(report: dict[str, Any]) -> str:
+    job, place = report["job"], report["place"]
+    where = f"{place['ranks']} ranks on this machine"
+    if place["kind"] == "emulated hosts":
+        where = f"{place['hosts']} hosts at {', '.join(sorted(set(place['links'])))}"
+    return f"{job['model']}, {job['batch']} per rank, {where}"
+
+
+def cells(entry: dict[str, Any]) -> list[str]:
+    if "time" not in entry:
+        return [entry["status"]]
+    figures = {**entry, "megabytes": entry["memory"] / 1e6}
+    shown = [_shown(figures.get(name), form) for _, name, form in COLUMNS]
+    return [_ms(entry["time"]), f"{_ms(entry['low'])}-{_ms(entry['high'])}", *shown]
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """Notes below the table: limits, reasons for empty rows, whether it is complete."""
+    lines = []
+    if report["bound"]:
+        line = f"lower bound for the measured profile and link: {_ms(report['bound'])} ms"
+        beside = report.get("bound_beside")
+        if beside:
+            line += f"; with the compute as it is beside the same traffic: {_ms(beside)} ms"
+        lines.append(line)
+    for entry in report["baselines"]:
+        if entry["status"] != "ok":
+            first_line = entry["reason"].strip().splitlines()[0]
+            lines.append(f"{entry['name']}: {entry['status']}: {first_line}")
+        elif entry["reason"]:
+            lines.append(f"{entry['name']}: {entry['reason']}")
+    lines += report["doubts"]
+    if not report["effort"]["interleaved"]:
+        lines.append("memory is short: the baselines ran one after the other, not in turn")
+    if report["interrupted"]:
+        lines.append("interrupted: the figures are of what was measured until then")
+    return lines
+
+
+def throughput_lines(report: dict[str, Any]) -> list[str]:
+    """One line per baseline, worded as Horovod's benchmark words it."""
+    unit, ranks = models.unit(report["job"]["model"]), report["place"]["ranks"]
+    kind = "GPU" if report["job"]["device"].startswith("cuda") else "CPU"
+    lines = []
+    for entry in report["baselines"]:
+        if entry.get("throughput"):
+            rates = entry["throughputs"]
+            mean, margin = statistics.mean(rates), 1.96 * statistics.pstdev(rates)
+            lines.append(f"{entry['name']}: Total {unit}/sec on {ranks} {kind}(s): {mean:.1f} +-{margin:.1f}")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return _shown(seconds, "ms")
+
+
+def _shown(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value * 1e3:.0f}" if form == "ms" else format(value, form)

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.registry import Baseline, require
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.launch import Place, Process, ThisMachine
 
 START_TIMEOUT = 120.0
@@ -29,7 +29,7 @@ class RankFailed(RuntimeError):
 
 
 class RankSet:
-    """Starts a baseline's ranks; a context manager.
+    """Starts a baseline's ranks.
 
     While other baselines have their turn, the ranks are stopped with SIGSTOP, since some would otherwise go
     on polling and talking to each other.
@@ -42,12 +42,6 @@ class RankSet:
         self.connections: dict[int, Connection] = {}  # by rank, once ready
         self.pids: list[int] = []
         self.processes: list[Process] = []
-
-    def __enter__(self) -> RankSet:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def start(self, timeout: float = START_TIMEOUT) -> None:
         """Returns when every rank has built its model and found the others."""
@@ -163,7 +157,7 @@ def asked(baseline: Baseline, job: Job, place: Place, command: str, *arguments: 
     """The answers of new ranks to one command; they end then."""
     require(baseline)
     with tempfile.TemporaryDirectory(prefix="dnn_bench-") as folder:
-        with RankSet(baseline, job, place, Path(folder)) as ranks:
+        with contextlib.closing(RankSet(baseline, job, place, Path(folder))) as ranks:
             ranks.start()
             return ranks.call(command, *arguments)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dnn_bench import baselines
 
 if TYPE_CHECKING:
-    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Job
 
 
 # What a rank can be asked: functions of its trainer and the arguments of the command.
@@ -29,8 +29,8 @@ COMMANDS = {
     "check": "dnn_bench.baselines.reference.check_file",
     "block": "dnn_bench.runner.measure.run_block",
     "link": "dnn_bench.runner.measure.time_link",
-    "profile": "dnn_bench.runner.layers.profile_of",
-    "trace": "dnn_bench.runner.layers.trace_iteration",
+    "profile": "dnn_bench.runner.measure.profile_of",
+    "trace": "dnn_bench.runner.measure.trace_iteration",
     "collectives": "dnn_bench.collectives.transports.measure",
     "train": "dnn_bench.converge.tasks.train",
 }
@@ -44,7 +44,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def make_job(description: dict[str, Any]) -> Job:
-    from dnn_bench.baselines.job import Job
+    from dnn_bench.baselines.trainer import Job
     from dnn_bench.converge.tasks import TaskJob
 
     return TaskJob(**description) if "task" in description else Job(**description)

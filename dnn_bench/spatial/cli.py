@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any
 
 from dnn_bench.command_line import one_line_errors
-from dnn_bench.spatial.options import Plan, read
-from dnn_bench.spatial.start import on_ranks
+from dnn_bench.spatial.options import Plan, on_ranks, read
 
 
 @one_line_errors(ValueError, RuntimeError)

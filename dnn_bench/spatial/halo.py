@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -28,21 +27,6 @@ from scheduler.pipelines.tile_step import predict
 
 Pair = tuple[float, float]
 """Seconds of the forward and of the backward."""
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """What is measured; ``shape`` is that of the whole image."""
-
-    shape: tuple[int, int, int, int]
-    kernel: int
-    grid: tuple[int, int]
-    warmup: int = 2
-    iterations: int = 9
-
-    @property
-    def halo(self) -> int:
-        return self.kernel // 2
 
 
 class Instant(SilentChannel):
@@ -74,26 +58,39 @@ def judged(times: dict[str, Pair], sent: list[int], border: float) -> dict[str, 
 
 
 def measure(
-    work: Convolution, channel: Channel, note: Callable[[str], None] = lambda text: None
+    shape: Sequence[int],
+    halo: int,
+    grid: tuple[int, int],
+    counts: tuple[int, int],
+    channel: Channel,
+    note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Collective: every rank of ``channel`` calls it and gets the same figures."""
+    """Measure a convolution with this halo. ``counts``: iterations to warm up, and timed.
+
+    Collective: every rank of ``channel`` calls it and gets the same figures.
+    """
     meshes = {
-        "compute": Mesh(Instant(channel.rank, channel.size), work.grid, (-2, -1), overlap="on"),
-        "waiting": Mesh(channel, work.grid, (-2, -1), overlap="off"),
-        "overlapped": Mesh(channel, work.grid, (-2, -1), overlap="on"),
+        "compute": Mesh(Instant(channel.rank, channel.size), grid, (-2, -1), overlap="on"),
+        "waiting": Mesh(channel, grid, (-2, -1), overlap="off"),
+        "overlapped": Mesh(channel, grid, (-2, -1), overlap="on"),
     }
     real = meshes["waiting"]
-    data = _Data(work, real)
-    check(data, meshes["waiting"], meshes["overlapped"])
+    data = _Data(shape, halo, real)
+    one, other = data.forward(real), data.forward(meshes["overlapped"])
+    if not torch.allclose(one, other, rtol=1e-4, atol=1e-3):
+        raise RuntimeError(
+            f"overlapped and waiting convolution differ by {(one - other).abs().max().item()} on rank"
+            f" {channel.rank}; their times mean nothing"
+        )
     steps: dict[str, Callable[[], Pair]] = {name: _step(data, mesh) for name, mesh in meshes.items()}
     steps["halo"] = _exchange(data, meshes["overlapped"])
     samples: dict[str, list[Pair]] = {name: [] for name in steps}
-    for number in range(work.warmup + work.iterations):
-        note(f"iteration {number + 1} of {work.warmup + work.iterations}")
+    for number in range(sum(counts)):
+        note(f"iteration {number + 1} of {sum(counts)}")
         for name, step in steps.items():
             everyone(torch.zeros(1), real, (0, 1), "start")
             pair = step()
-            if number >= work.warmup:
+            if number >= counts[0]:
                 samples[name].append(pair)
     sent = data.sent(real)
     rows = everyone(torch.tensor([samples[name] for name in steps]), real, (0, 1), "times")
@@ -106,18 +103,17 @@ def measure(
 class _Data:
     """A rank's tile and the weights, the same on all ranks."""
 
-    def __init__(self, work: Convolution, mesh: Mesh) -> None:
-        self.work = work
-        bounds = spatial.tile_bounds(work.shape, mesh)
+    def __init__(self, shape: Sequence[int], halo: int, mesh: Mesh) -> None:
+        self.shape, self.halo = tuple(shape), halo
+        bounds = spatial.tile_bounds(self.shape, mesh)
         generator = torch.Generator().manual_seed(mesh.rank)
         self.x = torch.randn([b.stop - b.start for b in bounds], generator=generator).requires_grad_()
-        channels = work.shape[1]
-        size = (channels, channels, work.kernel, work.kernel)
+        size = (shape[1], shape[1], 2 * halo + 1, 2 * halo + 1)
         self.weight = torch.randn(size, generator=torch.Generator().manual_seed(99)).requires_grad_()
 
     def forward(self, mesh: Mesh) -> Tensor:
-        tile = spatial.from_local(self.x * 1, self.work.shape, mesh)
-        result = F.conv2d(tile, self.weight, padding=self.work.halo)
+        tile = spatial.from_local(self.x * 1, self.shape, mesh)
+        result = F.conv2d(tile, self.weight, padding=self.halo)
         assert isinstance(result, Tile)
         return result.local
 
@@ -133,19 +129,9 @@ class _Data:
         """The part of the outputs that needs the halo, on the tile with most neighbours."""
         inner = 1.0
         for dim, parts in zip(mesh.dims, mesh.grid):
-            length = self.work.shape[dim] / parts
-            inner *= max(0.0, 1 - min(2, parts - 1) * self.work.halo / length)
+            length = self.shape[dim] / parts
+            inner *= max(0.0, 1 - min(2, parts - 1) * self.halo / length)
         return 1 - inner
-
-
-def check(data: _Data, waiting: Mesh, overlapped: Mesh) -> None:
-    """Check that both ways give the same result."""
-    one, other = data.forward(waiting), data.forward(overlapped)
-    if not torch.allclose(one, other, rtol=1e-4, atol=1e-3):
-        raise RuntimeError(
-            f"overlapped and waiting convolution differ by {(one - other).abs().max().item()} on rank"
-            f" {waiting.rank}; their times mean nothing"
-        )
 
 
 def _step(data: _Data, mesh: Mesh) -> Callable[[], Pair]:

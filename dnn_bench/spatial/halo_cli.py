@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser
-from dnn_bench.spatial.start import SLICES, add_run, grid_of, on_ranks
+from dnn_bench.spatial.options import SLICES, add_run, grid_of, on_ranks
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,11 +51,11 @@ def run(options: argparse.Namespace, shape: tuple[int, int, int, int], grid: tup
     """Measure as one rank; rank 0 prints."""
     import commsched as hvd
     from commsched.spatial import DistChannel
-    from dnn_bench.spatial.halo import Convolution, measure
+    from dnn_bench.spatial.halo import measure
 
-    work = Convolution(shape, 2 * options.halo_len + 1, grid, options.warmup, options.iterations)
     note = progress if hvd.rank() == 0 and sys.stderr.isatty() else lambda text: None
-    measured = measure(work, DistChannel(hvd.data_group(channel=5)), note)
+    channel, counts = DistChannel(hvd.data_group(channel=5)), (options.warmup, options.iterations)
+    measured = measure(shape, options.halo_len, grid, counts, channel, note)
     if hvd.rank() == 0:
         show(measured, options)
 

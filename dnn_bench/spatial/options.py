@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from dnn_bench.cluster import Cluster
 from dnn_bench.command_line import parser
-from dnn_bench.spatial.start import SLICES, add_run, grid_of
+from dnn_bench.launch import Hosts, ThisMachine, launched, run
 
+SLICES = ("square", "vertical", "horizontal")
 MODES = ("lp", "sp", "gems", "gems+sp")
 LAYERS = {"resnet": 18, "amoebanet": 6, "unet": 4}
 FILTERS = {"resnet": 64, "amoebanet": 32, "unet": 16}
@@ -99,6 +103,11 @@ def read(arguments: list[str]) -> Plan:
         )
     if o.times > 1 and not mirrored:
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
+    balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
+    if balance and len(balance) != o.split_size:
+        raise ValueError(
+            f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
+        )
     grids = _grids(o, spatial)
     tiled = sum(rows * columns for rows, columns in grids)
     return Plan(
@@ -107,7 +116,7 @@ def read(arguments: list[str]) -> Plan:
         o.num_layers or LAYERS[o.model],
         o.num_filters or FILTERS[o.model],
         grids,
-        _balance(o),
+        balance,
         stages=o.split_size,
         mirrored=mirrored,
         microbatches=o.parts * o.times,
@@ -140,19 +149,70 @@ def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
     return tuple(grid_of(o.slice_method, count) for count in parts[:spatial])
 
 
-def _balance(o: argparse.Namespace) -> tuple[int, ...] | None:
-    if o.balance is None:
-        return None
-    balance = _numbers("--balance", o.balance)
-    if len(balance) != o.split_size:
-        raise ValueError(
-            f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
-        )
-    return tuple(balance)
-
-
 def _numbers(option: str, text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdigit() and int(word) for word in words):
         raise ValueError(f"{option} is a list of numbers of at least 1 such as 4,2, not {text!r}")
     return [int(word) for word in words]
+
+
+def add_run(given: argparse.ArgumentParser, warmup: int, iterations: int) -> None:
+    """The options that say where ranks run, and for how long."""
+    given.add_argument("--warmup", type=int, default=warmup, help="untimed iterations")
+    given.add_argument("--iterations", type=int, default=iterations, help="timed iterations")
+    given.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    text = "one rank on each of N emulated hosts, as root (default: no)"
+    given.add_argument("--hosts", type=int, metavar="N", help=text)
+    given.add_argument("--link", default="250mbit", help="speed of the emulated hosts' links")
+    given.add_argument("--threads", type=int, default=1, help="threads per rank")
+
+
+def on_ranks(command: Sequence[str], ranks: int, options: argparse.Namespace, act: Callable[[], None]) -> int:
+    """Call ``act`` if a launcher started this rank; otherwise run the command on ``ranks`` ranks."""
+    if launched():
+        return _as_rank(ranks, options.threads, act)
+    program = ["-m", "dnn_bench", *command]
+    if options.hosts is None:
+        return run(ThisMachine(ranks, options.threads), program)
+    if options.hosts != ranks:
+        raise ValueError(
+            f"--hosts {options.hosts} runs {options.hosts} ranks, and this needs {ranks}; use --hosts {ranks}"
+        )
+    with Cluster(options.hosts, options.link) as cluster:
+        return run(Hosts(cluster, options.threads), program)
+
+
+def _as_rank(ranks: int, threads: int, act: Callable[[], None]) -> int:
+    import torch
+
+    import commsched as hvd
+
+    torch.set_num_threads(threads)
+    hvd.init()
+    try:
+        if hvd.size() != ranks:
+            started = f"the launcher started {hvd.size()}"
+            raise ValueError(f"the command needs {ranks} ranks, and {started}; use -np {ranks}")
+        act()
+    finally:
+        hvd.shutdown()
+    return 0
+
+
+def grid_of(method: str, parts: int) -> tuple[int, int]:
+    """The grid of tiles of a slice method: ``vertical`` cuts the width, ``horizontal`` the height, ``square``
+    both alike.
+    """
+    if parts < 1:
+        raise ValueError(f"--num-spatial-parts must be at least 1, got {parts}")
+    if method == "vertical":
+        return 1, parts
+    if method == "horizontal":
+        return parts, 1
+    side = round(parts**0.5)
+    if side * side != parts:
+        raise ValueError(
+            f"--slice-method square needs a square number of parts (4, 9, 16), got {parts}; use vertical or"
+            " horizontal"
+        )
+    return side, side

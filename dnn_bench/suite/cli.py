@@ -13,7 +13,7 @@ from typing import Any
 
 from dnn_bench import models
 from dnn_bench.baselines import Baseline, get
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.cluster import Cluster
 from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import Hosts, ThisMachine

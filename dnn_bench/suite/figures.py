@@ -22,24 +22,10 @@ class Cell:
 
     report: Report
     schedule: str
+    model: str
+    hosts: int
+    ratio: float  # of communication to compute, as wanted
     rows: dict[str, Figures]  # measured ones, by name
-
-    @property
-    def model(self) -> str:
-        return str(self.report["job"]["model"])
-
-    @property
-    def hosts(self) -> int:
-        return int(self.report["place"]["ranks"])
-
-    @property
-    def ratio(self) -> float:
-        """The wanted ratio of communication to compute."""
-        return float(self.report["ratio"])
-
-    @property
-    def ours(self) -> Figures:
-        return self.rows[self.schedule]
 
     @property
     def ratio_measured(self) -> float | None:
@@ -57,7 +43,7 @@ class Cell:
     def to_limit(self, bounds: str) -> float | None:
         """Ratio to the larger of the floor and these bounds of the report, one of each repetition."""
         floors, known = self.rows.get("floor", {}).get("times"), self.report.get(bounds)
-        return to_limit(self.ours["times"], floors, known) if floors and known else None
+        return to_limit(self.rows[self.schedule]["times"], floors, known) if floors and known else None
 
     def over(self, name: str | None) -> float | None:
         """The median over repetitions, so that the machine's drift cancels."""
@@ -84,7 +70,8 @@ def cell_of(report: Report, schedule: str) -> Cell | None:
     rows = {row["name"]: row for row in report["baselines"] if "time" in row}
     if schedule not in rows:
         return None
-    return Cell(report, schedule, rows)
+    place = report["job"]["model"], report["place"]["ranks"], report["ratio"]
+    return Cell(report, schedule, *place, rows)
 
 
 def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float | None]]]:

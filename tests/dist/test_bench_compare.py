@@ -16,7 +16,7 @@ import pytest
 
 from dnn_bench import baselines, fork_server
 from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.runner import environment
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine

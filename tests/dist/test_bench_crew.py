@@ -8,7 +8,7 @@ import pytest
 
 from dnn_bench import baselines
 from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.runner import compare as module
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.sets import Crew
@@ -78,7 +78,7 @@ def test_a_tuned_peer_far_behind_is_given_up() -> None:
 
 def test_short_memory_lets_only_the_best_tuned_peer_in(monkeypatch: pytest.MonkeyPatch) -> None:
     need = estimate(JOB)
-    room = RANKS * (3.5 * need.resting + need.rank(32) - need.resting) / module.MEMORY_SHARE
+    room = RANKS * (3.5 * need.rank() + need.rank(32) - need.rank()) / module.MEMORY_SHARE
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
     wanted = entries("local", "ddp", "ddp_1mb", "ddp_4mb")
     found, steps = compare(wanted, Effort(3, 1, trace="none", give_up=10.0))

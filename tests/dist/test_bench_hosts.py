@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dnn_bench import baselines
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.cluster import Cluster
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import Hosts

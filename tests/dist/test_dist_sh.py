@@ -70,7 +70,7 @@ def test_horovods_familiar_lines(script: Path, launcher: str, baseline: str) -> 
     [
         ({"dnn": "resnet99"}, "choose one of: .*resnet50"),
         ({"baseline": "magic"}, "choose of: .*pipedap"),
-        ({"LAUNCHER": "srun"}, "choose one of: horovodrun, torchrun, mpirun"),
+        ({"LAUNCHER": "srun"}, "choose of: horovodrun, torchrun, mpirun"),
         ({"nworkers": "0"}, "nworkers must be a whole number of at least 1"),
     ],
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.emulate import cli
-from dnn_bench.emulate.measure import Emulation
+from dnn_bench.emulate.cli import Emulation
 from scheduler.ir.link import Link
 from tests.support.launch import run_ranks, start_ranks
 

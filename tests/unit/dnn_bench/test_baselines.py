@@ -9,9 +9,9 @@ import torch
 
 from dnn_bench import baselines
 from dnn_bench.baselines import reference
-from dnn_bench.baselines.job import Job
 from dnn_bench.baselines.peers import blocks
 from dnn_bench.baselines.registry import require
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.runner import memory
 from scheduler import policies
 

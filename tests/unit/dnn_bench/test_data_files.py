@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dnn_bench import models
-from dnn_bench.baselines.job import Job
+from dnn_bench.baselines.trainer import Job
 from dnn_bench.models import data
 
 

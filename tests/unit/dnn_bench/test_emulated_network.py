@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dnn_bench.emulate import cli
-from dnn_bench.emulate.measure import WIRES, all_policies, link_of
+from dnn_bench.emulate.cli import WIRES, all_policies, link_of
 from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
 from dnn_bench.gpu import cli as gpu_cli
 from dnn_bench.models import build

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dnn_bench.gpu import cli, cost
-from dnn_bench.gpu.text import markdown
+from dnn_bench.gpu.cli import markdown
 
 WHERE = {
     "when": "2030-01-01T00:00+00:00",

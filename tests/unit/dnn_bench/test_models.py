@@ -1,12 +1,16 @@
 """The model registry: published sizes, batches, losses."""
 
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dnn_bench import models
+from dnn_bench.models import data, libraries
+from dnn_bench.settings import read
 
 PUBLISHED = {
     "resnet18": 11_689_512,
@@ -127,6 +131,27 @@ def test_bad_names_and_sizes_say_what_is_valid() -> None:
         models.sample_batch("mlp", 0)
     with pytest.raises(ValueError, match="at most 512 tokens, not 600"):
         models.build("bert_tiny")(torch.ones(1, 600, dtype=torch.long))
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda package: None)
+    message = re.escape("model 'timm/resnet50' needs timm: pip install commsched[models]")
+    with pytest.raises(ValueError, match=message):
+        models.spelt("timm/resnet50")
+    with pytest.raises(ValueError, match="needs segmentation_models_pytorch"):
+        read({"dnn": "smp/Unet-resnet18"})
+
+
+@pytest.mark.parametrize("name", ["keras/resnet50", "timm/", "/resnet50"])
+def test_an_unknown_library_lists_the_known(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown model.*torchvision/NAME.*smp/ARCH-ENCODER"):
+        models.spelt(name)
+
+
+def test_logits_are_found_in_what_libraries_return() -> None:
+    logits = torch.randn(2, 3, 4)
+    for outputs in (logits, {"out": logits}, SimpleNamespace(logits=logits)):
+        assert data.logits_of(outputs) is logits
 
 
 def test_listing_names_does_not_import_torch() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dnn_bench.report import picture
-from dnn_bench.runner.layers import Spans, recording
+from dnn_bench.runner.measure import Spans, recording
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACE = {
