@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from comm_core.cuda.kernels import pack_kernel
 from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for, stream_handle
-from comm_core.cuda.tables import Region, chunk_table
+from comm_core.cuda.tables import Region, chunk_table, pack_kernel
 
 Tensors = Sequence[torch.Tensor | None]
 

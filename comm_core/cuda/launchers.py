@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from comm_core import _C
-from comm_core.cuda.kernels import SOURCE, THREADS
+from comm_core.cuda.tables import SOURCE, THREADS
 
 NAMES = ("built", "cupy", "torch")
 

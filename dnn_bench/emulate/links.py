@@ -41,6 +41,8 @@ class ThreadDevice(Device):
     the host.
     """
 
+    asynchronous = True
+
     def __init__(self) -> None:
         self.device, self.comm = torch.device("cpu"), "thread"
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

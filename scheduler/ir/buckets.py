@@ -56,13 +56,8 @@ class Bucket:
 
     @cached_property
     def ready_layer(self) -> int:
-        """The layer whose backward completes this bucket: the first in forward order."""
+        """The layer whose backward completes this bucket, and whose forward needs it first."""
         return min(piece.layer for piece in self.pieces)
-
-    @property
-    def due_layer(self) -> int:
-        """The layer whose forward needs this bucket first."""
-        return self.ready_layer
 
 
 def fuse_by_bytes(

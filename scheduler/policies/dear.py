@@ -21,5 +21,5 @@ def dear(problem: Problem) -> Program:
 
 def decoupled(buckets: Sequence[Bucket]) -> list[Action]:
     """Every RS in the order of the backward, then every AG in the order of the forward."""
-    forward = sorted(range(len(buckets)), key=lambda b: buckets[b].due_layer)
+    forward = sorted(range(len(buckets)), key=lambda b: buckets[b].ready_layer)
     return reduce_scatters(backward_order(buckets)) + all_gathers(forward)

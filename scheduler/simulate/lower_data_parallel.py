@@ -182,7 +182,7 @@ def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str,
     due: dict[int, list[int]] = {}
     for action in collectives:
         if action.kind is not Kind.RS and action.index < len(program.buckets):
-            due.setdefault(program.buckets[action.index].due_layer, []).append(action.index)
+            due.setdefault(program.buckets[action.index].ready_layer, []).append(action.index)
     compute: list[Action] = []
     for action in lanes.get(COMPUTE_LANE, ()):
         if action.kind is Kind.F:

@@ -12,7 +12,7 @@ import torch
 
 from comm_core.cuda import launchers
 from comm_core.cuda.copies import BucketCopy
-from comm_core.cuda.kernels import SOURCE
+from comm_core.cuda.tables import SOURCE
 from tests.support.fake_cuda import FakeCuda, Stream
 
 
