@@ -11,7 +11,7 @@ from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import MIB, Bucket, check_cover, fuse_by_bytes, one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
-from scheduler.ir.program import Program, data_parallel_program
+from scheduler.ir.program import Program, check_step, data_parallel_program
 from scheduler.simulate.step_model import StepModel
 
 FUSED = 25 * MIB
@@ -37,12 +37,7 @@ class Problem:
     bucket_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gather not in ("gradients", "parameters"):
-            raise ValueError(f"gather must be 'gradients' or 'parameters', got {self.gather!r}")
-        if self.early_step and self.gather != "parameters":
-            raise ValueError(
-                "early_step needs gather='parameters'; with gathered gradients the step never waits for it"
-            )
+        check_step(self.gather, self.early_step)
 
     @property
     def step(self) -> dict[str, Any]:
