@@ -134,12 +134,6 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def stream_handle(device: torch.device) -> int:
-    """The number by which a launch knows that stream."""
-    stream = current_stream(device)
-    return 0 if stream is None else int(stream.cuda_stream)
-
-
 def device_number(device: torch.device) -> int:
     if device.index is not None or device.type != "cuda":
         return device.index or 0

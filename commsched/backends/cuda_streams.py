@@ -99,16 +99,12 @@ class StreamSchedule:
         self.buckets[bucket].events[what] = self.device.record(self.device.current())
         while self._next < len(self.order):
             op, number = self.order[self._next]
-            event = self.buckets[number].events.get(self._input_of(op, number))
+            gathers = "reduced" if self.buckets[number].gather is None else "updated"
+            event = self.buckets[number].events.get("ready" if op != "AG" else gathers)
             if event is None:
                 return
             self._next += 1
             self._start(op, number, event)
-
-    def _input_of(self, op: str, bucket: int) -> str:
-        if op != "AG":
-            return "ready"
-        return "reduced" if self.buckets[bucket].gather is None else "updated"
 
     def wait(self, bucket: int, what: str) -> None:
         """Make the current stream wait until this rank's shard is ``reduced``, or the bucket ``gathered``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, in_backward_order
 from scheduler.ir.program import Program
-from scheduler.policies.problem import Problem, all_reduces, backward_order
+from scheduler.policies.problem import Problem, backward_order, collectives
 
 
 def mgwfbp(problem: Problem) -> Program:
@@ -14,7 +14,7 @@ def mgwfbp(problem: Problem) -> Program:
         (chosen,) = problem.candidates()
     else:
         chosen = _merge(problem)
-    return problem.program("mgwfbp", chosen, all_reduces(backward_order(chosen)))
+    return problem.program("mgwfbp", chosen, collectives(Kind.AR, backward_order(chosen)))
 
 
 def _merge(problem: Problem) -> tuple[Bucket, ...]:

@@ -16,8 +16,7 @@ import torch
 
 from commsched.collectives.torch_carrier.coordinator import HostLost, connect, send
 from commsched.collectives.torch_carrier.negotiation import Key, Message, Negotiator
-from commsched.collectives.torch_carrier.operation import Operation
-from commsched.collectives.torch_carrier.operation_runner import OperationRunner
+from commsched.collectives.torch_carrier.operation_runner import Operation, OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
