@@ -107,7 +107,7 @@ class PythonTransport(Transport):
     """The collectives of a Python object, called on the engine's thread, each blocking until it is done.
 
     Methods: scatter_sum(full, shard, name), gather(shard, full, name), sum(full, name).
-    Attributes: rank, size. Optional methods: abort(reason), set_timeout(seconds).
+    Attributes: rank, size.
     """
 
     def __init__(self, collectives: Any) -> None: ...

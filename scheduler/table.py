@@ -83,12 +83,6 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---:"] * len(head), *rows])
 
 
-def write_csv(cells: Sequence[Cell], path: Path) -> None:
-    """Write all cells as one table; keep the lines above an older one that start with # (how to draw it)."""
-    kept = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
-    path.write_text("\n".join([*kept, *map(",".join, rows_of(cells)), ""]))
-
-
 def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
     """Prints a table for each profile as soon as it is complete, and returns all cells."""
     from rich.console import Console
@@ -119,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"scheduler.table: {error}", file=sys.stderr)
         return 2
     if options.csv:
-        write_csv(cells, options.csv)
+        # Lines that start with # above an older table say how to draw it.
+        older = options.csv.read_text().splitlines() if options.csv.exists() else []
+        kept = [line for line in older if line.startswith("#")]
+        options.csv.write_text("\n".join([*kept, *map(",".join, rows_of(cells)), ""]))
     missed = [text for cell in cells for text in cell.misses()]
     worst = max(cells, key=lambda cell: cell.ratios["optimal"])
     print(

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from comm_core.cuda.kernels import pack_kernel
-from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for, stream_handle
-from comm_core.cuda.tables import Region, chunk_table
+from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for
+from comm_core.cuda.tables import Region, chunk_table, pack_kernel
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -58,22 +57,26 @@ class BucketCopy:
         if self._blocks == 0:
             return
         device = self.bucket.device
-        self._set_addresses([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        stream = current_stream(device)
+        self._set_addresses(stream, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
         arguments = (
             self._chunks.data_ptr(), self._table.data_ptr(), self.bucket.data_ptr(), float(scale)
         )  # fmt: skip
         self._launcher.launch(
-            self._kernel, device_number(device), self._blocks, arguments, stream_handle(device)
+            self._kernel,
+            device_number(device),
+            self._blocks,
+            arguments,
+            int(stream.cuda_stream) if stream else 0,
         )
 
-    def _set_addresses(self, addresses: list[int]) -> None:
-        """Write the tensors' addresses for kernels on the current stream, without waiting for any.
+    def _set_addresses(self, stream: Any, addresses: list[int]) -> None:
+        """Write the tensors' addresses for kernels on the stream, without waiting for any.
 
         A change travels through pinned memory, which torch keeps until it has arrived.
         """
         # Kernels on the stream that was current last time may still read the table. Compare streams, not
         # their numbers: torch makes a new stream of the default one's number, which is 0.
-        stream = current_stream(self._table.device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream

@@ -1,14 +1,14 @@
 // The kernels: one block per chunk, so that one launch serves a bucket however many tensors it holds.
 //
 // They have C names, and every argument is eight bytes (an address, an integer or a double): so the same call works for
-// kernels compiled here and for those that CuPy compiles from this file at run time. comm_core/cuda/kernels.py knows
+// kernels compiled here and for those that CuPy compiles from this file at run time. comm_core/cuda/tables.py knows
 // which kernel a pair of types needs; launch.h starts those that were compiled in.
 #include "copy.h"
 #include "list.h"
 
 namespace commsched {
 
-constexpr int kThreads = 256;  // THREADS in comm_core/cuda/kernels.py
+constexpr int kThreads = 256;  // THREADS in comm_core/cuda/tables.py
 
 template <typename From, typename To>
 __device__ inline void pack(const Chunk* chunks, const void* const* tensors, void* bucket, double scale) {

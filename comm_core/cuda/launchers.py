@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from comm_core import _C
-from comm_core.cuda.kernels import SOURCE, THREADS
+from comm_core.cuda.tables import SOURCE, THREADS
 
 NAMES = ("built", "cupy", "torch")
 
@@ -132,12 +132,6 @@ def launcher_for(device: torch.device) -> Launcher | None:
 def current_stream(device: torch.device) -> Any:
     """The stream that torch would use now, None for the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def stream_handle(device: torch.device) -> int:
-    """The number by which a launch knows that stream."""
-    stream = current_stream(device)
-    return 0 if stream is None else int(stream.cuda_stream)
 
 
 def device_number(device: torch.device) -> int:

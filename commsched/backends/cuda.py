@@ -147,7 +147,7 @@ class StreamBackend(Backend):
         if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
             with torch.no_grad():
                 self._copies[bucket].pack([self._source(i) for i in piece.params], scale)
-        self.schedule.mark_ready(bucket)
+        self.schedule.mark(bucket, "ready")
         for i in piece.params:
             if bucket == self._layout.slots[i].buckets[-1]:
                 self._offers.pop(i, None)
@@ -170,16 +170,16 @@ class StreamBackend(Backend):
                         self.streams.uses(self._offers[i], current)
 
     def mark_updated(self, bucket: int) -> None:
-        self.schedule.mark_updated(bucket)
+        self.schedule.mark(bucket, "updated")
 
     def wait_reduced(self, bucket: int) -> None:
         self._check()
-        self.schedule.wait_reduced(bucket)
+        self.schedule.wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
         if bucket < self._first_flags:
             self._check()
-            self.schedule.wait_gathered(bucket)
+            self.schedule.wait(bucket, "gathered")
             return
         try:
             self.host.wait_gathered(bucket - self._first_flags)

@@ -69,20 +69,18 @@ class NcclCollectives:
             work.wait()  # the current stream waits, not the host
 
     def abort(self, reason: str) -> None:
-        with self._ending:
-            if self._ended:
-                return
-            self._ended = True
-        abort = getattr(self.group, "abort", None)
-        if abort is not None:
-            abort()
+        if self._ends_now() and hasattr(self.group, "abort"):
+            self.group.abort()
 
     def close(self) -> None:
+        if self._ends_now():
+            self.group.shutdown()
+
+    def _ends_now(self) -> bool:
+        """Return whether this is the first call: abort and close may come from two threads."""
         with self._ending:
-            if self._ended:
-                return
-            self._ended = True
-        self.group.shutdown()
+            first, self._ended = not self._ended, True
+            return first
 
 
 class StagedCollectives:

@@ -1,13 +1,12 @@
 """The operations on streams and events that ordered communication needs.
 
-``CudaDevice`` uses torch's. ``ImmediateDevice`` serves CPU tensors: every operation is done when its call
-returns, so nothing waits. Tests have a device of their own that runs streams in any legal order.
+``CudaDevice`` uses torch's streams, ``Device`` serves CPU tensors. Tests have a device of their own that runs
+streams in any legal order.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,56 +20,62 @@ _LONGEST_SPAN = 5.0
 _LOOK_AGAIN = 1e-3
 
 
-class Device(ABC):
-    """One device with streams. ``comm`` is the stream that all communication runs on."""
+class Device:
+    """One device with streams; this class is the CPU, where operations end when their calls return.
 
-    device: torch.device
-    comm: Stream
+    ``comm`` is the stream that all communication runs on.
+    """
 
-    @abstractmethod
+    comm: Stream = "host"
+    asynchronous = False  # whether operations end later than their calls
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def current(self) -> Stream:
         """Return the stream on which the calling thread computes."""
+        return "host"
 
-    @abstractmethod
     def record(self, stream: Stream) -> Event:
         """Put a mark behind all operations on the stream and return it."""
+        return time.monotonic()
 
-    @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Make later operations on the stream run after the mark. Does not block the host."""
 
-    @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context in which operations go onto this stream."""
+        return nullcontext()
 
-    @abstractmethod
     def has_passed(self, event: Event) -> bool:
         """Return whether everything before the mark is done."""
+        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
 
     def finished(self, patience: float) -> bool:
         """Wait until the communication stream has finished; False after ``patience`` seconds."""
         end, latest = self.record(self.comm), time.monotonic() + patience
-        while not self.has_passed(end):
+        while self.asynchronous and not self.has_passed(end):
             if time.monotonic() > latest:
                 return False
             time.sleep(_LOOK_AGAIN)
         return True
 
-    @abstractmethod
     def moment(self, event: Event) -> float:
         """Wait for the mark; return when it was passed, in seconds of ``time.monotonic()``."""
+        return float(event)
 
-    @abstractmethod
     def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do not reuse the tensor's memory before the stream has finished all operations it has now."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Return whether operations are recorded into a CUDA graph and not run."""
+        return False
 
 
 class CudaDevice(Device):
     """One GPU, with torch's streams."""
+
+    asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(
@@ -114,39 +119,5 @@ class CudaDevice(Device):
         return torch.cuda.is_current_stream_capturing()
 
 
-class ImmediateDevice(Device):
-    """The CPU, where operations end when their calls return. Marks are times."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.comm = device, "host"
-
-    def current(self) -> Stream:
-        return "host"
-
-    def record(self, stream: Stream) -> Event:
-        return time.monotonic()
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        pass
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def has_passed(self, event: Event) -> bool:
-        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
-
-    def finished(self, patience: float) -> bool:
-        return True
-
-    def moment(self, event: Event) -> float:
-        return float(event)
-
-    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False
-
-
 def device_of(device: torch.device) -> Device:
-    return CudaDevice(device) if device.type == "cuda" else ImmediateDevice(device)
+    return CudaDevice(device) if device.type == "cuda" else Device(device)

@@ -94,37 +94,20 @@ class StreamSchedule:
 
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
-    def mark_ready(self, bucket: int) -> None:
-        """Allow the bucket's gradients to be sent behind all operations on the current stream."""
-        self._mark(bucket, "ready")
-
-    def mark_updated(self, bucket: int) -> None:
-        """Allow the bucket's updated parameters to be sent behind all operations on the current stream."""
-        self._mark(bucket, "updated")
-
-    def _mark(self, bucket: int, what: str) -> None:
+    def mark(self, bucket: int, what: str) -> None:
+        """Allow a ``ready`` or ``updated`` bucket to be sent behind all operations on the current stream."""
         self.buckets[bucket].events[what] = self.device.record(self.device.current())
         while self._next < len(self.order):
             op, number = self.order[self._next]
-            event = self.buckets[number].events.get(self._input_of(op, number))
+            gathers = "reduced" if self.buckets[number].gather is None else "updated"
+            event = self.buckets[number].events.get("ready" if op != "AG" else gathers)
             if event is None:
                 return
             self._next += 1
             self._start(op, number, event)
 
-    def _input_of(self, op: str, bucket: int) -> str:
-        if op != "AG":
-            return "ready"
-        return "reduced" if self.buckets[bucket].gather is None else "updated"
-
-    def wait_reduced(self, bucket: int) -> None:
-        """Make the current stream wait until this rank's shard is reduced."""
-        self._wait(bucket, "reduced")
-
-    def wait_gathered(self, bucket: int) -> None:
-        self._wait(bucket, "gathered")
-
-    def _wait(self, bucket: int, what: str) -> None:
+    def wait(self, bucket: int, what: str) -> None:
+        """Make the current stream wait until this rank's shard is ``reduced``, or the bucket ``gathered``."""
         event = self.buckets[bucket].events.get(what)
         if event is not None:
             self.device.wait(self.device.current(), event)

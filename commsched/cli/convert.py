@@ -45,7 +45,10 @@ def run(arguments: argparse.Namespace) -> None:
     out = console()
     if arguments.plan:
         plan = PipelinePlan.load(arguments.plan)
-        for path in write_files(plan, _graph(arguments.profile), arguments.output):
+        text = arguments.profile
+        # The layers of any profile other than a graph.txt are a chain.
+        graph = Graph.load(text) if text.endswith(".txt") else Graph.chain(profiles.find(text))
+        for path in write_files(plan, graph, arguments.output):
             out.print(f"written to {path}", markup=False, highlight=False)
         return
     schedule = {"schedule": arguments.schedule} if arguments.schedule else {}
@@ -66,8 +69,3 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("profile", "graph", "link", "schedule"):
         if name not in allowed and getattr(arguments, name) is not None:
             raise ValueError(f"--{name} does not belong to {source}; leave it out")
-
-
-def _graph(text: str) -> Graph:
-    """Load the graph of a graph.txt; make a chain of the layers of any other profile."""
-    return Graph.load(text) if text.endswith(".txt") else Graph.chain(profiles.find(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from scheduler import policies, profiles
+from scheduler import profiles
 from scheduler.ir.link import ALGORITHMS, Level, Link, Network
 
 DEFAULT_RANKS = 2
@@ -91,13 +91,6 @@ def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Lev
         raise ValueError(f"--per-host: {count} {members} do not fill hosts of {per_host}")
     inside = load_link(arguments.inside)
     return Level(per_host, inside.alpha, inside.beta), Level(count // per_host, link.alpha, link.beta)
-
-
-def policy_names(arguments: argparse.Namespace) -> list[str]:
-    """Return the policies of --policies; by default all that support --gather."""
-    if arguments.policies:
-        return [name.strip() for name in arguments.policies.split(",")]
-    return policies.names(arguments.gather)
 
 
 def step(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -41,17 +41,13 @@ def milliseconds(seconds: float) -> str:
 
 def plan_table(program: Program) -> Table:
     """Return a table of the plan's buckets."""
-    rows = [
-        [str(number), f"{bucket.bytes:,}", _layers(bucket.layers), str(len(bucket.pieces)), str(bucket.group)]
-        for number, bucket in enumerate(program.buckets)
-    ]
+    rows = []
+    for number, bucket in enumerate(program.buckets):
+        first, last = bucket.layers[0], bucket.layers[-1]
+        layers = str(first) if first == last else f"{first}..{last}"
+        rows.append([str(number), f"{bucket.bytes:,}", layers, str(len(bucket.pieces)), str(bucket.group)])
     title = (
         f"{program.policy}: {program.layers} layers, {program.ranks} ranks, gathers {program.gather}"
         f"{', early step' if program.early_step else ''}, hash {program.hash}"
     )
     return table(title, ["bucket", "bytes", "layers", "pieces", "group"], rows)
-
-
-def _layers(layers: Sequence[int]) -> str:
-    first, last = layers[0], layers[-1]
-    return str(first) if first == last else f"{first}..{last}"

@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     profile = profiles.find(arguments.profile)
-    cluster = _cluster(arguments)
+    if arguments.devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
+    levels = options.levels(arguments, arguments.devices, "devices")
+    cluster = Cluster(levels, _memory(arguments.memory, arguments.devices))
     plan = partition(
         profile,
         cluster,
@@ -97,13 +100,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    if arguments.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
-    levels = options.levels(arguments, arguments.devices, "devices")
-    return Cluster(levels, _memory(arguments.memory, arguments.devices))
 
 
 def _memory(text: str | None, devices: int) -> tuple[int, ...] | None:

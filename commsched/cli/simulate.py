@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     profile = profiles.find(arguments.profile)
-    names = options.policy_names(arguments)
+    names = policies.names(arguments.gather)
+    if arguments.policies:
+        names = [name.strip() for name in arguments.policies.split(",")]
     counts = scaling.parse_ranks(arguments.ranks) if arguments.ranks else [None]
     if arguments.plot and len(counts) < 2:
         raise ValueError("--plot draws a scaling table; give --ranks A..B")

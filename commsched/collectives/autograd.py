@@ -41,34 +41,44 @@ def _averaged(
     return _run("allreduce", contiguous, None, process_set, grouped, _AVERAGE)
 
 
-def _check_differentiable(kind: str, reduction: Reduction) -> None:
-    if reduction.op not in _LINEAR:
-        raise NotImplementedError(
-            f"{kind} with op={reduction.op.name.title()} has no gradient here; use Average or Sum, or pass "
-            "tensor.detach()"
-        )
+class Reduce(Function):
+    """An ``allreduce`` or ``reducescatter`` (``kind``) of one tensor, or of several as one operation.
 
-
-class Allreduce(Function):
-    """One tensor, or several as one operation; the backward reduces the gradients in the same way."""
+    The backward of an allreduce reduces the gradients in the same way, that of a reducescatter gathers every
+    rank's part.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
+        kind: str,
         reduction: Reduction,
         name: str | None,
         process_set: ProcessSet,
         grouped: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = (process_set, grouped, reduction)
-        return _run("allreduce", tensors, name, process_set, grouped, reduction)
+        ctx.arguments = (kind, process_set, grouped, reduction)
+        return _run(kind, tensors, name, process_set, grouped, reduction)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _check_differentiable("allreduce", ctx.arguments[-1])
-        contiguous = [gradient.contiguous() for gradient in gradients]
-        return (None, None, None, None, *_run("allreduce", contiguous, None, *ctx.arguments))
+        kind, process_set, grouped, reduction = ctx.arguments
+        if reduction.op not in _LINEAR:
+            raise NotImplementedError(
+                f"{kind} with op={reduction.op.name.title()} has no gradient here; use Average or Sum, or "
+                "pass tensor.detach()"
+            )
+        if kind == "allreduce":
+            contiguous = [gradient.contiguous() for gradient in gradients]
+            found = _run("allreduce", contiguous, None, process_set, grouped, reduction)
+        else:
+            factor = reduction.prescale * reduction.postscale
+            if reduction.op is ReduceOp.SUM:
+                factor *= process_set.size() or 1
+            scaled = [(gradient * factor).contiguous() for gradient in gradients]
+            found = _run("allgather", scaled, None, process_set, grouped)
+        return (None, None, None, None, None, *found)
 
 
 class Allgather(Function):
@@ -127,29 +137,3 @@ class Alltoall(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         handle = start("alltoall", [gradients[0].contiguous()], None, ctx.process_set, splits=ctx.received)
         return synchronize(handle)[0], None, None, None
-
-
-class Reducescatter(Function):
-    """One tensor, or several as one operation; the backward gathers every rank's part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        reduction: Reduction,
-        name: str | None,
-        process_set: ProcessSet,
-        grouped: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = (reduction, process_set, grouped)
-        return _run("reducescatter", tensors, name, process_set, grouped, reduction)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        reduction, process_set, grouped = ctx.arguments
-        _check_differentiable("reducescatter", reduction)
-        factor = reduction.prescale * reduction.postscale
-        if reduction.op is ReduceOp.SUM:
-            factor *= process_set.size() or 1
-        scaled = [(gradient * factor).contiguous() for gradient in gradients]
-        return (None, None, None, None, *_run("allgather", scaled, None, process_set, grouped))

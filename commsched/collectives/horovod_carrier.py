@@ -64,7 +64,13 @@ class HorovodCarrier(Carrier):
                 "Horovod can not run under torchrun; start the script with horovodrun or mpirun, or unset "
                 "COMMSCHED_RUNTIME"
             )
-        _limit_waiting(settings().timeout)
+        # By default Horovod only warns about an absent rank and waits for ever.
+        seconds = max(2, int(settings().timeout))
+        warning = str(min(_STALL_WARNING_SECONDS, seconds // 2))
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", warning)
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
         if launch.mpi and launch.size > 1:
             # Only one library may initialise MPI in a process, and Horovod must be it: Horovod starts first
             # and then broadcasts rank 0's address.
@@ -196,12 +202,3 @@ def _forget_former_init(meeting: Meeting) -> None:
                 server.clear(scope, key, tries=2 * launch.size)
         meeting.store.set("horovod/cleared", "yes")
     meeting.store.wait(["horovod/cleared"])
-
-
-def _limit_waiting(timeout: float) -> None:
-    """Make Horovod give up on an absent rank: by default it only warns and waits for ever."""
-    seconds = max(2, int(timeout))
-    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(_STALL_WARNING_SECONDS, seconds // 2)))
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
-    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")

@@ -85,7 +85,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     state = optimizer.state_dict()  # on every rank: it may gather shards
     if not state["state"]:
-        _zero_gradients(optimizer)
+        sparse = isinstance(optimizer, torch.optim.SparseAdam)  # takes only sparse gradients
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            zero = torch.zeros_like(p, requires_grad=False)
+            p.grad = zero.to_sparse(1) if sparse else zero
     skeleton = _replace(state, torch.Tensor, take_out) if rank() == root_rank else None
     skeleton = broadcast_object(skeleton, root_rank, name="commsched.optimizer_state")
     if rank() != root_rank:
@@ -97,16 +100,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         state = _replace(skeleton, _Placeholder, lambda holder: tensors[holder.index])
         _check_groups(state, optimizer)
         optimizer.load_state_dict(state)
-
-
-def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give every trained parameter a gradient of zero, sparse if the optimizer takes only sparse ones."""
-    sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                zero = torch.zeros_like(p, requires_grad=False)
-                p.grad = zero.to_sparse(1) if sparse else zero
 
 
 def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 import comm_core
 from commsched.collectives.current_carrier import carrier, epoch
@@ -82,12 +82,6 @@ def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: in
             f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "
             f"{error}; COMMSCHED_TRANSPORT=gloo uses torch's connections instead"
         ) from error
-
-
-def tcp_channel(store: Store, place: int, size: int) -> comm_core.TcpChannel:
-    """Return the channel of the rank at `place` among `size` that share `store`, with this job's settings."""
-    address = carrier().meeting.address
-    return comm_core.tcp_channel(store, place, size, address, settings().timeout, settings().host_timeout)
 
 
 def _members_and_place(set_id: int) -> tuple[list[int], int]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from commsched.collectives import autograd
 from commsched.collectives.carrier import ReduceOp, Reduction
@@ -35,7 +34,7 @@ def _reduction(op: int | None, average: bool | None, prescale: float, postscale:
 
 
 def _compressed(
-    function: type[Function],
+    kind: str,
     tensors: Tensors,
     compression: Any,
     reduction: Reduction,
@@ -45,7 +44,9 @@ def _compressed(
 ) -> list[torch.Tensor]:
     """Run a differentiable reduction of compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = function.apply(reduction, name, process_set, grouped, *(small for small, _ in pairs))
+    results = autograd.Reduce.apply(
+        kind, reduction, name, process_set, grouped, *(small for small, _ in pairs)
+    )
     return [
         compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
     ]
@@ -81,7 +82,7 @@ def allreduce(
     equal on all ranks.
     """
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return _compressed(autograd.Allreduce, [tensor], compression, reduction, name, process_set)[0]
+    return _compressed("allreduce", [tensor], compression, reduction, name, process_set)[0]
 
 
 def allreduce_async_(
@@ -127,7 +128,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """``allreduce`` of several tensors as one operation."""
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return _compressed(autograd.Allreduce, tensors, compression, reduction, name, process_set, grouped=True)
+    return _compressed("allreduce", tensors, compression, reduction, name, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -192,7 +193,7 @@ def reducescatter(
     The first ranks get one row more if the number of ranks does not divide the rows.
     """
     reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return _compressed(autograd.Reducescatter, [tensor], compression, reduction, name, process_set)[0]
+    return _compressed("reducescatter", [tensor], compression, reduction, name, process_set)[0]
 
 
 def grouped_reducescatter_async(
@@ -219,6 +220,4 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """``reducescatter`` of several tensors as one operation."""
     reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return _compressed(
-        autograd.Reducescatter, tensors, compression, reduction, name, process_set, grouped=True
-    )
+    return _compressed("reducescatter", tensors, compression, reduction, name, process_set, grouped=True)

@@ -123,20 +123,12 @@ class Driver:
         if self._measuring is not None:
             self._take_sample(self._measuring)
         elif self.planner.adapts:
-            self.reducer.vote = self._votes()
+            # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
+            reordered = self.hooks.order_changed and self.times.may_replan_at_once()
+            self.reducer.vote = self.backend.ranks.size if reordered else int(self.times.has_drifted())
             if 2 * self.reducer.votes > self.backend.ranks.size:
                 self.times.patience *= 2
                 self._start_measuring()
-
-    def _votes(self) -> int:
-        """Return this rank's votes for a new plan: one where times have drifted.
-
-        Where the forward order has changed a rank votes for all, because ranks that never wait do not notice
-        that.
-        """
-        if self.hooks.order_changed and self.times.may_replan_at_once():
-            return self.backend.ranks.size
-        return int(self.times.has_drifted())
 
     def _watch_next(self) -> None:
         self.arrivals.watch = self.backend.watch()

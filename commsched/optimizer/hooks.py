@@ -25,7 +25,9 @@ def owners(
 ) -> list[tuple[nn.Module, tuple[int, ...]]]:
     """Return the modules that own parameters of the optimizer, each with the indices of these."""
     index = {id(param): i for i, param in enumerate(params)}
-    modules = model.modules() if model is not None else _live_modules()
+    # By type() and not isinstance(), which would call a proxy's own __class__.
+    live = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    modules = model.modules() if model is not None else [m for m in live if "_parameters" in m.__dict__]
     found = []
     for module in modules:
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)
@@ -33,15 +35,6 @@ def owners(
             found.append((module, mine))
     # In the order of the parameters, which is the same on all ranks, unlike the garbage collector's.
     return sorted(found, key=lambda item: item[1])
-
-
-def _live_modules() -> list[nn.Module]:
-    # By type() and not isinstance(), which would call a proxy's own __class__.
-    return [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__
-    ]
 
 
 class _BeforeForward:

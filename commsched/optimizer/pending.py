@@ -11,7 +11,7 @@ What cannot be intercepted is an alias of the memory made earlier (``p.detach()`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -143,12 +143,6 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
 def _pending_in(tree: Any) -> Iterator[nn.Parameter]:
     if isinstance(tree, PendingParameter):
         yield tree
-    elif isinstance(tree, dict):
-        yield from _pending_each(tree.values())
-    elif isinstance(tree, (list, tuple)):
-        yield from _pending_each(tree)
-
-
-def _pending_each(trees: Iterable[Any]) -> Iterator[nn.Parameter]:
-    for tree in trees:
-        yield from _pending_in(tree)
+    elif isinstance(tree, (dict, list, tuple)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _pending_in(item)

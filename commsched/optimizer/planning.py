@@ -36,18 +36,15 @@ class Plan:
 
     def buckets(self, itemsizes: Sequence[int]) -> list[Bucket]:
         """Return the program's buckets with parameters in the place of layers, cut between elements."""
-        return [
-            Bucket(
-                tuple(_whole_elements(piece, self.layers[piece.layer], itemsizes) for piece in bucket.pieces),
-                bucket.group,
-            )
-            for bucket in self.program.buckets
-        ]
-
-
-def _whole_elements(piece: Piece, param: int, itemsizes: Sequence[int]) -> Piece:
-    size = itemsizes[param]
-    return Piece(param, piece.start // size * size, piece.stop // size * size)
+        found = []
+        for bucket in self.program.buckets:
+            pieces = []
+            for piece in bucket.pieces:
+                param = self.layers[piece.layer]
+                size = itemsizes[param]
+                pieces.append(Piece(param, piece.start // size * size, piece.stop // size * size))
+            found.append(Bucket(tuple(pieces), bucket.group))
+        return found
 
 
 class Planner:

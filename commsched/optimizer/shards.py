@@ -134,7 +134,9 @@ class Shards:
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
             OptimizerView(optimizer, optimizer._base, self.state).step(groups)
             self._zero_skipped_momentum(leaf for (_, fresh), new in leaves.items() if fresh for leaf in new)
-            self._keep_masters(part for part in self.parts[bucket] if part.leaf.grad is not None)
+            for part in self.parts[bucket]:
+                if part.leaf.grad is not None and part.master is not None:
+                    self.state[part.leaf][KEY] = part.master  # an update made it differ from the parameter
         for part in self.parts[bucket]:
             part.end_update()
 
@@ -150,12 +152,6 @@ class Shards:
             momentum = self.state[leaf].get("momentum_buffer")
             if momentum is not None:
                 momentum.masked_fill_(found_inf.to(momentum.device) != 0, 0.0)
-
-    def _keep_masters(self, updated: Iterable[Part]) -> None:
-        """Put masters into the optimizer's state, once an update has made them differ from the parameters."""
-        for part in updated:
-            if part.master is not None:
-                self.state[part.leaf][KEY] = part.master
 
     def scale_gradients(self) -> None:
         """Multiply all gradients by the factor now; called before somebody reads them."""

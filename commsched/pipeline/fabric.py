@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 
 import comm_core
 from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.private_groups import data_group, tcp_channel
+from commsched.collectives.private_groups import data_group
 from commsched.env import settings
 from commsched.transport.channel import Channel, DistChannel, Pending, SilentChannel, ThreadHub
 from commsched.transport.short_messages import MOST_BYTES, ShortMessages
@@ -141,7 +141,9 @@ class DistFabric:
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = tcp_channel(store, place, len(ranks))
+        channel = comm_core.tcp_channel(
+            store, place, len(ranks), self._meeting.address, self.timeout, settings().host_timeout
+        )
         transport = comm_core.DirectTransport(channel, place, len(ranks))
         transport.set_timeout(self.timeout)
         return transport

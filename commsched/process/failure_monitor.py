@@ -99,7 +99,10 @@ class FailureMonitor:
             except queue.Empty:
                 continue
             if report is not None:
-                self._abort_waiters(*report)
+                with self._lock:
+                    waiters = [waiter for waiter, ranks in self._ranks.items() if report[0] in ranks]
+                for waiter in waiters:
+                    _abort(waiter, report[1])
 
     def _probe_all(self) -> None:
         with self._lock:
@@ -109,12 +112,6 @@ class FailureMonitor:
             if reason is not None:
                 self.unregister(waiter)
                 _abort(waiter, reason)
-
-    def _abort_waiters(self, rank: int, reason: str) -> None:
-        with self._lock:
-            waiters = [waiter for waiter, ranks in self._ranks.items() if rank in ranks]
-        for waiter in waiters:
-            _abort(waiter, reason)
 
 
 def _abort(waiter: Abortable, reason: str) -> None:

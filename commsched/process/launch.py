@@ -95,18 +95,6 @@ def _read(environ: Mapping[str, str], launcher: str) -> Launch:
     return Launch(launcher, rank, size, local_rank, local_size, node, mpi)
 
 
-def _horovodrun_over_mpi(environ: Mapping[str, str]) -> bool:
-    """Return whether horovodrun called the mpirun that started this process.
-
-    It sets no variable of its own then, but always passes these three options to Open MPI.
-    """
-    return (
-        environ.get("OMPI_MCA_orte_tag_output") == "1"
-        and environ.get("OMPI_MCA_pml") == "ob1"
-        and environ.get("OMPI_MCA_btl") == "^openib"
-    )
-
-
 def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the launchers whose variables are set, each with the first such variable."""
     found = {
@@ -114,7 +102,10 @@ def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
         for launcher, variables in _VARIABLES.items()
         if any(name in environ for name in variables.rank + variables.size)
     }
-    if "mpirun" in found and "horovodrun" not in found and _horovodrun_over_mpi(environ):
+    # Over MPI, horovodrun sets no variable of its own, but always passes these three options to Open MPI.
+    options = {"orte_tag_output": "1", "pml": "ob1", "btl": "^openib"}
+    by_horovodrun = all(environ.get(f"OMPI_MCA_{name}") == value for name, value in options.items())
+    if "mpirun" in found and "horovodrun" not in found and by_horovodrun:
         return {"horovodrun" if name == "mpirun" else name: variable for name, variable in found.items()}
     return found
 

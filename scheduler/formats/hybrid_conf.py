@@ -72,7 +72,11 @@ class HybridConf:
         numbered = {"stage_to_rank_map": self.ranks, "stage_to_depth_map": self.depths}
         data = {
             "module_to_stage_map": [*self.modules, self.modules[-1]],
-            **{name: _numbered(values) for name, values in numbered.items() if values is not None},
+            **{
+                name: {str(stage): value for stage, value in enumerate(values)}
+                for name, values in numbered.items()
+                if values is not None
+            },
             "recompute_stage": [stage for stage, again in enumerate(self.recompute) if again],
             **({OURS: self.ours} if self.ours else {}),
         }
@@ -160,10 +164,6 @@ def _by_stage(data: Mapping[str, Any], name: str, stages: int, where: str) -> li
             f" 'module_to_stage_map', got {found!r}"
         )
     return [found[stage] for stage in names]
-
-
-def _numbered(values: Sequence[Any]) -> dict[str, Any]:
-    return {str(number): value for number, value in enumerate(values)}
 
 
 def _numbers(values: Any, field: str, where: str) -> list[int]:

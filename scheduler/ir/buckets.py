@@ -56,13 +56,8 @@ class Bucket:
 
     @cached_property
     def ready_layer(self) -> int:
-        """The layer whose backward completes this bucket: the first in forward order."""
+        """The layer whose backward completes this bucket, and whose forward needs it first."""
         return min(piece.layer for piece in self.pieces)
-
-    @property
-    def due_layer(self) -> int:
-        """The layer whose forward needs this bucket first."""
-        return self.ready_layer
 
 
 def fuse_by_bytes(
@@ -135,7 +130,7 @@ def align(offset: float) -> int:
     return int(offset) // ALIGNMENT * ALIGNMENT
 
 
-def check_cover(buckets: Sequence[Bucket], sizes: Sequence[int]) -> None:
+def check_cover(buckets: Sequence[Bucket], sizes: Sequence[int], groups: Sequence[int] | None = None) -> None:
     """Every gradient byte stands in exactly one bucket, or a ``ValueError`` says which does not."""
     by_layer: dict[int, list[Piece]] = {}
     for number, bucket in enumerate(buckets):
@@ -145,6 +140,11 @@ def check_cover(buckets: Sequence[Bucket], sizes: Sequence[int]) -> None:
             if not 0 <= piece.layer < len(sizes):
                 raise ValueError(
                     f"bucket {number} names layer {piece.layer}; the profile has {len(sizes)} layers"
+                )
+            if groups is not None and groups[piece.layer] != bucket.group:
+                raise ValueError(
+                    f"bucket {number} is of group {bucket.group} and holds layer {piece.layer} of group"
+                    f" {groups[piece.layer]}; one bucket holds one group"
                 )
             by_layer.setdefault(piece.layer, []).append(piece)
     for layer, size in enumerate(sizes):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.link import Level, Link
+from scheduler.ir.link import Level, Link, ring
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,7 @@ class Cluster:
     def collective(self, kind: Kind, ranks: Sequence[int], size: float) -> float:
         """Seconds of an RS, AG or AR of ``size`` bytes: a ring at the speed of the widest level it spans."""
         devices = [self._device(rank) for rank in ranks]
-        return ring(self.level(min(devices), max(devices)), len(ranks)).cost(kind, size)
+        return ring([self.level(min(devices), max(devices))], len(ranks)).cost(kind, size)
 
     def _device(self, rank: int) -> int:
         return rank if self.devices is None else self.devices[rank]
-
-
-def ring(level: Level, ranks: int) -> Link:
-    """What one RS or AG of so many ranks costs on this level."""
-    return Link((ranks - 1) * level.alpha, (ranks - 1) / ranks * level.beta)

@@ -118,7 +118,12 @@ def _decode_fields(data: Any, kind: Any, where: str) -> Any:
     known = _fields(kind)
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: must be an object, got {data!r}")
-    missing = [name for name, (field, _) in known.items() if name not in data and _is_required(field)]
+    required = [
+        name
+        for name, (field, _) in known.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+    missing = [name for name in required if name not in data]
     unknown = sorted(set(data) - set(known))
     if missing or unknown:
         raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
@@ -149,10 +154,6 @@ def _is_record(kind: Any) -> bool:
 def _fields(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
     hints = get_type_hints(kind)
     return {field.name: (field, hints[field.name]) for field in fields(kind)}
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _without_none(kind: Any) -> Any:

@@ -160,11 +160,12 @@ class Network:
         name = f"{self.algorithm} of {self.ranks}"
         if not levels:
             return Link(0.0, 0.0, name)
-        cost = {"ring": _ring, "direct": _direct, "hierarchical": _hierarchical}[self.algorithm]
+        cost = {"ring": ring, "direct": _direct, "hierarchical": _hierarchical}[self.algorithm]
         return replace(cost(levels, self.ranks), name=name)
 
 
-def _ring(levels: Sequence[Level], ranks: int) -> Link:
+def ring(levels: Sequence[Level], ranks: int) -> Link:
+    """Return the cost of one RS or AG of a ring through so many ranks."""
     # In every round some message crosses the slowest wire, and each wire carries one message a round.
     slowest = max(level.alpha + level.overhead for level in levels)
     return Link((ranks - 1) * slowest, (ranks - 1) / ranks * max(level.beta for level in levels))

@@ -27,8 +27,14 @@ Lanes = Mapping[str, tuple[Action, ...]]
 """Actions by resource, for one rank."""
 
 
-def freeze_lanes(lanes: Mapping[str, Sequence[Action]]) -> Lanes:
-    return MappingProxyType({name: tuple(actions) for name, actions in lanes.items()})
+def check_step(gather: str, early_step: bool) -> None:
+    """Raise ``ValueError`` unless a step can be done like this."""
+    if gather not in ("gradients", "parameters"):
+        raise ValueError(f"gather must be 'gradients' or 'parameters', got {gather!r}")
+    if early_step and gather != "parameters":
+        raise ValueError(
+            "early_step needs gather='parameters'; with gathered gradients the step never waits for it"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,9 @@ class Program(JsonFile):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(self.buckets))
-        object.__setattr__(self, "kernel", tuple(freeze_lanes(lanes) for lanes in self.kernel))
-        if self.gather not in ("gradients", "parameters"):
-            raise ValueError(f"gather must be 'gradients' or 'parameters', got {self.gather!r}")
-        if self.early_step and self.gather != "parameters":
-            raise ValueError(
-                "early_step needs gather='parameters'; with gathered gradients the step never waits for it"
-            )
+        frozen = ({name: tuple(actions) for name, actions in lanes.items()} for lanes in self.kernel)
+        object.__setattr__(self, "kernel", tuple(map(MappingProxyType, frozen)))
+        check_step(self.gather, self.early_step)
         object.__setattr__(self, "borders", tuple(self.borders))
         if self.borders and len(self.borders) != self.layers:
             raise ValueError(

@@ -100,6 +100,7 @@ def generate(
     count = stage_count(orders)
     profile = profile or Profile("stages", tuple(Layer(f"stage{s}", 1.0, 2.0, 4) for s in range(count)))
     placed = _placed(stages, replicas, ranks, placements, mirrored)
+    limits = [memory] * sum(map(len, placed.ranks)) if isinstance(memory, int) else memory
     layout = Layout(
         cuts=_checked_cuts(tuple(range(count)) if cuts is None else tuple(cuts), count, profile),
         ranks=tuple(placed.ranks[stage % stages] for stage in range(count)),
@@ -109,7 +110,7 @@ def generate(
         placement=placement,
         reduction="masters" if schedule == "bundle" else "scatter",
         recompute=(recompute,) * count if isinstance(recompute, bool) else tuple(recompute),
-        memory=_limits(memory, sum(map(len, placed.ranks))),
+        memory=limits if limits is None else tuple(limits),
         tiles=tuple(placed.tiles[stage % stages] for stage in range(count) if placed.tiles),
         mirror=tuple(placed.mirror[stage % stages] for stage in range(count) if mirrored),
     )
@@ -199,12 +200,6 @@ def _placed(
         raise ValueError(f"replicas must be a count of at least 1 for each of {stages} positions: {counts}")
     held = [tuple(range(sum(counts[:at]), sum(counts[: at + 1]))) for at in range(stages)]
     return Placed(tuple(held), (), ())
-
-
-def _limits(memory: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
-    if memory is None:
-        return None
-    return (memory,) * ranks if isinstance(memory, int) else tuple(memory)
 
 
 def _checked_cuts(cuts: tuple[int, ...], count: int, profile: Profile) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -43,18 +42,6 @@ class Report:
     def bubble_fraction(self) -> float:
         """The fraction of time without compute, averaged over the ranks."""
         return float(np.mean(self.bubble))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "schedule": self.schedule,
-            "period": self.period,
-            "bubble_fraction": self.bubble_fraction,
-            "bubble": list(self.bubble),
-            "memory": list(self.memory),
-            "delays": list(self.delays),
-            "versions": list(self.versions),
-            "activations": list(self.activations),
-        }
 
     def __str__(self) -> str:
         return (

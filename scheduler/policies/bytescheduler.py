@@ -41,7 +41,7 @@ def _by_priority(problem: Problem, buckets: Sequence[Bucket]) -> list[Action]:
             now = max(now, ready[buckets[coming[-1]].ready_layer])
         while coming and ready[buckets[coming[-1]].ready_layer] <= now:
             bucket = coming.pop()
-            heapq.heappush(waiting, (buckets[bucket].due_layer, bucket))
+            heapq.heappush(waiting, (buckets[bucket].ready_layer, bucket))
         _, bucket = heapq.heappop(waiting)
         order.append(Action(Kind.AR, bucket))
         now += problem.link.cost(Kind.AR, buckets[bucket].bytes)

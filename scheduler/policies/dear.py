@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.ir.actions import Action
+from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.program import Program
-from scheduler.policies.problem import Problem, all_gathers, backward_order, reduce_scatters
+from scheduler.policies.problem import Problem, backward_order, collectives
 
 
 def dear(problem: Problem) -> Program:
@@ -21,5 +21,5 @@ def dear(problem: Problem) -> Program:
 
 def decoupled(buckets: Sequence[Bucket]) -> list[Action]:
     """Every RS in the order of the backward, then every AG in the order of the forward."""
-    forward = sorted(range(len(buckets)), key=lambda b: buckets[b].due_layer)
-    return reduce_scatters(backward_order(buckets)) + all_gathers(forward)
+    forward = sorted(range(len(buckets)), key=lambda b: buckets[b].ready_layer)
+    return collectives(Kind.RS, backward_order(buckets)) + collectives(Kind.AG, forward)

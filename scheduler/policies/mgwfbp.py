@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, in_backward_order
-from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.policies.problem import Problem, all_reduces, backward_order
+from scheduler.policies.problem import Problem, backward_order, collectives
 
 
 def mgwfbp(problem: Problem) -> Program:
@@ -15,7 +14,7 @@ def mgwfbp(problem: Problem) -> Program:
         (chosen,) = problem.candidates()
     else:
         chosen = _merge(problem)
-    return problem.program("mgwfbp", chosen, all_reduces(backward_order(chosen)))
+    return problem.program("mgwfbp", chosen, collectives(Kind.AR, backward_order(chosen)))
 
 
 def _merge(problem: Problem) -> tuple[Bucket, ...]:
@@ -26,7 +25,7 @@ def _merge(problem: Problem) -> tuple[Bucket, ...]:
     """
     profile, link = problem.profile, problem.link
     startup = link.cost(Kind.AR, 0)
-    ready = _ready_times(profile)
+    ready = problem.model(()).backward_end
     closed: list[Bucket] = []
     link_free = 0.0
     pieces: dict[int, list[Piece]] = {}
@@ -40,15 +39,6 @@ def _merge(problem: Problem) -> tuple[Bucket, ...]:
         closed.append(Bucket(tuple(pieces.pop(group)), group))
         link_free = start + link.cost(Kind.AR, closed[-1].bytes)
     return in_backward_order(closed)
-
-
-def _ready_times(profile: Profile) -> list[float]:
-    """When each layer's backward ends."""
-    ready, now = [0.0] * len(profile.layers), 0.0
-    for layer in reversed(range(len(profile.layers))):
-        now += profile.layers[layer].backward
-        ready[layer] = now
-    return ready
 
 
 def _in_groups(problem: Problem) -> list[tuple[int, int | None]]:

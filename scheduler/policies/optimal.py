@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from scheduler.ir.program import Program
@@ -51,9 +50,8 @@ def optimal(problem: Problem, seed: int = 0, budget: int = BUDGET, max_buckets: 
     Where the problem has buckets only the order is searched.
     """
     profile = problem.profile
-    others = [
-        _by_other(policy, problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)
-    ]
+    made = [policy(problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)]
+    others = [problem.program("optimal", it.buckets, it.link, found_by=it.policy) for it in made]
 
     def searched(task: Problem, budget: int) -> Program:
         if problem.has_buckets:
@@ -80,8 +78,3 @@ def optimal(problem: Problem, seed: int = 0, budget: int = BUDGET, max_buckets: 
 def _on_slower_link(problem: Problem, factor: float) -> Problem:
     link = problem.link
     return replace(problem, link=replace(link, alpha=link.alpha * factor, beta=link.beta * factor))
-
-
-def _by_other(policy: Callable[[Problem], Program], problem: Problem) -> Program:
-    other = policy(problem)
-    return problem.program("optimal", other.buckets, other.link, found_by=other.policy)

@@ -43,9 +43,9 @@ class _Slack:
         self.names = backward_order(buckets)
         model = problem.model([buckets[name] for name in self.names])
         self.cost, self.startup = model.cost, problem.link.alpha
-        self.ready = model.backward_end[model.ready]
+        self.ready = model.backward_end[model.layer]
         # The forward reaches bucket i after the forward of all layers below it.
-        self.forward_below = (np.cumsum(model.forward) - model.forward)[model.due]
+        self.forward_below = (np.cumsum(model.forward) - model.forward)[model.layer]
         self.moved_after: list[list[int]] = [[] for _ in buckets]
         self.busy = model.cost.copy()  # each RS, with the AGs that follow it in the backward
         self.left = model.cost.copy()  # the AGs that are left for the forward

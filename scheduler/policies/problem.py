@@ -11,7 +11,7 @@ from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import MIB, Bucket, check_cover, fuse_by_bytes, one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
-from scheduler.ir.program import Program, data_parallel_program
+from scheduler.ir.program import Program, check_step, data_parallel_program
 from scheduler.simulate.step_model import StepModel
 
 FUSED = 25 * MIB
@@ -37,12 +37,7 @@ class Problem:
     bucket_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gather not in ("gradients", "parameters"):
-            raise ValueError(f"gather must be 'gradients' or 'parameters', got {self.gather!r}")
-        if self.early_step and self.gather != "parameters":
-            raise ValueError(
-                "early_step needs gather='parameters'; with gathered gradients the step never waits for it"
-            )
+        check_step(self.gather, self.early_step)
 
     @property
     def step(self) -> dict[str, Any]:
@@ -71,22 +66,11 @@ class Problem:
             return one_per_layer(self.profile.sizes, self.groups)
         return fuse_by_bytes(self.profile.sizes, limit, first, part, self.groups)
 
-    def _checked(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """Check the caller's buckets: they must cover this model, and hold one group each."""
-        check_cover(buckets, self.profile.sizes)
-        for number, bucket in enumerate(buckets):
-            for layer in bucket.layers:
-                if self.groups[layer] != bucket.group:
-                    raise ValueError(
-                        f"bucket {number} is of group {bucket.group} and holds layer {layer} of group"
-                        f" {self.groups[layer]}; one bucket holds one group"
-                    )
-        return tuple(buckets)
-
     def candidates(self, sizes: Sequence[float | None] = LADDER) -> list[tuple[Bucket, ...]]:
         """The caller's buckets, or those of the caller's size, or one set for each of ``sizes``."""
         if self.buckets is not None:
-            return [self._checked(self.buckets)]
+            check_cover(self.buckets, self.profile.sizes, self.groups)
+            return [tuple(self.buckets)]
         if self.bucket_bytes is not None:
             return [self.fuse(self.bucket_bytes)]
         return list(dict.fromkeys(self.fuse(size) for size in sizes))
@@ -123,13 +107,6 @@ def backward_order(buckets: Sequence[Bucket]) -> list[int]:
     return sorted(range(len(buckets)), key=lambda b: -buckets[b].ready_layer)
 
 
-def reduce_scatters(buckets: Iterable[int]) -> list[Action]:
-    return [Action(Kind.RS, bucket) for bucket in buckets]
-
-
-def all_gathers(buckets: Iterable[int]) -> list[Action]:
-    return [Action(Kind.AG, bucket) for bucket in buckets]
-
-
-def all_reduces(buckets: Iterable[int]) -> list[Action]:
-    return [Action(Kind.AR, bucket) for bucket in buckets]
+def collectives(kind: Kind, buckets: Iterable[int]) -> list[Action]:
+    """Return one collective for each of these buckets, in their order."""
+    return [Action(kind, bucket) for bucket in buckets]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
-from scheduler.policies.problem import Problem, all_gathers, backward_order, reduce_scatters
+from scheduler.policies.problem import Problem, backward_order, collectives
 
 
 def sequential(problem: Problem) -> Program:
@@ -17,4 +18,5 @@ def sequential(problem: Problem) -> Program:
     """
     (chosen,) = problem.candidates([math.inf])
     last_first = backward_order(chosen)[::-1]
-    return problem.program("sequential", chosen, reduce_scatters(last_first) + all_gathers(last_first[::-1]))
+    order = collectives(Kind.RS, last_first) + collectives(Kind.AG, last_first[::-1])
+    return problem.program("sequential", chosen, order)

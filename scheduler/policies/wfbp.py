@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
-from scheduler.policies.problem import FUSED, MIB, Problem, all_reduces, backward_order
+from scheduler.policies.problem import FUSED, MIB, Problem, backward_order, collectives
 
 
 def wfbp(problem: Problem) -> Program:
@@ -13,4 +14,4 @@ def wfbp(problem: Problem) -> Program:
         chosen = problem.fuse(limit, first=min(limit, MIB))
     else:
         (chosen,) = problem.candidates()
-    return problem.program("wfbp", chosen, all_reduces(backward_order(chosen)))
+    return problem.program("wfbp", chosen, collectives(Kind.AR, backward_order(chosen)))

@@ -65,14 +65,12 @@ class _Lowering:
                 tasks = [task for action in actions for task in self._place(rank, lane, action, own)]
                 self.graph.lane(tasks)
             if not ordered:
-                for action in self._all_messages():
+                buckets = range(len(self.program.buckets))
+                collectives = [Action(kind, b) for kind in (Kind.RS, Kind.AG) for b in buckets]
+                for action in [*halo_actions(self.program), *collectives]:
                     self._place(rank, LINK_LANE, action, own, (0,), traffic_class(action))
             self._depend(own)
         return self.graph.build()
-
-    def _all_messages(self) -> list[Action]:
-        buckets = range(len(self.program.buckets))
-        return halo_actions(self.program) + [Action(kind, b) for kind in (Kind.RS, Kind.AG) for b in buckets]
 
     def _place(
         self,
@@ -109,7 +107,8 @@ class _Lowering:
         if kind in COLLECTIVE:
             return (named_link(self.link, lane).cost(kind, program.buckets[index].bytes),)
         if kind is Kind.UPDATE:
-            return (_update_seconds(program, self.profile, index),)
+            share = program.ranks if program.gather == "parameters" else 1
+            return (self.profile.update_per_byte * program.buckets[index].bytes / share,)
         layer, border = self.profile.layers[index], program.borders[index] if program.borders else None
         if kind in HALOS:
             if border is None:
@@ -165,11 +164,6 @@ class _Lowering:
                     wait((Kind.F, layer), last, lag=1)
 
 
-def _update_seconds(program: Program, profile: Profile, bucket: int) -> float:
-    share = program.ranks if program.gather == "parameters" else 1
-    return profile.update_per_byte * program.buckets[bucket].bytes / share
-
-
 def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:
     """The lanes with updates added where the program lists none (see the top of this file)."""
     stated = any(action.kind is Kind.UPDATE for actions in lanes.values() for action in actions)
@@ -182,7 +176,7 @@ def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str,
     due: dict[int, list[int]] = {}
     for action in collectives:
         if action.kind is not Kind.RS and action.index < len(program.buckets):
-            due.setdefault(program.buckets[action.index].due_layer, []).append(action.index)
+            due.setdefault(program.buckets[action.index].ready_layer, []).append(action.index)
     compute: list[Action] = []
     for action in lanes.get(COMPUTE_LANE, ()):
         if action.kind is Kind.F:

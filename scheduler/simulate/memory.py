@@ -10,7 +10,7 @@ from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.unroll import unroll
 from scheduler.ir.weight_versions import moments, settled
-from scheduler.simulate.stage_costs import Stage, stages_of
+from scheduler.simulate.durations import Stage, stages_of
 
 
 def peak_memory(program: Program, profile: Profile) -> int:

@@ -4,61 +4,71 @@ numba. A test holds it equal to the event simulator.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 
+class Step(NamedTuple):
+    """What does not depend on the buckets: seconds by layer, and rules for updates (see ``StepModel``)."""
+
+    forward: np.ndarray
+    backward_end: np.ndarray
+    update_in_compute: bool
+    update_from: float
+    gathers_late: bool
+
+
+class Load(NamedTuple):
+    """The buckets: the layer that completes and first needs each; seconds of a collective, of the update."""
+
+    layer: np.ndarray
+    cost: np.ndarray
+    update: np.ndarray
+
+
 @njit(cache=True)
-def step_period(
-    forward: np.ndarray,
-    backward_end: np.ndarray,
-    ready: np.ndarray,
-    due: np.ndarray,
-    cost: np.ndarray,
-    update: np.ndarray,
-    order: np.ndarray,
-    update_in_compute: bool,
-    update_from: float,
-) -> float:
-    """Seconds of one data-parallel iteration; ``StepModel`` prepares the arrays.
+def step_period(step: Step, load: Load, order: np.ndarray) -> float:
+    """Return the seconds of one data-parallel iteration.
 
     ``order`` holds ``b`` for RS of bucket b, ``n + b`` for its AG and ``2 * n + b`` for its AR.
     """
-    buckets, layers = len(ready), len(forward)
+    buckets, layers = len(load.layer), len(step.forward)
     gathered = np.zeros(buckets)
     usable = np.zeros(buckets)
     # Buckets first due at each layer, a chained list in the order of their AGs.
     head = np.full(layers, -1, np.int64)
     tail = np.full(layers, -1, np.int64)
     following = np.full(buckets, -1, np.int64)
-    link, updater = 0.0, update_from
+    link, updater = 0.0, step.update_from
     for operation in order:
         bucket = operation % buckets
         if operation < buckets:
-            link = max(link, backward_end[ready[bucket]]) + cost[bucket]
+            link = max(link, step.backward_end[load.layer[bucket]]) + load.cost[bucket]
             usable[bucket] = link
-            if not update_in_compute:
-                updater = max(updater, link) + update[bucket]
+            if not step.update_in_compute:
+                updater = max(updater, link) + load.update[bucket]
                 usable[bucket] = updater
             continue
         if operation < 2 * buckets:
-            link = max(link, usable[bucket]) + cost[bucket]
+            link = max(link, usable[bucket]) + load.cost[bucket]
         else:
-            link = max(link, backward_end[ready[bucket]]) + 2.0 * cost[bucket]
+            link = max(link, step.backward_end[load.layer[bucket]]) + 2.0 * load.cost[bucket]
         gathered[bucket] = link
-        layer = due[bucket]
+        layer = load.layer[bucket]
         if head[layer] < 0:
             head[layer] = bucket
         else:
             following[tail[layer]] = bucket
         tail[layer] = bucket
-    now = backward_end[0]
+    now = step.backward_end[0]
     for layer in range(layers):
         bucket = head[layer]
         while bucket >= 0:
             now = max(now, gathered[bucket])
-            if update_in_compute:
-                now += update[bucket]
+            if step.update_in_compute:
+                now += load.update[bucket]
             bucket = following[bucket]
-        now += forward[layer]
+        now += step.forward[layer]
     return now

@@ -8,6 +8,7 @@ the event simulator, which is slower because it runs programs of every kind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from scheduler.simulate.step_kernel import Load, Step
 
 _CODES = (Kind.RS, Kind.AG, Kind.AR)
 
@@ -39,13 +43,11 @@ class StepModel:
         backward = np.array([layer.backward for layer in profile.layers])
         self.forward = np.array([layer.forward for layer in profile.layers])
         self.backward_end = np.cumsum(backward[::-1])[::-1].copy()
-        self.ready = np.array([bucket.ready_layer for bucket in buckets], np.int64)
-        self.due = np.array([bucket.due_layer for bucket in buckets], np.int64)
+        self.layer = np.array([bucket.ready_layer for bucket in buckets], np.int64)
         self.cost = np.array([link.cost(Kind.RS, bytes_) for bytes_ in size])
         self.update_in_compute = gather == "gradients"
         self.update = profile.update_per_byte * size / (1 if self.update_in_compute else ranks)
-        waits = not self.update_in_compute and not early_step
-        self.update_from = float(self.backward_end[0]) if waits else 0.0
+        self.gathers_late = not self.update_in_compute and not early_step
 
     def encode(self, actions: Iterable[Action]) -> np.ndarray:
         codes = [_CODES.index(action.kind) * self.count + action.index for action in actions]
@@ -54,20 +56,16 @@ class StepModel:
     def decode(self, order: Iterable[int]) -> tuple[Action, ...]:
         return tuple(Action(_CODES[int(code) // self.count], int(code) % self.count) for code in order)
 
+    def kernel_input(self) -> tuple[Step, Load]:
+        """Return the arguments of the compiled functions."""
+        from scheduler.simulate.step_kernel import Load, Step
+
+        update_from = float(self.backward_end[0]) if self.gathers_late else 0.0
+        step = Step(self.forward, self.backward_end, self.update_in_compute, update_from, self.gathers_late)
+        return step, Load(self.layer, self.cost, self.update)
+
     def period(self, order: np.ndarray) -> float:
-        """Seconds per iteration; ``order`` must hold each bucket's RS before its AG, or its AR, once."""
+        """Return the seconds per iteration; ``order``: each bucket's RS before its AG, or its AR, once."""
         from scheduler.simulate.step_kernel import step_period
 
-        return float(
-            step_period(
-                self.forward,
-                self.backward_end,
-                self.ready,
-                self.due,
-                self.cost,
-                self.update,
-                order,
-                self.update_in_compute,
-                self.update_from,
-            )
-        )
+        return float(step_period(*self.kernel_input(), order))

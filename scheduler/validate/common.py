@@ -19,29 +19,18 @@ from scheduler.validate.engine import Place, Rule, Violation, placed, violation
 
 
 def model(program: Program, profile: Profile | None) -> Iterator[Violation]:
-    """The program is for a model of these layers; a bucket holds layers of one group."""
-    if profile is None:
-        return
-    if program.layers != len(profile.layers):
+    """The program is for a model of these layers."""
+    if profile is not None and program.layers != len(profile.layers):
         yield Violation(
             "model",
             f"the plan is for a model of {program.layers} layers, profile {profile.name!r} has"
             f" {len(profile.layers)}",
         )
-        return
-    for number, bucket in enumerate(program.buckets):
-        for layer in bucket.layers:
-            group = profile.layers[layer].group if layer < program.layers else bucket.group
-            if group != bucket.group:
-                yield Violation(
-                    "groups",
-                    f"bucket {number} is of group {bucket.group} and holds bytes of layer {layer}, of group"
-                    f" {group}; one bucket holds one group",
-                )
 
 
 def cover(program: Program, profile: Profile | None) -> Iterator[Violation]:
-    """Every gradient byte stands in one bucket."""
+    """Every gradient byte stands in one bucket, and a bucket holds layers of one group."""
+    groups = None if profile is None else [layer.group for layer in profile.layers]
     if profile is None:
         reached = Counter[int]()
         for bucket in program.buckets:
@@ -53,7 +42,7 @@ def cover(program: Program, profile: Profile | None) -> Iterator[Violation]:
     if len(sizes) != program.layers:
         return
     try:
-        check_cover(program.buckets, sizes)
+        check_cover(program.buckets, sizes, groups)
     except ValueError as error:
         yield Violation("cover", str(error))
 

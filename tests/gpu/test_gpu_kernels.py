@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comm_core.cuda import BucketCopy, Region, gpu_launcher, one_after_another
-from comm_core.cuda.kernels import COPIES, SHORT
+from comm_core.cuda.tables import COPIES, SHORT
 from dnn_bench.gpu.cost import tensors_of
 from tests.support.checkout import ROOT
 

@@ -212,10 +212,10 @@ for step in range(1, 20):
     torch.cuda._sleep(1_000_000)
     for number, bucket in enumerate(buckets):
         bucket.data.fill_(10 * step + number)
-        plan.mark_ready(number)
+        plan.mark(number, "ready")
     copies = []
     for number in (2, 0, 1):
-        plan.wait_gathered(number)
+        plan.wait(number, "gathered")
         copies.append((10 * step + number, buckets[number].data.clone()))
     for value, copy in copies:
         assert copy.unique().tolist() == [value]

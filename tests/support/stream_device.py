@@ -36,6 +36,8 @@ class FakeStream:
 class FakeDevice(Device):
     """One rank's streams: ``main`` computes, ``side`` too, ``comm`` communicates."""
 
+    asynchronous = True
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.main, self.side, self.comm = (FakeStream(name) for name in ("main", "side", "comm"))

@@ -100,19 +100,9 @@ void PythonTransport::all_reduce(const BucketSpec& b, const OpTag& tag) {
   scale(result, b.postscale);
 }
 
-void PythonTransport::set_timeout(double seconds) {
-  const py::gil_scoped_acquire gil;
-  if (py::hasattr(collectives_, "set_timeout")) collectives_.attr("set_timeout")(seconds);
-}
-
-void PythonTransport::abort(const std::string& reason) noexcept {
-  if (aborted_.exchange(true) || !Py_IsInitialized()) return;
+void PythonTransport::abort(const std::string&) noexcept {
+  aborted_ = true;
   LinkGate::of_process().wake();
-  const py::gil_scoped_acquire gil;
-  try {
-    if (py::hasattr(collectives_, "abort")) collectives_.attr("abort")(reason);
-  } catch (py::error_already_set&) {  // report the failure that led here instead
-  }
 }
 
 }  // namespace commsched

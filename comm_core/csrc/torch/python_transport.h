@@ -11,9 +11,8 @@
 namespace commsched {
 
 // The object has scatter_sum(full, shard, name), gather(shard, full, name) and sum(full, name). Each returns once the tensors
-// hold the result; `name` is the same on all ranks and unique among the operations of a step. It also has `rank` and `size` and,
-// optionally, abort(reason) and set_timeout(seconds). Each collective is one message for the link's gate: halos and activations
-// go before it, not within it.
+// hold the result; `name` is the same on all ranks and unique among the operations of a step. It also has `rank` and `size`.
+// Each collective is one message for the link's gate: halos and activations go before it, not within it.
 class PythonTransport : public Transport {
  public:
   explicit PythonTransport(py::object collectives);
@@ -23,7 +22,7 @@ class PythonTransport : public Transport {
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
   void all_reduce(const BucketSpec& bucket, const OpTag& tag) override;
   void abort(const std::string& reason) noexcept override;
-  void set_timeout(double seconds) override;
+  void set_timeout(double) override {}  // the collectives have their own
   bool keeps_time() const override { return false; }
   int rank() const override { return rank_; }
   int size() const override { return size_; }

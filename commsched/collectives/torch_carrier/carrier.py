@@ -12,8 +12,8 @@ import torch
 
 from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
 from commsched.collectives.torch_carrier.argument_checks import check, row_splits
-from commsched.collectives.torch_carrier.operation import Operation
 from commsched.collectives.torch_carrier.operation_queue import OperationQueue
+from commsched.collectives.torch_carrier.operation_runner import Operation
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.process.launch import Launch
 from commsched.process.rendezvous import meet

@@ -68,7 +68,7 @@ class RankConnection:
 
     def interrupt(self) -> None:
         """Make a send that another thread is blocked in raise an error."""
-        with suppress(OSError), _as_socket(self.messages) as handle:
+        with suppress(OSError), socket.socket(fileno=os.dup(self.messages.fileno())) as handle:
             handle.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -105,10 +105,6 @@ def send(connection: Connection, message: Message) -> None:
 
 def receive(connection: Connection) -> Any:
     return json.loads(connection.recv_bytes())
-
-
-def _as_socket(connection: Connection) -> socket.socket:
-    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 class Coordinator(threading.Thread):

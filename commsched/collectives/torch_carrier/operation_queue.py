@@ -16,8 +16,7 @@ import torch
 
 from commsched.collectives.torch_carrier.coordinator import HostLost, connect, send
 from commsched.collectives.torch_carrier.negotiation import Key, Message, Negotiator
-from commsched.collectives.torch_carrier.operation import Operation
-from commsched.collectives.torch_carrier.operation_runner import OperationRunner
+from commsched.collectives.torch_carrier.operation_runner import Operation, OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.env import settings
 from commsched.errors import CommError
@@ -68,7 +67,11 @@ class OperationQueue:
             stream = torch.cuda.current_stream(operation.tensors[0].device)
             operation.ready = stream, stream.record_event()
         if self._alone:
-            self._run_alone(operation)
+            for _, message in self._negotiator.submit(0, operation.request(self._meeting.launch.node)):
+                if message["type"] == "error":
+                    operation.finish(error=CommError(message["message"]))
+                else:
+                    self._execute(operation, message)
             return
         with self._lock:
             if operation.key in self._pending:
@@ -86,13 +89,6 @@ class OperationQueue:
                 f"{what} can not run: this process was forked from rank {self._meeting.launch.rank}, and "
                 "only the process that called init() has a part in the job; call it there"
             )
-
-    def _run_alone(self, operation: Operation) -> None:
-        for _, message in self._negotiator.submit(0, operation.request(self._meeting.launch.node)):
-            if message["type"] == "error":
-                operation.finish(error=CommError(message["message"]))
-            else:
-                self._execute(operation, message)
 
     def _announce(self, operation: Operation, message: Message) -> None:
         """Send a message, under the lock. Errors read as if the job had broken while the operation waited."""
@@ -198,20 +194,17 @@ class OperationQueue:
             if operation is not None:
                 operation.finish(error=CommError(message["message"]))
         elif kind in ("joined", "join_failed"):
-            self._end_join(message)
+            with self._lock:
+                operation, self._join = self._join, None
+            if operation is not None:
+                error = CommError(message["message"]) if "message" in message else None
+                operation.finish(result=message.get("last"), error=error)
         elif kind == "lost":
             self._fail_all(message["message"])
             if message["rank"] is not None:
                 failure_monitor.report(message["rank"], message["message"])
         elif kind == "farewell":
             self._without_rank_0, self._rank_0_left = message["message"], True
-
-    def _end_join(self, message: Message) -> None:
-        with self._lock:
-            operation, self._join = self._join, None
-        if operation is not None:
-            error = CommError(message["message"]) if "message" in message else None
-            operation.finish(result=message.get("last"), error=error)
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:

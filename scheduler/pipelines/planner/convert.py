@@ -22,8 +22,8 @@ from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate, program_of
 from scheduler.pipelines.report import examine
+from scheduler.simulate.durations import stages_of
 from scheduler.simulate.memory import memory_by_rank
-from scheduler.simulate.stage_costs import stages_of
 
 CONF = "hybrid_conf.json"
 REST = ("model", "schedule", "microbatches", "placement", "devices", "period", "bottleneck", "memory")

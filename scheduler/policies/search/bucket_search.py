@@ -14,7 +14,6 @@ from scheduler.policies.problem import Problem
 
 if TYPE_CHECKING:
     from scheduler.policies.search.cut_kernel import Line
-    from scheduler.policies.search.order_kernel import Step
 
 ENOUGH = 1 + 1e-6
 """A period this close to a bound is not worth more search."""
@@ -37,24 +36,14 @@ FEW = 5
 """Up to this many buckets, every order is tried."""
 
 
-def step_of(problem: Problem) -> Step:
-    from scheduler.policies.search.order_kernel import Step
-
-    model = problem.model(())
-    return Step(
-        model.forward, model.backward_end, model.update_in_compute, model.update_from, problem.gathers_late
-    )
-
-
 def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
     """The best order of these buckets, in the step model's codes."""
     enough = startup_bound(problem.profile, problem.link, **problem.step)
-    from scheduler.policies.search.order_kernel import Load, best_order
+    from scheduler.policies.search.order_kernel import best_order
 
-    model, step = problem.model(buckets), step_of(problem)
-    load = Load(model.ready, model.cost, model.update)
+    step, load = problem.model(buckets).kernel_input()
     order, _, _ = best_order(step, load, FINAL_NODES, enough)
-    if model.update.any():
+    if load.update.any():
         from scheduler.policies.search.exchange_kernel import every_order, exchange
 
         return (every_order(step, load) if len(buckets) <= FEW else exchange(step, load, order, EXCHANGES))[0]
@@ -82,7 +71,7 @@ class BucketSearch:
         """The best buckets found. ``known`` are additional starting points."""
         from scheduler.policies.search.cut_kernel import improve_cuts, score_cuts
 
-        step, line = step_of(self.problem), self._line()
+        (step, _), line = self.problem.model(()).kernel_input(), self._line()
         enough, target = self._goals()
 
         def rank(cuts: np.ndarray) -> tuple[float, int]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from scheduler.policies.search.order_kernel import Load, Step, best_order, period_of
+from scheduler.policies.search.order_kernel import best_order
+from scheduler.simulate.step_kernel import Load, Step, step_period
 
 IDLE = 8
 """Once the period is good enough, the search for fewer buckets ends when this many moves a bucket fail."""
@@ -74,7 +75,7 @@ def score_cuts(step: Step, line: Line, cuts: np.ndarray, nodes: int, enough: flo
     for factor in (1.0 - DOUBT, 1.0 + DOUBT):
         for bucket in range(len(cost)):
             load.cost[bucket] = factor * cost[bucket]
-        score += CARE * period_of(step, load, order)
+        score += CARE * step_period(step, load, order)
     return score / (1.0 + 2.0 * CARE), used * 2 * len(cuts)
 
 

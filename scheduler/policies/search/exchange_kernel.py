@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from scheduler.policies.search.order_kernel import Load, Step, period_of
+from scheduler.simulate.step_kernel import Load, Step, step_period
 
 
 @njit(cache=True)
@@ -31,7 +31,7 @@ def is_order(order: np.ndarray, gathers_late: bool) -> bool:
 def exchange(step: Step, load: Load, order: np.ndarray, tries: int) -> tuple[np.ndarray, float]:
     """Moves one job at a time to another place as long as that helps; computes ``tries`` periods at most."""
     best, trial = order.copy(), order.copy()
-    period = period_of(step, load, best)
+    period = step_period(step, load, best)
     improved = True
     while improved and tries > 0:
         improved = False
@@ -47,7 +47,7 @@ def exchange(step: Step, load: Load, order: np.ndarray, tries: int) -> tuple[np.
                 if source == target or tries <= 0 or not is_order(trial, step.gathers_late):
                     continue
                 tries -= 1
-                other = period_of(step, load, trial)
+                other = step_period(step, load, trial)
                 if other < period:
                     best[:], period = trial, other
                     improved = True
@@ -78,7 +78,7 @@ def every_order(step: Step, load: Load) -> tuple[np.ndarray, float]:
         if position < 2 * count:
             order[position] = -1
             continue
-        other = period_of(step, load, order)
+        other = step_period(step, load, order)
         if other < period:
             best[:], period = order, other
         position -= 1

@@ -16,25 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from scheduler.simulate.step_kernel import step_period
-
-
-class Step(NamedTuple):
-    """What does not depend on the buckets: seconds by layer, and rules for updates (see ``StepModel``)."""
-
-    forward: np.ndarray
-    backward_end: np.ndarray
-    update_in_compute: bool
-    update_from: float
-    gathers_late: bool
-
-
-class Load(NamedTuple):
-    """The buckets: the layer that completes and first needs each; seconds of a collective, of the update."""
-
-    layer: np.ndarray
-    cost: np.ndarray
-    update: np.ndarray
+from scheduler.simulate.step_kernel import Load, Step, step_period
 
 
 class Jobs(NamedTuple):
@@ -43,22 +25,6 @@ class Jobs(NamedTuple):
     cost: np.ndarray
     delay: np.ndarray
     """Seconds between the RS and the AG of each bucket."""
-
-
-@njit(cache=True)
-def period_of(step: Step, load: Load, order: np.ndarray) -> float:
-    """Seconds per iteration with this order."""
-    return step_period(
-        step.forward,
-        step.backward_end,
-        load.layer,
-        load.layer,
-        load.cost,
-        load.update,
-        order,
-        step.update_in_compute,
-        step.update_from,
-    )
 
 
 @njit(cache=True)
@@ -79,7 +45,7 @@ def best_order(step: Step, load: Load, nodes: int, enough: float) -> tuple[np.nd
             jobs.tail[bucket] = -jobs.head[bucket]
             jobs.head[size // 2 + bucket] = np.inf
         _schrage(jobs, order, start, end)
-        return order, period_of(step, load, order), 1
+        return order, step_period(step, load, order), 1
     heads, tails, bounds = np.empty((nodes + 2, size)), np.empty((nodes + 2, size)), np.zeros(nodes + 2)
     _copy(jobs.head, heads, 0)
     _copy(jobs.tail, tails, 0)
@@ -93,7 +59,7 @@ def best_order(step: Step, load: Load, nodes: int, enough: float) -> tuple[np.nd
             jobs.head[job], jobs.tail[job] = heads[open_, job], tails[open_, job]
         _schrage(jobs, order, start, end)
         used += 1
-        period = period_of(step, load, order)
+        period = step_period(step, load, order)
         if period < best:
             best, chosen = period, order.copy()
             if best <= enough:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda_device import Device, ImmediateDevice
+from commsched.backends.cuda_device import Device
 from commsched.backends.cuda_memory import RegisteredMemory
 from commsched.backends.cuda_streams import StreamBucket
 from commsched.backends.ranks import Ranks
@@ -240,7 +240,7 @@ class Pool(TorchDispatchMode):
         return made
 
 
-class Done(ImmediateDevice):
+class Done(Device):
     """Tells the truth: an immediate operation is done."""
 
     def has_passed(self, event: Any) -> bool:
@@ -291,7 +291,7 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         assert memory.group.registered == []
 
 
-class Ending(ImmediateDevice):
+class Ending(Device):
     """Whether the communication has ended by the time of close() is up to the test."""
 
     ends = True

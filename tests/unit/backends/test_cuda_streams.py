@@ -44,22 +44,22 @@ class Rank:
         for bucket in order:
             data, value = self.buckets[bucket].data, self.gradient(step, bucket)
             self.device.compute(lambda data=data, value=value: data.fill_(value))
-            self.schedule.mark_ready(bucket)
+            self.schedule.mark(bucket, "ready")
 
     def update(self, bucket: int) -> None:
         """Sharded: parameters become the reduced gradients."""
-        self.schedule.wait_reduced(bucket)
+        self.schedule.wait(bucket, "reduced")
         part = LENGTH // self.size
         mine = slice(self.rank * part, (self.rank + 1) * part)
         b = self.buckets[bucket]
         assert b.gather is not None
         target = b.gather
         self.device.compute(lambda: target[mine].copy_(b.data[mine]))
-        self.schedule.mark_updated(bucket)
+        self.schedule.mark(bucket, "updated")
 
     def forward(self, order: tuple[int, ...]) -> None:
         for bucket in order:
-            self.schedule.wait_gathered(bucket)
+            self.schedule.wait(bucket, "gathered")
             b = self.buckets[bucket]
             result = b.data if b.gather is None else b.gather
             self.device.compute(lambda result=result: self.seen.append(result.tolist()))
@@ -121,7 +121,7 @@ def breaks(change: Callable[[Rank], None]) -> int:
 
 def test_the_checks_notice_a_missing_event() -> None:
     def no_wait_before_the_forward(rank: Rank) -> None:
-        rank.schedule.wait_gathered = lambda bucket: None  # type: ignore[method-assign]
+        rank.schedule.wait = lambda bucket, what: None  # type: ignore[method-assign]
 
     def no_wait_before_travelling(rank: Rank) -> None:
         wait = rank.device.wait
@@ -139,7 +139,7 @@ class ClippingRank(Rank):
 
     def clip(self) -> None:
         for bucket in range(3):
-            self.schedule.wait_reduced(bucket)
+            self.schedule.wait(bucket, "reduced")
         largest = torch.full((self.size,), float("nan"))
         self.factor = torch.zeros(1)
         part = LENGTH // self.size
@@ -229,11 +229,11 @@ def test_is_gathered_asks_the_device() -> None:
 
 def test_waiting_for_what_was_never_started_is_an_error() -> None:
     _, (rank,) = ranks_of(1, PLANS["RS first"])
-    rank.schedule.wait_gathered(0)  # before the first step everything is in place
+    rank.schedule.wait(0, "gathered")  # before the first step everything is in place
     rank.schedule.begin_step()
     rank.backward(1, (0,))
     with pytest.raises(CommError, match=r"bucket 0 is waited for and is not gathered in step 1: 1 of 6"):
-        rank.schedule.wait_gathered(0)
+        rank.schedule.wait(0, "gathered")
     with pytest.raises(CommError, match="step 1 ended before RS of bucket 1 was started"):
         rank.schedule.begin_step()
 

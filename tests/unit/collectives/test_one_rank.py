@@ -8,8 +8,7 @@ import torch
 import commsched as hvd
 from commsched.collectives import process_sets
 from commsched.collectives.carrier import OperationNames, ReduceOp, Reduction
-from commsched.collectives.torch_carrier.operation import Operation
-from commsched.collectives.torch_carrier.operation_runner import OperationRunner
+from commsched.collectives.torch_carrier.operation_runner import Operation, OperationRunner
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.errors import CommError
 from commsched.process.groups import device_name, nccl_usable

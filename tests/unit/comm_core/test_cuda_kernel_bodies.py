@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comm_core.cuda import BucketCopy, Region, one_after_another
-from comm_core.cuda.kernels import COPIES, SHORT
+from comm_core.cuda.tables import COPIES, SHORT
 from tests.support.host_kernels import HostLauncher, library
 
 TYPES = {short: dtype for dtype, short in SHORT.items()}

@@ -12,7 +12,7 @@ import torch
 
 from comm_core.cuda import launchers
 from comm_core.cuda.copies import BucketCopy
-from comm_core.cuda.kernels import SOURCE
+from comm_core.cuda.tables import SOURCE
 from tests.support.fake_cuda import FakeCuda, Stream
 
 
@@ -145,10 +145,6 @@ def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -
     """Its number is 0, and torch makes a new stream of that: the next stream waited for one without work."""
     cuda = FakeCuda().install(monkeypatch)
     copy = BucketCopy([], torch.zeros(2), 2, torch.float32, launcher=launchers.gpu_launcher(0))
-    monkeypatch.setattr(
-        "comm_core.cuda.copies.current_stream",
-        lambda device: torch.cuda.current_stream(torch.device("cuda", 0)),
-    )
     default, side = cuda.streams[0], Stream(0, 77)
     for stream, waits in (
         (default, []),
@@ -157,8 +153,7 @@ def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -
         (side, [default]),
         (default, [side]),
     ):
-        cuda.streams[0] = stream
-        copy._set_addresses([1, 2])
+        copy._set_addresses(stream, [1, 2])
         assert stream.waits == waits
 
 

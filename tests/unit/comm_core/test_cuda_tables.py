@@ -8,14 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_core.cuda.kernels import (
+from comm_core.cuda.tables import (
     COPIES,
     SOURCE,
     THREADS,
+    Region,
     chunk_elements,
+    chunk_table,
+    one_after_another,
     pack_kernel,
 )
-from comm_core.cuda.tables import Region, chunk_table, one_after_another
 
 
 def covered(table: np.ndarray) -> list[tuple[int, int, int]]:

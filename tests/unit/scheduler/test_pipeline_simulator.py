@@ -248,7 +248,6 @@ def test_report_in_words() -> None:
     report = examined("2bw", 2, 2)
     assert str(report).startswith("2bw: 6 s per step, bubble 0.0%, peak memory")
     assert "delays      1 1" in str(report)
-    assert json.loads(json.dumps(report.to_dict()))["delays"] == [1, 1]
     with pytest.raises(ValueError, match="for a model of 2 layers, profile 'equal' has 3"):
         examine(generate("2bw", 2, 2), model(3), FREE)
     with pytest.raises(ValueError, match="only programs with stages"):

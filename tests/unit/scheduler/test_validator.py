@@ -89,8 +89,8 @@ def test_gather_before_the_step_is_shown() -> None:
         (
             "AR0 AR1 AR2 AR3",
             {"buckets": (*BUCKETS[:3], Bucket((Piece(0, 0, 10),), group=1))},
-            "groups",
-            "bucket 3 is of group 1 and holds bytes of layer 0, of group 0",
+            "cover",
+            "bucket 3 is of group 1 and holds layer 0 of group 0",
         ),
     ],
 )
