@@ -112,7 +112,9 @@ def _common_cut(tiles: list[Tile], axis: int) -> Cut | None:
             f"{tiles[0].mesh.where('elementwise')}: the operands are cut along different dimensions, "
             f"{sorted({cut.dim for cut in wide})}; gather one of them first"
         )
-    margins = [cut.split.margin if cut.split.bounds == bounds else (0, 0) for cut in wide]
+    margins = [
+        cut.split.margin_around(bounds) if cut.split.size == wide[0].split.size else (0, 0) for cut in wide
+    ]
     margin = min(m[0] for m in margins), min(m[1] for m in margins)
     return Cut(dim, Split(bounds, margin))
 

@@ -52,7 +52,7 @@ def shard(
     if not (fuse_halo in ("auto", "off") or (isinstance(fuse_halo, int) and fuse_halo >= 1)):
         raise ValueError(f"fuse_halo must be 'auto', 'off' or a number of operations, got {fuse_halo!r}")
     name = type(model).__name__
-    channel = channel or _default_channel(name, tuple(grid), replicas, timeout)
+    channel = channel or default_channel(name, tuple(grid), replicas, timeout)
     parameters = sum(p.numel() for p in model.parameters())
     options = f"fuse_halo {fuse_halo}, unsupported {unsupported}, {parameters} parameters"
     agree(channel, f"{name}: shard", f"grid {tuple(grid)}, dims {tuple(dims)}, {options}")
@@ -80,7 +80,11 @@ def unshard(model: nn.Module) -> None:
         handle.remove()
 
 
-def _default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
+def is_sharded(model: nn.Module) -> bool:
+    return model in _hooks
+
+
+def default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
     """A channel over this rank's block of consecutive ranks, in the job's process group."""
     group, tiles = _group(), prod(grid)
     world = 1 if group is None else group.size()

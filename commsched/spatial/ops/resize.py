@@ -124,21 +124,38 @@ def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
     else:
         cut = tile.cuts[axis]
         assert cut is not None
-        split = _follow(cut.split, index)
-        spans = [_span(index[slice(*split.owned(part))]) for part in range(split.parts)]
+        split = _with_spare_margin(_follow(cut.split, taps), cut.split, index)
+        spans = [_span(index[slice(*split.held(part))]) for part in range(split.parts)]
         buffer = take(tile, {axis: tuple((Run(*span),) if span[0] < span[1] else () for span in spans)})
         own = tile.mesh.coord[axis]
-        rows = slice(*split.owned(own))
+        rows = slice(*split.held(own))
         index, weight = index[rows] - spans[own][0], None if weight is None else weight[rows]
         cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(cuts))
     return Tile.make(_weighted(buffer, dim, index, weight, dtype), tile.mesh, cuts)
 
 
-def _follow(source: Split, index: Tensor) -> Split:
-    """Each output belongs to the owner of its middle tap."""
-    middle = index[:, (index.shape[1] - 1) // 2]
+def _follow(source: Split, taps: Taps) -> Split:
+    """Each output belongs to the owner of its heaviest tap, the nearest pixel."""
+    index, weight = taps.index, taps.weight
+    middle = (index if weight is None else index.gather(1, weight.argmax(1, keepdim=True)))[:, 0]
     inner = torch.searchsorted(middle.contiguous(), torch.tensor(source.bounds[1:-1], dtype=middle.dtype))
     return Split((0, *inner.tolist(), len(middle)))
+
+
+def _with_spare_margin(split: Split, source: Split, index: Tensor) -> Split:
+    """``split`` with the margin of outputs that every part can compute from the margin that it holds."""
+    if source.margin == (0, 0):
+        return split
+    lowest, highest = index.amin(1), index.amax(1)
+    before = after = split.size
+    for part in range(split.parts):
+        (lo, hi), (start, stop) = split.owned(part), source.held(part)
+        first = int(torch.searchsorted(lowest, start))
+        last = int(torch.searchsorted(highest, stop))
+        if lo < hi:
+            before = min(before, lo - first if start > 0 else split.size)
+            after = min(after, last - hi if stop < source.size else split.size)
+    return split if min(before, after) < 0 else split.with_margin((before, after))
 
 
 def _span(index: Tensor) -> tuple[int, int]:
