@@ -67,7 +67,10 @@ def replicate(tile: Tile, axes: tuple[int, ...] | None = None) -> Tile:
         return tile
     wants = {axis: tuple((Run(0, cut.split.size),) for _ in range(cut.split.parts))
              for axis, cut in cut_axes(tile.cuts) if axis in chosen}  # fmt: skip
-    whole = Assemble.apply(local_of(tile), plan_for(tile.mesh, tile.cuts, wants), tile.mesh)
+    plan = plan_for(tile.mesh, tile.cuts, wants)
+    whole = Assemble.apply(local_of(tile), plan, tile.mesh)
+    if plan.remote:
+        tile.mesh.gathered[tile.mesh.module] += whole.nbytes - tile.local.nbytes
     return Tile.make(
         whole, tile.mesh, tuple(None if axis in chosen else cut for axis, cut in enumerate(tile.cuts))
     )

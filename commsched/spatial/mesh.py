@@ -72,6 +72,7 @@ class Mesh:
         self.rates: Rates | None = None
         self.device_mesh: Any = None  # of DTensors on the same ranks
         self.traffic: Counter[str] = Counter()
+        self.gathered: Counter[str] = Counter()  # bytes of whole tensors that it received, by module
         self.refused: list[str] = []  # operations that were gathered for, by module
 
     def _check(self) -> None:
