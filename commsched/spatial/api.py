@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from commsched.spatial.fetch import fetch
+from commsched.spatial.folded import gathered
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import local_owned, recut, replicate, trimmed
+from commsched.spatial.layout import local_owned, recut, trimmed
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.plan import Dim, make_plan
 from commsched.spatial.replicated import everyone, sum_in_order
@@ -59,7 +60,7 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
     what it got (an empty tensor's sum will do), and the sum of the ranks' losses is what is differentiated.
     """
     if to == "replicate":
-        return replicate(tile)
+        return gathered(tile)
     if to not in ("rank0", "batch"):
         raise ValueError(f"gather to must be 'replicate', 'rank0' or 'batch', got {to!r}")
     mesh, tile = tile.mesh, trimmed(tile)

@@ -180,4 +180,4 @@ def local_owned(tile: Tile) -> Tensor:
     return local
 
 
-MOVES.update(enter=enter, replicate=replicate)
+MOVES.update(enter=enter)

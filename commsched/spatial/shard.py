@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commsched.errors import CommError
+from commsched.spatial.folded import Folded
 from commsched.spatial.fuse import Fusion, choose
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, set_mesh
@@ -70,8 +71,14 @@ def shard(
 
 
 def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Trim margins from the model's outputs."""
-    return tree_map(lambda t: trimmed(t) if isinstance(t, Tile) else t, output)
+    """Trim margins from the model's outputs, and gather reshaped ones, of which nobody owns a rectangle."""
+
+    def owned(value: Tensor) -> Tensor:
+        if isinstance(value, Folded):
+            return value.whole
+        return trimmed(value) if isinstance(value, Tile) else value
+
+    return tree_map(owned, output)
 
 
 def unshard(model: nn.Module) -> None:

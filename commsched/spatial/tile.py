@@ -150,7 +150,7 @@ _RANDOM = """
 RANDOM = frozenset(_RANDOM.split())
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 MOVES: dict[str, Callable[..., Any]] = {}
-"""``enter`` and ``replicate`` of ``layout``, which puts them here: it needs tiles itself."""
+"""``enter`` of ``layout`` and ``gathered`` of ``folded``, which put them here: they need tiles themselves."""
 
 ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
 FALLBACK: Callable[[Any, tuple, dict], Any] | None = None

@@ -91,7 +91,7 @@ def on_tiles(model: nn.Module, images: Tensor, grid: tuple[int, int]) -> tuple[l
         gathered = spatial.current_mesh().gathered.total()
         return (outputs, [p.grad for p in mine.parameters()]), gathered
 
-    steps, gathered = zip(*on_threads(len(copies), run))
+    steps, gathered = zip(*on_threads(len(copies), run, timeout=60.0))
     return list(steps), sum(gathered)
 
 
