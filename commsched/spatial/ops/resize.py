@@ -14,7 +14,7 @@ from torch import Tensor
 from commsched.spatial.intervals import Run, Split
 from commsched.spatial.layout import enter, take
 from commsched.spatial.ops.windows import each
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles
 
 _LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
 
@@ -40,8 +40,6 @@ def interpolate(
 ) -> Any:
     """nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area."""
     n = input.ndim - 2
-    if antialias:
-        return unsupported(F.interpolate, (input,), {}, "antialias=True")
     sizes, scales = _sizes(input, n, size, scale_factor, recompute_scale_factor)
     if mode == "area":
         return getattr(F, f"adaptive_avg_pool{n}d")(input, tuple(sizes))
@@ -52,7 +50,8 @@ def interpolate(
         )
     tile = input
     for dim in range(-n, 0):
-        taps = _taps(mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        taps = _smooth_taps(*one) if antialias else _taps(*one)
         if (
             mode in ("nearest", "nearest-exact")
             or sizes[dim] != input.shape[dim]
@@ -114,6 +113,29 @@ def _cubic(source: Tensor, size: int) -> Taps:
     weight = torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1)
     index = low.long().unsqueeze(1) + torch.arange(-1, 3)
     return Taps(index.clamp(0, size - 1), weight)
+
+
+def _smooth_taps(
+    mode: str, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype
+) -> Taps:
+    """With ``antialias=True``: a triangle or cubic filter as wide as the pixels of the result."""
+    if align:
+        ratio = (size - 1) / (out - 1) if out > 1 else 0.0
+    else:
+        ratio = size / out if scale is None else 1.0 / scale
+    stretch, reach = max(ratio, 1.0), 2 if mode == "bicubic" else 1
+    center = (torch.arange(out, dtype=dtype) + 0.5) * torch.tensor(ratio, dtype=dtype)
+    first = (center - reach * stretch + 0.5).long().clamp(min=0)
+    last = (center + reach * stretch + 0.5).long().clamp(max=size)
+    index = first.unsqueeze(1) + torch.arange(int((last - first).max()))
+    x = ((index + 0.5 - center.unsqueeze(1)) / stretch).abs()
+    if mode == "bicubic":
+        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weight = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    else:
+        weight = (1 - x).clamp(min=0)
+    weight = weight * (index < last.unsqueeze(1))
+    return Taps(torch.minimum(index, last.unsqueeze(1) - 1), weight / weight.sum(1, keepdim=True))
 
 
 def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:

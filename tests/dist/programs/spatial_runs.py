@@ -82,12 +82,12 @@ def bad_input_is_an_error_on_every_rank(me: Me) -> None:
         "grids": ("CommError: Sequential: shard", "rank 2: grid (1, 4)", "rank 0: grid (2, 2)"),
         "too few ranks": ("ValueError: Sequential: a grid of 3x2", "needs 6 ranks", "there are 4"),
         "more tiles than pixels": ("ValueError", "scatter", "1 pixels into 2 tiles", "(1, 3, 1, 16)"),
-        "operation": ("ValueError: 1 (Unfold): unfold", "(1, 4, 16, 16)", "grid of (2, 2)", "gather"),
+        "operation": ("ValueError: 1 (Softmax): softmax", "(1, 4, 16, 16)", "grid of (2, 2)", "gather"),
         "plain image": ("ValueError: Sequential", "takes tiles", "scatter"),
     }
 
     def attempt(name: str) -> None:
-        mix = nn.Unfold(3) if name == "operation" else nn.ReLU()
+        mix = nn.Softmax(-1) if name == "operation" else nn.ReLU()
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), mix)
         shape = (1, 3, 1 if name == "more tiles than pixels" else 16, 16)
         if name == "image sizes":

@@ -120,7 +120,40 @@ class ImageProduct(nn.Module):
         return (x @ x.transpose(-2, -1)) @ x + torch.bmm(x[:, 0], x[:, 1].transpose(1, 2)).unsqueeze(1) @ x
 
 
+class Patches(nn.Module):
+    """Overlapping patches as tokens (T2T), a linear layer, and an image again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.mix(F.unfold(x, 3, padding=1, stride=(2, 1)).transpose(1, 2))
+        return tokens.transpose(1, 2).reshape(x.shape[0], 4, x.shape[2] // 2, x.shape[3])
+
+
+class Antialiased(nn.Module):
+    """Interpolation with a smoothing filter, smaller and larger."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for size, mode, align in (((5, 9), "bilinear", False), ((8, 7), "bicubic", False)):
+            x = F.interpolate(x, size=size, mode=mode, align_corners=align, antialias=True)
+        x = F.interpolate(x, size=(4, 5), mode="bilinear", align_corners=True, antialias=True)
+        return F.interpolate(x, scale_factor=0.7, mode="bicubic", antialias=True)
+
+
+class Norms(nn.Module):
+    """Global response normalization of ConvNeXt V2, and a maximum norm of the channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ratio = x.norm(p=2, dim=(2, 3), keepdim=True)
+        return x * ratio / (ratio.mean(1, keepdim=True) + 1e-6) + x.norm(float("inf"), 1, keepdim=True)
+
+
 MODELS = {
+    "patches": Patches,
+    "antialias": Antialiased,
+    "norms": Norms,
     "windows": WindowAttention,
     "shifted": lambda: WindowAttention(4, 2),
     "fused": lambda: WindowAttention(4, 2, True),
@@ -156,3 +189,15 @@ def test_reshaped_images_are_those_of_one_process(name: str, grid: tuple[int, in
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-11)
 
     on_threads(grid[0] * grid[1], run, timeout=30)
+
+
+def test_windows_gather_nothing_and_attention_its_keys_and_values() -> None:
+    shape = (2, 4, 12, 16)
+    for name in ("windows", "shifted", "fused"):
+        report = spatial.explain(nn.Sequential(MODELS[name]()), shape)
+        assert not any(rank.gathered for rank in report.ranks), name
+        assert report.ranks[0].sent > 0
+    report = spatial.explain(nn.Sequential(MODELS["fused tokens"]()), shape)
+    few = 2 * (12 // 2) * (16 // 2) * 4 * 4  # two samples of 6x8 tokens of 4 channels in float32
+    assert [rank.gathered["0 (TokenAttention)"] for rank in report.ranks] == [2 * few * 3 // 4] * 4
+    assert f"0 (TokenAttention) gathers {4 * 2 * few * 3 // 4:,} bytes for all ranks" in str(report)
