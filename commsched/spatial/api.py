@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from commsched.spatial.layout import local_owned, recut, trimmed
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.plan import Dim, make_plan
 from commsched.spatial.replicated import everyone, sum_in_order
-from commsched.spatial.tile import Cut, Tile, cut_axes
+from commsched.spatial.tile import MOVES, Cut, Tile, cut_axes
 
 
 def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
@@ -106,3 +107,12 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
     total = sum_in_order(everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients"))
     for parameter, grad in zip(chosen, total.split([p.numel() for p in chosen])):
         parameter.grad = grad.view(parameter.shape)
+
+
+def _to_dtensor(tile: Tile) -> Any:
+    from commsched.spatial.dtensor import to_dtensor  # `torch.distributed.tensor` takes a second to import
+
+    return to_dtensor(tile)
+
+
+MOVES["to_dtensor"] = _to_dtensor

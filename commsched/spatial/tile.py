@@ -72,9 +72,8 @@ class Tile(torch.Tensor):
 
         The first call makes a device mesh, on all ranks together, unless the tiles came from a `DTensor`.
         """
-        from commsched.spatial.dtensor import to_dtensor
-
-        return to_dtensor(self)
+        found: DTensor = MOVES["to_dtensor"](self)
+        return found
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.local!r})"
@@ -150,7 +149,7 @@ _RANDOM = """
 RANDOM = frozenset(_RANDOM.split())
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 MOVES: dict[str, Callable[..., Any]] = {}
-"""``enter`` of ``layout`` and ``gathered`` of ``folded``, which put them here: they need tiles themselves."""
+"""Functions of modules that need tiles themselves, which put them here."""
 
 ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
 FALLBACK: Callable[[Any, tuple, dict], Any] | None = None
