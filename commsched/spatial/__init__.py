@@ -17,6 +17,7 @@ from commsched.spatial import ops
 from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradients, tile_bounds
 from commsched.spatial.explain import Report, explain
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
+from commsched.spatial.run import run
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
@@ -26,9 +27,15 @@ if TYPE_CHECKING:
     from commsched.pipeline.explain_stages import StagesReport as StagesReport
     from commsched.pipeline.explain_stages import explain_stages as explain_stages
     from commsched.pipeline.hybrid import Hybrid as Hybrid
+    from commsched.spatial.dtensor import from_dtensor as from_dtensor
 
-# Tiles as stages of a pipeline: imported on first use, because pipelines import this package.
-_HOME = {"Hybrid": "hybrid", "StagesReport": "explain_stages", "explain_stages": "explain_stages"}
+# Imported on first use: pipelines import this package, and `torch.distributed.tensor` takes a second.
+_HOME = {
+    "Hybrid": "commsched.pipeline.hybrid",
+    "StagesReport": "commsched.pipeline.explain_stages",
+    "explain_stages": "commsched.pipeline.explain_stages",
+    "from_dtensor": "commsched.spatial.dtensor",
+}
 
 __all__ = [
     "CommError",
@@ -45,10 +52,12 @@ __all__ = [
     "current_mesh",
     "explain",
     "explain_stages",
+    "from_dtensor",
     "from_local",
     "gather",
     "ops",
     "regrid",
+    "run",
     "scatter",
     "shard",
     "sum_gradients",
@@ -61,6 +70,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"commsched.pipeline.{_HOME[name]}"), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

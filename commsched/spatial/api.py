@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commsched.spatial.fetch import fetch
+from commsched.spatial.folded import gathered
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import local_owned, recut, replicate, trimmed
+from commsched.spatial.layout import local_owned, recut, trimmed
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.plan import Dim, make_plan
 from commsched.spatial.replicated import everyone, sum_in_order
-from commsched.spatial.tile import Cut, Tile, cut_axes
+from commsched.spatial.tile import MOVES, Cut, Tile, cut_axes
 
 
 def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
@@ -59,7 +61,7 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
     what it got (an empty tensor's sum will do), and the sum of the ranks' losses is what is differentiated.
     """
     if to == "replicate":
-        return replicate(tile)
+        return gathered(tile)
     if to not in ("rank0", "batch"):
         raise ValueError(f"gather to must be 'replicate', 'rank0' or 'batch', got {to!r}")
     mesh, tile = tile.mesh, trimmed(tile)
@@ -105,3 +107,12 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
     total = sum_in_order(everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients"))
     for parameter, grad in zip(chosen, total.split([p.numel() for p in chosen])):
         parameter.grad = grad.view(parameter.shape)
+
+
+def _to_dtensor(tile: Tile) -> Any:
+    from commsched.spatial.dtensor import to_dtensor  # `torch.distributed.tensor` takes a second to import
+
+    return to_dtensor(tile)
+
+
+MOVES["to_dtensor"] = _to_dtensor

@@ -26,12 +26,14 @@ from commsched.transport.channel import SilentChannel
 
 @dataclass
 class RankReport:
-    """One rank's bytes sent per module, in the forward and in the backward, and its peak activation bytes."""
+    """One rank's bytes per module, sent in forward and backward and received of whole tensors (of attention's
+    keys and values, for example), and its peak activation bytes."""
 
     coord: tuple[int, ...]
     tile: tuple[int, ...]
     forward: Counter[str] = field(default_factory=Counter)
     backward: Counter[str] = field(default_factory=Counter)
+    gathered: Counter[str] = field(default_factory=Counter)
     peak: int = 0
 
     @property
@@ -68,6 +70,8 @@ class Report:
                 f"  rank {number} at {rank.coord}: tile {rank.tile}, sends {rank.sent:,} bytes, "
                 f"holds {rank.peak:,} bytes of activations at most"
             )
+        whole = sum((rank.gathered for rank in self.ranks), Counter())
+        lines += [f"{name} gathers {size:,} bytes for all ranks" for name, size in whole.items()]
         lines += [f"one halo of {block[0]} for {', '.join(block[1:])}" for block in self.blocks]
         lines.append(f"one process: holds {self.whole_peak:,} bytes of activations at most")
         lines.append(f"not supported: {', '.join(self.unsupported) or 'nothing'}")
@@ -167,7 +171,7 @@ def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, m
         if sums:
             torch.autograd.backward(sums)
         report.backward = mesh.traffic - report.forward
-        report.peak = meter.peak
+        report.peak, report.gathered = meter.peak, mesh.gathered
     return report
 
 

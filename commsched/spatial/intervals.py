@@ -84,6 +84,19 @@ class Split:
     def with_margin(self, margin: Interval) -> Split:
         return replace(self, margin=margin)
 
+    def margin_around(self, bounds: tuple[int, ...]) -> Interval:
+        """The margin that every part holds around parts cut at ``bounds``; (0, 0) if one lacks its own."""
+        if self.bounds == bounds:
+            return self.margin
+        before = after = self.size
+        for part, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+            start, stop = self.held(part)
+            if lo < hi and start > 0:
+                before = min(before, lo - start)
+            if lo < hi and stop < self.size:
+                after = min(after, stop - hi)
+        return (0, 0) if min(before, after) < 0 else (before, after)
+
     def part_of(self, pixel: int) -> int:
         """The part that owns ``pixel``."""
         return bisect_right(self.bounds, pixel) - 1

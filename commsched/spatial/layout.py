@@ -67,7 +67,10 @@ def replicate(tile: Tile, axes: tuple[int, ...] | None = None) -> Tile:
         return tile
     wants = {axis: tuple((Run(0, cut.split.size),) for _ in range(cut.split.parts))
              for axis, cut in cut_axes(tile.cuts) if axis in chosen}  # fmt: skip
-    whole = Assemble.apply(local_of(tile), plan_for(tile.mesh, tile.cuts, wants), tile.mesh)
+    plan = plan_for(tile.mesh, tile.cuts, wants)
+    whole = Assemble.apply(local_of(tile), plan, tile.mesh)
+    if plan.remote:
+        tile.mesh.gathered[tile.mesh.module] += whole.nbytes - tile.local.nbytes
     return Tile.make(
         whole, tile.mesh, tuple(None if axis in chosen else cut for axis, cut in enumerate(tile.cuts))
     )
@@ -112,7 +115,9 @@ def _common_cut(tiles: list[Tile], axis: int) -> Cut | None:
             f"{tiles[0].mesh.where('elementwise')}: the operands are cut along different dimensions, "
             f"{sorted({cut.dim for cut in wide})}; gather one of them first"
         )
-    margins = [cut.split.margin if cut.split.bounds == bounds else (0, 0) for cut in wide]
+    margins = [
+        cut.split.margin_around(bounds) if cut.split.size == wide[0].split.size else (0, 0) for cut in wide
+    ]
     margin = min(m[0] for m in margins), min(m[1] for m in margins)
     return Cut(dim, Split(bounds, margin))
 
@@ -175,4 +180,4 @@ def local_owned(tile: Tile) -> Tensor:
     return local
 
 
-MOVES.update(enter=enter, replicate=replicate)
+MOVES.update(enter=enter)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commsched.spatial.intervals import Split
 from commsched.transport.channel import Channel
@@ -70,7 +70,9 @@ class Mesh:
         self.visits: list[Visit] | None = None  # kept in dry runs
         self.dry = False  # nothing is computed or sent
         self.rates: Rates | None = None
+        self.device_mesh: Any = None  # of DTensors on the same ranks
         self.traffic: Counter[str] = Counter()
+        self.gathered: Counter[str] = Counter()  # bytes of whole tensors that it received, by module
         self.refused: list[str] = []  # operations that were gathered for, by module
 
     def _check(self) -> None:

@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commsched.errors import CommError
+from commsched.spatial.folded import Folded
 from commsched.spatial.fuse import Fusion, choose
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, set_mesh
@@ -52,7 +53,7 @@ def shard(
     if not (fuse_halo in ("auto", "off") or (isinstance(fuse_halo, int) and fuse_halo >= 1)):
         raise ValueError(f"fuse_halo must be 'auto', 'off' or a number of operations, got {fuse_halo!r}")
     name = type(model).__name__
-    channel = channel or _default_channel(name, tuple(grid), replicas, timeout)
+    channel = channel or default_channel(name, tuple(grid), replicas, timeout)
     parameters = sum(p.numel() for p in model.parameters())
     options = f"fuse_halo {fuse_halo}, unsupported {unsupported}, {parameters} parameters"
     agree(channel, f"{name}: shard", f"grid {tuple(grid)}, dims {tuple(dims)}, {options}")
@@ -70,8 +71,14 @@ def shard(
 
 
 def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Trim margins from the model's outputs."""
-    return tree_map(lambda t: trimmed(t) if isinstance(t, Tile) else t, output)
+    """Trim margins from the model's outputs, and gather reshaped ones, of which nobody owns a rectangle."""
+
+    def owned(value: Tensor) -> Tensor:
+        if isinstance(value, Folded):
+            return value.whole
+        return trimmed(value) if isinstance(value, Tile) else value
+
+    return tree_map(owned, output)
 
 
 def unshard(model: nn.Module) -> None:
@@ -80,7 +87,11 @@ def unshard(model: nn.Module) -> None:
         handle.remove()
 
 
-def _default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
+def is_sharded(model: nn.Module) -> bool:
+    return model in _hooks
+
+
+def default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
     """A channel over this rank's block of consecutive ranks, in the job's process group."""
     group, tiles = _group(), prod(grid)
     world = 1 if group is None else group.size()

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from commsched.spatial.intervals import Split
 from commsched.spatial.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ class Tile(torch.Tensor):
         for axis, cut in cut_axes(self.cuts):
             result[cut.dim] = cut.split.owned(self.mesh.coord[axis])
         return tuple(result)
+
+    def to_dtensor(self) -> DTensor:
+        """The same pixels as a `DTensor` on the same ranks; ``ValueError`` if it would cut them otherwise.
+
+        The first call makes a device mesh, on all ranks together, unless the tiles came from a `DTensor`.
+        """
+        found: DTensor = MOVES["to_dtensor"](self)
+        return found
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.local!r})"
@@ -138,7 +149,7 @@ _RANDOM = """
 RANDOM = frozenset(_RANDOM.split())
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 MOVES: dict[str, Callable[..., Any]] = {}
-"""``enter`` and ``replicate`` of ``layout``, which puts them here: it needs tiles itself."""
+"""Functions of modules that need tiles themselves, which put them here."""
 
 ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
 FALLBACK: Callable[[Any, tuple, dict], Any] | None = None

@@ -1,9 +1,11 @@
 """The operations on split tiles. Importing a module here registers its operations."""
 
 from commsched.spatial.ops import (
+    contract,
     conv,
     create,
     dropout,
+    folds,
     gradients,
     loss,
     norm,
@@ -16,9 +18,11 @@ from commsched.spatial.ops import (
 )
 
 __all__ = [
+    "contract",
     "conv",
     "create",
     "dropout",
+    "folds",
     "gradients",
     "loss",
     "norm",

@@ -149,3 +149,22 @@ def _register(n: int) -> Callable[..., Any]:
 
 for _n in (1, 2, 3):
     _register(_n)
+
+
+@handles(F.unfold)
+def unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
+    """Columns of patches; each stays with the rank that owns its middle."""
+    kernel, dilation, stride = each(kernel_size, 2), each(dilation, 2), each(stride, 2)
+    pads = list(each(padding, 2))
+    windows = [Window(k, s, d, p, p) for k, s, d, p in zip(kernel, stride, dilation, pads)]
+    for _, cut in cut_axes(input.cuts):
+        pads[cut.dim] = 0
+
+    def compute(buffer: Tensor) -> Tensor:
+        sizes = [w.outputs(n + 2 * p - w.before - w.after)
+                 for w, n, p in zip(windows, buffer.shape[-2:], pads)]  # fmt: skip
+        columns = F.unfold(buffer, kernel, dilation, tuple(pads), stride)
+        return columns.reshape(*columns.shape[:-1], *sizes)
+
+    patches = windowed(input, windows, False, 0.0, compute, work=kernel[0] * kernel[1] * input.shape[1])
+    return patches.flatten(-2)

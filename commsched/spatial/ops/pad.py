@@ -111,12 +111,12 @@ def getitem(tile: Any, index: Any) -> Any:
         return unsupported(
             torch.Tensor.__getitem__, (tile, index), {}, "only ints, slices, None and ... may index"
         )
-    entries = _explicit(entries, tile.ndim)
+    entries = explicit(entries, tile.ndim)
     local_index: list[Any] = []
     crops: dict[int, tuple[int, int]] = {}
     dims: dict[int, int] = {}
     position = kept = 0
-    for entry in entries:
+    for place, entry in enumerate(entries):
         if entry is None:
             local_index.append(None)
             kept += 1
@@ -125,9 +125,10 @@ def getitem(tile: Any, index: Any) -> Any:
         axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim + tile.ndim == position), None)
         if axis is not None:
             if isinstance(entry, int):
-                return unsupported(
-                    torch.Tensor.__getitem__, (tile, index), {}, f"dimension {position} is split"
-                )
+                at = range(tile.shape[position])[entry]
+                one = _cropped(tile, {position - tile.ndim: (-at, at + 1 - tile.shape[position])})
+                first = (*entries[:place], 0, *entries[place + 1 :])
+                return replicate(one, (axis,))[first]
             lo, hi, step = entry.indices(tile.shape[position])
             if step != 1:
                 tile = _strided(tile, axis, range(lo, hi, step))
@@ -138,13 +139,19 @@ def getitem(tile: Any, index: Any) -> Any:
         kept += not isinstance(entry, int)
         position += 1
     if crops:
-        amounts = [crops.get(-1 - i, (0, 0)) for i in range(tile.ndim)]
-        tile = pad(tile, [amount for pair in amounts for amount in pair])
+        tile = _cropped(tile, crops)
     result = enter(tile, tile.mesh, tile.cuts)[tuple(local_index)]
     cuts = tuple(
         None if cut is None else Cut(dims[cut.dim + tile.ndim] - kept, cut.split) for cut in tile.cuts
     )
     return Tile.make(result, tile.mesh, cuts)
+
+
+def _cropped(tile: Tile, crops: dict[int, tuple[int, int]]) -> Tile:
+    """Pad by negative amounts, per dimension counted from the end."""
+    amounts = [crops.get(-1 - i, (0, 0)) for i in range(tile.ndim)]
+    cropped: Tile = pad(tile, [amount for pair in amounts for amount in pair])
+    return cropped
 
 
 def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
@@ -161,7 +168,7 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     return Tile.make(local, tile.mesh, cuts)
 
 
-def _explicit(entries: tuple, ndim: int) -> tuple:
+def explicit(entries: tuple, ndim: int) -> tuple:
     """The index with ``...`` expanded, one entry per dimension."""
     named = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
     missing = (slice(None),) * (ndim - named)

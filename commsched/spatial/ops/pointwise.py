@@ -51,6 +51,17 @@ def base_name(func: Any) -> str:
     return inner if name == f"__{inner}__" and inner in OPERATORS else name
 
 
+def is_pointwise(func: Any) -> bool:
+    name = base_name(func)
+    return name in POINTWISE or name in _INPLACE or func == _DATA
+
+
+def is_inplace(func: Any, kwargs: dict) -> bool:
+    name = base_name(func)
+    named = name.endswith("_") and not name.endswith("__")
+    return named or kwargs.get("inplace") is True or name in _INPLACE_DUNDER
+
+
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` on the parts; the result is cut as the operands are, in place as its target is.
 
@@ -61,7 +72,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     mesh, cuts, target = tiles[0].mesh, None, None
     if kwargs.get("out") is not None:
         return unsupported(func, args, kwargs, "out= would write into a tensor that may be cut otherwise")
-    if base_name(func).endswith("_") or kwargs.get("inplace") is True or base_name(func) in _INPLACE_DUNDER:
+    if is_inplace(func, kwargs):
         target = args[0] if args else kwargs.get("input")
         if not isinstance(target, Tile):
             return unsupported(func, args, kwargs, "it would write split pixels into a tensor that is whole")
@@ -78,12 +89,9 @@ _INPLACE_DUNDER = frozenset(("iadd", "imul", "isub", "idiv", "itruediv", "iand",
 
 
 def _fallback(func: Any, args: tuple, kwargs: dict) -> Any:
-    name = base_name(func)
-    if name in POINTWISE or name in _INPLACE:
-        return pointwise(func, args, kwargs)
-    if func == _DATA:
-        return pointwise(torch.Tensor.detach, args, kwargs)
-    if name in ALONG:
+    if is_pointwise(func):
+        return pointwise(torch.Tensor.detach if func == _DATA else func, args, kwargs)
+    if base_name(func) in ALONG:
         return along(func, args, kwargs)
     return NotImplemented
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commsched.spatial.intervals import Split, clipped
 from commsched.spatial.layout import enter, local_owned, owned_cuts, replicate, take
-from commsched.spatial.ops.pointwise import moved
+from commsched.spatial.ops.pointwise import along, moved
 from commsched.spatial.replicated import Total
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
 
@@ -40,6 +40,17 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
 def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     count = prod(input.shape[d] for d in negative_dims(input, dim))
     return total(input, dim, keepdim, dtype=dtype) / count
+
+
+@handles(torch.norm, torch.Tensor.norm, torch.linalg.vector_norm)
+def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    """The 2-norm has gradient zero at zero, as torch has it; other norms are of whole dimensions only."""
+    options["p"] = options.pop("ord", p)
+    if options["p"] not in (2, "fro", None) or options.get("dtype") is not None:
+        return along(torch.Tensor.norm, (input,), {"dim": dim, "keepdim": keepdim, **options})
+    squares = total(input * input, dim, keepdim)
+    zero = squares == 0
+    return (squares + zero).sqrt().masked_fill(zero, 0.0)
 
 
 def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from commsched.spatial.intervals import Run, Split
 from commsched.spatial.layout import enter, take
 from commsched.spatial.ops.windows import each
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles
 
 _LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
 
@@ -40,8 +40,6 @@ def interpolate(
 ) -> Any:
     """nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area."""
     n = input.ndim - 2
-    if antialias:
-        return unsupported(F.interpolate, (input,), {}, "antialias=True")
     sizes, scales = _sizes(input, n, size, scale_factor, recompute_scale_factor)
     if mode == "area":
         return getattr(F, f"adaptive_avg_pool{n}d")(input, tuple(sizes))
@@ -52,7 +50,8 @@ def interpolate(
         )
     tile = input
     for dim in range(-n, 0):
-        taps = _taps(mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        taps = _smooth_taps(*one) if antialias else _taps(*one)
         if (
             mode in ("nearest", "nearest-exact")
             or sizes[dim] != input.shape[dim]
@@ -116,6 +115,29 @@ def _cubic(source: Tensor, size: int) -> Taps:
     return Taps(index.clamp(0, size - 1), weight)
 
 
+def _smooth_taps(
+    mode: str, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype
+) -> Taps:
+    """With ``antialias=True``: a triangle or cubic filter as wide as the pixels of the result."""
+    if align:
+        ratio = (size - 1) / (out - 1) if out > 1 else 0.0
+    else:
+        ratio = size / out if scale is None else 1.0 / scale
+    stretch, reach = max(ratio, 1.0), 2 if mode == "bicubic" else 1
+    center = (torch.arange(out, dtype=dtype) + 0.5) * torch.tensor(ratio, dtype=dtype)
+    first = (center - reach * stretch + 0.5).long().clamp(min=0)
+    last = (center + reach * stretch + 0.5).long().clamp(max=size)
+    index = first.unsqueeze(1) + torch.arange(int((last - first).max()))
+    x = ((index + 0.5 - center.unsqueeze(1)) / stretch).abs()
+    if mode == "bicubic":
+        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weight = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    else:
+        weight = (1 - x).clamp(min=0)
+    weight = weight * (index < last.unsqueeze(1))
+    return Taps(torch.minimum(index, last.unsqueeze(1) - 1), weight / weight.sum(1, keepdim=True))
+
+
 def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     cuts, index, weight = tile.cuts, taps.index, taps.weight
@@ -124,21 +146,38 @@ def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
     else:
         cut = tile.cuts[axis]
         assert cut is not None
-        split = _follow(cut.split, index)
-        spans = [_span(index[slice(*split.owned(part))]) for part in range(split.parts)]
+        split = _with_spare_margin(_follow(cut.split, taps), cut.split, index)
+        spans = [_span(index[slice(*split.held(part))]) for part in range(split.parts)]
         buffer = take(tile, {axis: tuple((Run(*span),) if span[0] < span[1] else () for span in spans)})
         own = tile.mesh.coord[axis]
-        rows = slice(*split.owned(own))
+        rows = slice(*split.held(own))
         index, weight = index[rows] - spans[own][0], None if weight is None else weight[rows]
         cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(cuts))
     return Tile.make(_weighted(buffer, dim, index, weight, dtype), tile.mesh, cuts)
 
 
-def _follow(source: Split, index: Tensor) -> Split:
-    """Each output belongs to the owner of its middle tap."""
-    middle = index[:, (index.shape[1] - 1) // 2]
+def _follow(source: Split, taps: Taps) -> Split:
+    """Each output belongs to the owner of its heaviest tap, the nearest pixel."""
+    index, weight = taps.index, taps.weight
+    middle = (index if weight is None else index.gather(1, weight.argmax(1, keepdim=True)))[:, 0]
     inner = torch.searchsorted(middle.contiguous(), torch.tensor(source.bounds[1:-1], dtype=middle.dtype))
     return Split((0, *inner.tolist(), len(middle)))
+
+
+def _with_spare_margin(split: Split, source: Split, index: Tensor) -> Split:
+    """``split`` with the margin of outputs that every part can compute from the margin that it holds."""
+    if source.margin == (0, 0):
+        return split
+    lowest, highest = index.amin(1), index.amax(1)
+    before = after = split.size
+    for part in range(split.parts):
+        (lo, hi), (start, stop) = split.owned(part), source.held(part)
+        first = int(torch.searchsorted(lowest, start))
+        last = int(torch.searchsorted(highest, stop))
+        if lo < hi:
+            before = min(before, lo - first if start > 0 else split.size)
+            after = min(after, last - hi if stop < source.size else split.size)
+    return split if min(before, after) < 0 else split.with_margin((before, after))
 
 
 def _span(index: Tensor) -> tuple[int, int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from commsched.spatial.folded import reshaped
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import common_cuts, enter, fit, replicate, take, trimmed
+from commsched.spatial.layout import common_cuts, enter, fit, owned_cuts, take, trimmed
+from commsched.spatial.mesh import Mesh
 from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes, handles, tiles_in, unsupported
 
 _T = torch.Tensor
@@ -24,9 +27,20 @@ def cat(tensors: Any, dim: int = 0) -> Any:
     axis = next((a for a, cut in cut_axes(cuts) if cut.dim == dim), None)
     if axis is None:
         return Tile.make(torch.cat([fit(t, mesh, cuts) for t in tensors], dim), mesh, cuts)
-    if len(tiles) != len(tensors) or any(t.cuts[axis] is None for t in tiles):
-        return unsupported(torch.cat, (tensors, dim), {}, f"dimension {dim} is split in some operands only")
-    return _cat_split([trimmed(t) for t in tiles], axis, dim)
+    return _cat_split([trimmed(_cut_along(t, mesh, cuts, axis)) for t in tensors], axis, dim)
+
+
+def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
+    """``value`` cut along ``axis``, too: evenly if it was whole on every rank."""
+    if isinstance(value, Tile) and value.cuts[axis] is not None:
+        return value
+    cut = cuts[axis]
+    assert cut is not None
+    size, parts = value.shape[cut.dim], mesh.grid[axis]
+    split = Split(tuple(part * size // parts for part in range(parts + 1)))
+    own = list(value.cuts) if isinstance(value, Tile) else list(owned_cuts(cuts))
+    own[axis] = Cut(cut.dim, split)
+    return Tile.make(fit(value, mesh, tuple(own)), mesh, tuple(own))
 
 
 def _cat_split(tiles: list[Tile], axis: int, dim: int) -> Tile:
@@ -54,51 +68,66 @@ def stack(tensors: Any, dim: int = 0) -> Any:
     return cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
-@handles(torch.permute, _T.permute)
-def permute(input: Any, *dims: Any) -> Any:
+PERMUTATIONS: dict[Any, Callable[..., list[int]]] = {}
+"""Of a number of dimensions and the function's arguments: the new order of the dimensions."""
+
+
+def _permutes(*functions: Any) -> Callable[[Callable[..., list[int]]], Callable[..., list[int]]]:
+    def register(order_of: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        @handles(*functions)
+        def permuted(input: Any, *args: Any, **options: Any) -> Any:
+            order = order_of(input.ndim, *args, **options)
+            cuts = tuple(
+                None if cut is None else Cut(order.index(cut.dim + input.ndim) - input.ndim, cut.split)
+                for cut in input.cuts
+            )
+            return Tile.make(enter(input, input.mesh, input.cuts).permute(order), input.mesh, cuts)
+
+        PERMUTATIONS.update(dict.fromkeys(functions, order_of))
+        return order_of
+
+    return register
+
+
+@_permutes(torch.permute, _T.permute)
+def permute(n: int, *dims: Any) -> list[int]:
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    order = [d % input.ndim for d in order]
-    cuts = tuple(
-        None if cut is None else Cut(order.index(cut.dim + input.ndim) - input.ndim, cut.split)
-        for cut in input.cuts
-    )
-    return Tile.make(enter(input, input.mesh, input.cuts).permute(order), input.mesh, cuts)
+    return [d % n for d in order]
 
 
-@handles(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes, torch.swapdims, _T.swapdims)
-def transpose(input: Any, dim0: int, dim1: int) -> Any:
-    order = list(range(input.ndim))
+@_permutes(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes, torch.swapdims, _T.swapdims)
+def transpose(n: int, dim0: int, dim1: int) -> list[int]:
+    order = list(range(n))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permute(input, order)
+    return order
 
 
-@handles(torch.movedim, _T.movedim, torch.moveaxis, _T.moveaxis)
-def movedim(input: Any, source: Any, destination: Any) -> Any:
+@_permutes(torch.movedim, _T.movedim, torch.moveaxis, _T.moveaxis)
+def movedim(n: int, source: Any, destination: Any) -> list[int]:
     sources = [source] if isinstance(source, int) else list(source)
     targets = [destination] if isinstance(destination, int) else list(destination)
-    n = input.ndim
     placed = {t % n: s % n for s, t in zip(sources, targets)}
     rest = iter(d for d in range(n) if d not in placed.values())
-    return permute(input, [placed[i] if i in placed else next(rest) for i in range(n)])
+    return [placed[i] if i in placed else next(rest) for i in range(n)]
 
 
-@handles(torch.reshape, _T.reshape, _T.view)
+RESHAPES: dict[Any, Callable[..., Any]] = {}
+
+
+def _reshapes(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        RESHAPES.update(dict.fromkeys(functions, handler))
+        return handles(*functions)(handler)
+
+    return register
+
+
+@_reshapes(torch.reshape, _T.reshape, _T.view)
 def reshape(input: Any, *shape: Any) -> Any:
-    """With the split dimensions and all after them unchanged, locally; else the whole image is gathered
-    first."""
     if shape and isinstance(shape[0], torch.dtype):
         return unsupported(_T.view, (input, *shape), {}, "view as another dtype")
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return _reshape(input, resolved(input.shape, list(sizes)))
-
-
-def _reshape(input: Tile, sizes: list[int]) -> Tile:
-    tail = -min(cut.dim for _, cut in cut_axes(input.cuts))
-    if len(sizes) < tail or sizes[-tail:] != list(input.shape[-tail:]):
-        whole = replicate(input)
-        return Tile.make(whole.local.reshape(sizes), whole.mesh, whole.cuts)
-    local = enter(input, input.mesh, input.cuts)
-    return Tile.make(local.reshape(sizes[:-tail] + list(local.shape[-tail:])), input.mesh, input.cuts)
+    return reshaped(input, resolved(input.shape, list(sizes)))
 
 
 def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
@@ -107,23 +136,23 @@ def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
     return [shape.numel() // max(known, 1) if size == -1 else int(size) for size in sizes]
 
 
-@handles(_T.view_as, _T.reshape_as)
+@_reshapes(_T.view_as, _T.reshape_as)
 def view_as(input: Any, other: Tensor) -> Any:
-    return _reshape(input, list(other.shape))
+    return reshaped(input, list(other.shape))
 
 
-@handles(torch.flatten, _T.flatten)
+@_reshapes(torch.flatten, _T.flatten)
 def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     start, end = start_dim % input.ndim, end_dim % input.ndim
     shape = list(input.shape)
-    return _reshape(input, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
+    return reshaped(input, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
-@handles(torch.unflatten, _T.unflatten)
+@_reshapes(torch.unflatten, _T.unflatten)
 def unflatten(input: Any, dim: int, sizes: Any) -> Any:
     shape, dim = list(input.shape), dim % input.ndim
     inner = resolved(torch.Size([shape[dim]]), list(sizes))
-    return _reshape(input, [*shape[:dim], *inner, *shape[dim + 1 :]])
+    return reshaped(input, [*shape[:dim], *inner, *shape[dim + 1 :]])
 
 
 @handles(_T.expand)

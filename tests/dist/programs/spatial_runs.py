@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
@@ -80,12 +82,12 @@ def bad_input_is_an_error_on_every_rank(me: Me) -> None:
         "grids": ("CommError: Sequential: shard", "rank 2: grid (1, 4)", "rank 0: grid (2, 2)"),
         "too few ranks": ("ValueError: Sequential: a grid of 3x2", "needs 6 ranks", "there are 4"),
         "more tiles than pixels": ("ValueError", "scatter", "1 pixels into 2 tiles", "(1, 3, 1, 16)"),
-        "operation": ("ValueError: 1 (Unfold): unfold", "(1, 4, 16, 16)", "grid of (2, 2)", "gather"),
+        "operation": ("ValueError: 1 (Softmax): softmax", "(1, 4, 16, 16)", "grid of (2, 2)", "gather"),
         "plain image": ("ValueError: Sequential", "takes tiles", "scatter"),
     }
 
     def attempt(name: str) -> None:
-        mix = nn.Unfold(3) if name == "operation" else nn.ReLU()
+        mix = nn.Softmax(-1) if name == "operation" else nn.ReLU()
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), mix)
         shape = (1, 3, 1 if name == "more tiles than pixels" else 16, 16)
         if name == "image sizes":
@@ -98,6 +100,41 @@ def bad_input_is_an_error_on_every_rank(me: Me) -> None:
     for name, texts in expected.items():
         said = said_by(lambda name=name: attempt(name))
         assert all(text in said for text in texts), (name, said)
+
+
+@case(ranks=(4,))
+def dtensors_become_tiles_and_tiles_dtensors(me: Me) -> None:
+    """Uneven shards, there and back through a convolution, with both gradients."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(0)
+    conv = small_integers(nn.Conv2d(2, 3, 3, padding=1), generator)
+    image = integers(generator, (2, 2, 9, 7)).requires_grad_()
+    expected = conv(image)
+    expected.square().sum().backward()
+    reference, conv.weight.grad = conv.weight.grad, None
+
+    spatial.shard(conv, grid=(2, 2), timeout=60)
+    sharded = distribute_tensor(image.detach(), mesh, [Shard(2), Shard(3)]).requires_grad_()
+    tile = spatial.from_dtensor(sharded)
+    sizes = {0: (5, 4), 1: (5, 3), 2: (4, 4), 3: (4, 3)}
+    assert tile.shape == image.shape and tile.local.shape[-2:] == sizes[me.rank]
+    out = conv(tile).to_dtensor()
+    assert out.device_mesh is mesh and out.placements == (Shard(2), Shard(3))
+    assert torch.equal(out.full_tensor(), expected)
+    out.to_local().square().sum().backward()
+    assert torch.equal(sharded.grad.full_tensor(), image.grad)
+    spatial.sum_gradients([conv.weight])
+    assert torch.equal(conv.weight.grad, reference)
+
+    rows = distribute_tensor(image.detach(), mesh, [Shard(2), Replicate()])
+    assert torch.equal(conv(spatial.from_dtensor(rows)).to_dtensor().full_tensor(), expected)
+    said = said_by(lambda: spatial.from_dtensor(distribute_tensor(image.detach(), mesh, [Shard(1), Shard(3)])))
+    assert "mesh dimension 0 must be Shard(2) or Replicate(), got" in said, said
+    said = said_by(lambda: spatial.scatter(image.detach()).to_dtensor())
+    assert "cut at (0, 5, 9), and this tile has it cut at (0, 4, 9)" in said, said
+    line = distribute_tensor(image.detach(), init_device_mesh("cpu", (4,)), [Shard(2)])
+    said = said_by(lambda: spatial.from_dtensor(line))
+    assert "device mesh of shape (4,)" in said and "grid is (2, 2)" in said, said
 
 
 class StochasticDepth(nn.Module):

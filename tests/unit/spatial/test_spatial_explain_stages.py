@@ -132,8 +132,8 @@ def test_what_hybrids_refuse_is_refused() -> None:
     front, shape = nn.Conv2d(1, 1, 3), (1, 1, 8, 8)
     with pytest.raises(ValueError, match="every stage needs a placement, got 1 stages and 2 placements"):
         spatial.explain_stages([front], [TILES, ONE], shape)
-    with pytest.raises(ValueError, match="unfold"):
-        spatial.explain_stages([nn.Unfold(3)], [TILES], shape)
+    with pytest.raises(ValueError, match="softmax"):
+        spatial.explain_stages([nn.Softmax(-1)], [TILES], shape)
     with pytest.raises(ValueError, match="stage 0 runs on tiles and returns"):
         whole = nn.Sequential(front, nn.AdaptiveAvgPool2d(1))
         spatial.explain_stages([whole, nn.ReLU()], [TILES, ONE], shape)

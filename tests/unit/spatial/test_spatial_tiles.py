@@ -31,10 +31,10 @@ class Square(torch.autograd.Function):
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "unfold": lambda x: F.unfold(x, 3),
+    "fold": lambda x: F.fold(x.reshape(1, 8, 8), (3, 5), 2),
     "fft": lambda x: torch.fft.fft2(x),
     "softmax": lambda x: x.softmax(-1),
-    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "matmul": lambda x: x @ torch.ones(8),
     "sort": lambda x: x.sort(-1),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, return_indices=True),
     "rand_like": lambda x: torch.rand_like(x),
@@ -42,11 +42,10 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "__bool__": lambda x: bool(x),
     "__float__": lambda x: float(x),
     "numpy": lambda x: x.numpy(),
-    "__getitem__": lambda x: x[..., 3],
+    "__getitem__": lambda x: x[..., torch.tensor([3])],
     "__setitem__": lambda x: x.__setitem__((..., 0), 1.0),
-    "interpolate": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
     "Function": lambda x: Square.apply(x) * 2,
-    "einsum": lambda x: torch.einsum("nchw,ncwk->nchk", x, torch.ones(1, 1, 8, 2)),
+    "einsum": lambda x: torch.einsum("...w,wk->...k", x, torch.ones(8, 2)),
     "cumsum": lambda x: x.cumsum(-1),
 }
 

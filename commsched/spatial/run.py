@@ -1,0 +1,227 @@
+"""Run a model on one image that stays on disk: each rank reads its part and writes its part of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from commsched.spatial.api import from_local, tile_bounds
+from commsched.spatial.explain import attach_names
+from commsched.spatial.fuse import meta_state
+from commsched.spatial.intervals import Split
+from commsched.spatial.layout import trimmed
+from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
+from commsched.spatial.pixels import Pixels
+from commsched.spatial.shard import agree, default_channel, is_sharded, shard, unshard
+from commsched.spatial.tile import Cut, Tile, cut_axes
+from commsched.transport.channel import Channel, Parcel, Pending, SilentChannel
+
+
+def run(
+    model: nn.Module,
+    image: Any,
+    grid: Sequence[int] = (2, 2),
+    *,
+    dims: Sequence[int] = (-2, -1),
+    blocks: Sequence[int] | None = None,
+    layout: str | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    out: Any = None,
+    timeout: float = 600.0,
+    channel: Channel | None = None,
+) -> Any:
+    """Compute ``model``, without gradients, on an image of which no rank reads more than its part.
+
+    ``image`` is an array or memory map, any object with ``.shape`` and slices, or the path of a ``.npy`` or
+    TIFF file; ``layout`` names its dimensions (see `Pixels`). ``prepare`` turns pixels into the model's
+    input, each pixel by itself; the default converts to the type of the parameters.
+
+    Without ``blocks``, each rank computes its tile at once, and halos travel between ranks. With
+    ``blocks=(rows, columns)`` each rank computes its tile in so many blocks, one after the other, reads each
+    with its halo, and sends nothing; operations that need the whole image are refused.
+
+    Returns this rank's tile of the result. With ``out``, the path of an ``.npy`` file that all ranks reach
+    or an array with the result's shape, each rank writes its tile there, and ``out`` is returned as an array.
+    """
+    if model.training or is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__}: run takes a plain model in eval mode, and got one "
+            f"{'in training mode: call model.eval()' if model.training else 'that is sharded: call unshard'}"
+            " first"
+        )
+    channel = channel or default_channel(type(model).__name__, tuple(grid), 1, timeout)
+    mesh = Mesh(channel, grid, dims)
+    load = _Loader(Pixels(image, layout), prepare, model, mesh)
+    with torch.no_grad(), use_mesh(mesh):
+        if blocks is not None:
+            return _Blocks(model, load, mesh, blocks).compute(out)
+        shard(model, grid, dims, fuse_halo="off", timeout=timeout, channel=channel)
+        try:
+            part = load(tile_bounds(load.shape, mesh))
+            result = model(from_local(part, load.whole(part), current_mesh()))
+        finally:
+            unshard(model)
+    return result if out is None else _written(out, mesh, [_only_tile(result, model)])
+
+
+class _Loader:
+    """Loads boxes of the image as the model's input."""
+
+    def __init__(
+        self, pixels: Pixels, prepare: Callable[[Tensor], Tensor] | None, model: nn.Module, mesh: Mesh
+    ) -> None:
+        self.shape, self._pixels, self._prepare = pixels.shape, pixels, prepare
+        self._like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        self._cut = {dim + len(self.shape) for dim in mesh.dims}
+
+    def __call__(self, box: Sequence[slice]) -> Tensor:
+        part = self._pixels.read(box).to(self._like.device)
+        return part.to(self._like.dtype) if self._prepare is None else self._prepare(part)
+
+    def whole(self, part: Tensor) -> list[int]:
+        """The shape of the whole input; `prepare` may change the number of channels."""
+        return [self.shape[dim] if dim in self._cut else size for dim, size in enumerate(part.shape)]
+
+    def pixel(self) -> Tensor:
+        """The first pixel, for the input's type and channels."""
+        return self([slice(0, 1 if dim in self._cut else size) for dim, size in enumerate(self.shape)])
+
+
+class _NeedsOthersError(Exception):
+    """A block needs pixels that it does not hold."""
+
+
+class _Isolated(SilentChannel):
+    """The channel of a block that has its halo from the file."""
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
+        raise _NeedsOthersError(operation)
+
+
+class _Blocks:
+    """The blocks of all ranks are the tiles of one grid, with a margin that makes messages needless."""
+
+    def __init__(self, model: nn.Module, load: _Loader, mesh: Mesh, blocks: Sequence[int]) -> None:
+        if len(blocks) != len(mesh.grid) or min(blocks) < 1:
+            raise ValueError(f"blocks must be {len(mesh.grid)} positive numbers, got {tuple(blocks)}")
+        self._model, self._load, self._mesh, self._blocks = model, load, mesh, tuple(blocks)
+        self._grid = tuple(tiles * own for tiles, own in zip(mesh.grid, blocks))
+        self._pixel = load.pixel()
+        self._whole = load.whole(self._pixel)
+        self._state = meta_state(model)
+        self._margin, self._result = self._narrowest_margin()
+
+    def compute(self, out: Any) -> Any:
+        """All blocks of this rank, into ``out`` or one tile."""
+        if out is not None:
+            return _written(out, self._mesh, self._tiles())
+        cuts = tuple(cut and Cut(cut.dim, Split(cut.split.bounds[:: self._blocks[axis]]))
+                     for axis, cut in enumerate(self._result.cuts))  # fmt: skip
+        tile, local = None, torch.empty(0)
+        for block in self._tiles():
+            if tile is None:
+                size = list(block.shape)
+                for axis, cut in cut_axes(cuts):
+                    size[cut.dim] = len(range(*cut.split.owned(self._mesh.coord[axis])))
+                local = block.local.new_empty(size)
+                tile = Tile.make(local, self._mesh, cuts)
+            place = (
+                slice(lo - first[0], hi - first[0]) for (lo, hi), first in zip(block.bounds, tile.bounds)
+            )
+            local[tuple(place)] = block.local
+        return tile
+
+    def _tiles(self) -> Iterator[Tile]:
+        own = [range(part * n, (part + 1) * n) for part, n in zip(self._mesh.coord, self._blocks)]
+        for coord in product(*own):
+            rank = 0
+            for part, parts in zip(coord, self._grid):
+                rank = rank * parts + part
+            yield self._run(rank, self._margin, data=True)
+
+    def _narrowest_margin(self) -> tuple[int, Tile]:
+        """By dry runs without data: doubled until no block needs another, then bisected."""
+        few, many, widest = -1, 1, max(self._load.shape)
+        while (result := self._attempt(many)) is None:
+            few, many = many, 2 * many
+            if few >= widest:
+                raise ValueError(
+                    f"{type(self._model).__name__}: {self._needs} needs the whole image, so it cannot be "
+                    f"computed in blocks; run without blocks="
+                )
+        while many - few > 1:
+            middle = (few + many) // 2
+            found = self._attempt(middle)
+            few, many, result = (middle, many, result) if found is None else (few, middle, found)
+        return many, result
+
+    def _attempt(self, margin: int) -> Tile | None:
+        try:
+            return self._run(0, margin, data=False)
+        except _NeedsOthersError as error:
+            self._needs = str(error)
+            return None
+
+    def _run(self, rank: int, margin: int, data: bool) -> Tile:
+        mesh = Mesh(_Isolated(rank, prod(self._grid)), self._grid, self._mesh.dims)
+        mesh.dry = not data
+        splits = [split.with_margin((margin, margin)) for split in mesh.even_splits(self._whole)]
+        cuts = tuple(Cut(dim, split) if split.parts > 1 else None for dim, split in zip(mesh.dims, splits))
+        box = [slice(0, size) for size in self._load.shape]
+        for axis, cut in cut_axes(cuts):
+            box[cut.dim] = slice(*cut.split.held(mesh.coord[axis]))
+        with ExitStack() as stack:
+            attach_names(stack, self._model, mesh)
+            if data:
+                result = self._model(Tile.make(self._load(box), mesh, cuts))
+            else:
+                size = [one if dim not in mesh.dims else len(range(*part.indices(one)))
+                        for dim, one, part in zip(range(-len(box), 0), self._whole, box)]  # fmt: skip
+                part = torch.empty(size, dtype=self._pixel.dtype, device="meta")
+                result = functional_call(self._model, self._state, (Tile.make(part, mesh, cuts),))
+            return trimmed(_only_tile(result, self._model))
+
+
+def _only_tile(result: Any, model: nn.Module) -> Tile:
+    if not isinstance(result, Tile):
+        raise ValueError(
+            f"{type(model).__name__}: out= and blocks= are for models that return one tensor, and this one "
+            f"returns {type(result).__name__}; wrap it in a module that picks one"
+        )
+    return result
+
+
+def _written(out: Any, mesh: Mesh, tiles: Iterable[Tile]) -> Any:
+    """Write the tiles of this rank to their places in ``out``; returns the array when all ranks have."""
+    array: Any = None
+    for tile in tiles:
+        if array is None:
+            array = _opened(out, mesh, tile)
+        array[tuple(slice(*interval) for interval in tile.bounds)] = tile.local.cpu().numpy()
+    if hasattr(array, "flush"):
+        array.flush()
+    agree(mesh.channel, "run: writing the result", "done")
+    return array
+
+
+def _opened(out: Any, mesh: Mesh, tile: Tile) -> Any:
+    if isinstance(out, (str, Path)):
+        if mesh.rank == 0:
+            dtype = tile.local[:0].cpu().numpy().dtype
+            np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=tuple(tile.shape)).flush()
+        agree(mesh.channel, "run: opening the result", f"shape {tuple(tile.shape)}")
+        return np.lib.format.open_memmap(out, mode="r+")
+    if tuple(out.shape) != tuple(tile.shape):
+        raise ValueError(
+            f"rank {mesh.rank}: out must have the result's shape {tuple(tile.shape)}, got {tuple(out.shape)}"
+        )
+    return out
