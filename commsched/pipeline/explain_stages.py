@@ -25,6 +25,7 @@ from commsched.pipeline.tiled_module import as_tile, cut_of
 from commsched.spatial.explain import attach_names, fusion_of
 from commsched.spatial.fuse import meta_state
 from commsched.spatial.mesh import Mesh, Rates
+from commsched.spatial.shard import owned_outputs
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Parcel, Pending, SilentChannel
 from scheduler.ir.placements import Placement, Tiles, place
@@ -202,7 +203,9 @@ class _Dry:
         assert isinstance(channel, _Counting)
         with ExitStack() as stack, torch.random.fork_rng(devices=[]):
             attach_names(stack, self.stage, mesh)
-            self.output = functional_call(self.stage, meta_state(self.stage), (self._inputs(mesh),))
+            self.output = owned_outputs(
+                functional_call(self.stage, meta_state(self.stage), (self._inputs(mesh),))
+            )
             forward = Counter(channel.bytes)
             local = [leaf.local if isinstance(leaf, Tile) else leaf for leaf in tree_leaves(self.output)]
             sums = [leaf.sum() for leaf in local if isinstance(leaf, Tensor) and leaf.requires_grad]

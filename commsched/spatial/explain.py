@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from commsched.spatial.api import from_local, tile_bounds
 from commsched.spatial.fuse import Fusion, cheapest, dry_runner, find_fusion, meta_state
-from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.meter import PeakMeter
-from commsched.spatial.shard import name_hooks
+from commsched.spatial.shard import name_hooks, owned_outputs
 from commsched.spatial.tile import Tile, tiles_in
 from commsched.transport.channel import SilentChannel
 
@@ -165,9 +164,9 @@ def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, m
         attach_names(stack, model, mesh)
         meter = stack.enter_context(PeakMeter())
         meter.ignore(tile.local, *state.values())
-        output = _tree(functional_call(model, state, (tile,)))
+        output = owned_outputs(_tree(functional_call(model, state, (tile,))))
         report.forward = Counter(mesh.traffic)
-        sums = [trimmed(tile).local.sum() for tile in tiles_in(output) if tile.local.requires_grad]
+        sums = [tile.local.sum() for tile in tiles_in(output) if tile.local.requires_grad]
         if sums:
             torch.autograd.backward(sums)
         report.backward = mesh.traffic - report.forward

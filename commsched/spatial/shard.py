@@ -63,14 +63,14 @@ def shard(
     handles = [model.register_forward_pre_hook(forward.begin, with_kwargs=True)]
     for path, module in model.named_modules():
         handles += name_hooks(module, mesh, path, type(module).__name__)
-    handles.append(model.register_forward_hook(_owned_outputs))
+    handles.append(model.register_forward_hook(lambda module, args, output: owned_outputs(output)))
     handles.append(model.register_forward_hook(forward.end, always_call=True))
     _hooks[model] = handles
     set_mesh(mesh)
     return model
 
 
-def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+def owned_outputs(output: Any) -> Any:
     """Trim margins from the model's outputs, and gather reshaped ones, of which nobody owns a rectangle."""
 
     def owned(value: Tensor) -> Tensor:

@@ -191,6 +191,12 @@ def test_reshaped_images_are_those_of_one_process(name: str, grid: tuple[int, in
     on_threads(grid[0] * grid[1], run, timeout=30)
 
 
+def test_a_stage_that_ends_with_a_reshape_is_whole() -> None:
+    stages = [nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten()), nn.Linear(72, 2)]
+    with pytest.raises(ValueError, match="that every rank holds whole"):
+        spatial.explain_stages(stages, [spatial.Tiles((1, 2)), spatial.Samples(1)], (2, 3, 8, 8))
+
+
 def test_windows_gather_nothing_and_attention_its_keys_and_values() -> None:
     shape = (2, 4, 12, 16)
     for name in ("windows", "shifted", "fused"):
