@@ -1,6 +1,6 @@
 """Compare a network on tiles with one process: outputs and the gradients of all parameters, in float64.
 
-``python -m tests.models.tiles docs/results/spatial-models.csv [words of names]`` makes the table.
+``python -m tests.models.tiles docs/spatial-models.csv [words of names]`` makes the table.
 """
 
 from __future__ import annotations

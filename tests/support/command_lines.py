@@ -121,7 +121,8 @@ class Reader:
 
         known = get_args_parser().parse_args(words)
         rest = [known.training_script, *known.training_script_args] if known.training_script else []
-        self._command(rest if known.no_python or not rest else ["python", *rest])
+        python = ["python", *(["-m"] if known.module else [])]
+        self._command(rest if known.no_python or not rest else [*python, *rest])
 
     def _horovodrun(self, words: list[str]) -> None:
         if find_spec("horovod") is None:

@@ -30,6 +30,7 @@ NOT_RUN = {
     r"docker/install\.sh$": "builds for minutes; tests/dist/test_install_sh.py runs it",
     r"(pip|apt-get) install|sysctl -w": "changes the machine or its environment",
     r"sysctl net|ssh host1$": "no command of this project",
+    r".* -m tests.models.held_memory .*": "needs the libraries of tests/run --models and 15 GB",
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",

@@ -59,8 +59,8 @@ class PartitionInput:
         if len(self.profile.layers) > MOST_LAYERS:
             raise ValueError(f"the planner takes up to {MOST_LAYERS} layers, got {len(self.profile.layers)}")
         if self.microbatches < 1 or self.state < 0:
-            given = f"{self.microbatches} and {self.state}"
-            raise ValueError(f"needs at least 1 micro-batch and no negative state, got {given}")
+            given = f"got {self.microbatches} and {self.state}"
+            raise ValueError(f"needs at least 1 micro-batch and no negative state, {given}")
 
     @cached_property
     def virtual(self) -> int:
@@ -186,6 +186,8 @@ def _by_depth(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan
     """The best pipeline, the best with at most half as many stages, and so on, while one so short can win."""
     most, period = problem.depth, np.inf
     for number in range(candidates):
+        if not most:
+            return
         search = problem.search(most)
         if number and not search.may_take(period):
             return
@@ -193,25 +195,23 @@ def _by_depth(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan
         cut = search.best(TOLERANCE if exactly else ROUGHLY)
         if cut is None:
             return
-        plan = _simulated(problem, cut, cut.replicas)
-        yield plan
+        yield (plan := _simulated(problem, cut, cut.replicas))
         most, period = len(cut.cuts) // 2, min(period, plan.period)
 
 
 def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
     """The pipelines whose busiest position has the least to do, of many depths and numbers of replicas."""
-    found: list[tuple[float, Cut, int]] = []
+    found: list[tuple[float, Cut, tuple[int, ...]]] = []
     for positions in _up_to(problem.depth, 1.25):
         for replicas in _up_to(problem.cluster.size // positions, 2.0):
             strictness = (True, False) if problem.cluster.memory else (True,)
             cuts = [problem.folded(positions, replicas, strict).best(ROUGHLY) for strict in strictness]
             cuts.append(problem.even(positions))  # may fit where the others need too much of one device
-            found += [(_busiest(problem, cut, positions, replicas), cut, replicas) for cut in cuts if cut]
+            counts = (replicas,) * positions
+            found += [(_busiest(problem, cut, positions, replicas), cut, counts) for cut in cuts if cut]
     plans = (
-        _simulated(
-            problem, replace(cut, bottleneck=seconds), (replicas,) * (len(cut.cuts) // problem.virtual)
-        )
-        for seconds, cut, replicas in sorted(found, key=lambda shape: shape[0])
+        _simulated(problem, replace(cut, bottleneck=seconds), counts)
+        for seconds, cut, counts in sorted(found, key=lambda shape: shape[0])
     )
     yield from islice((plan for plan in plans if _fits(problem, plan)), candidates)
 

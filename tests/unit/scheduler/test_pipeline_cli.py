@@ -54,7 +54,7 @@ def test_hosts_and_json(alex: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--devices", "4", "--memory", "lots"], "cannot read 'lots'"),
         (["--devices", "4", "--memory", "1g,2g"], "one entry for each of 4 devices, got 2"),
         (["--devices", "4", "--memory", "1k"], "fits into the memory of 4 devices"),
-        (["--devices", "4", "--schedule", "wpipe"], "cannot be planned"),
+        (["--devices", "4", "--schedule", "fast"], "there is no pipeline schedule 'fast'"),
     ],
 )
 def test_errors(alex: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

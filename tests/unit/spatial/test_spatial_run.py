@@ -15,9 +15,13 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.transport.channel import Channel
-from dnn_bench.spatial.models import conv_bn
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build
+
+
+def conv_bn(c_in: int, c_out: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(c_out), nn.ReLU(inplace=True))
 
 
 class Up(nn.Module):
