@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from commsched.errors import CommError
 from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
-from commsched.pipeline.batches import Batch, Batches
+from commsched.pipeline.batches import Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
@@ -24,7 +24,8 @@ from commsched.pipeline.gradients import added_to
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.rows import Share, rows_of, shape_key
+from commsched.pipeline.sampler import StepSampler
+from commsched.pipeline.shares import rows_to_pass
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.ties import checked_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
@@ -116,6 +117,8 @@ class Pipeline:
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients = optimizer is None
+        self._sampler: StepSampler | None = None
+        self._sampled: dict[str, Any] | None = None  # a checkpoint's sampler
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
         self._broken = ""
@@ -155,16 +158,22 @@ class Pipeline:
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, *, local: bool = False) -> float | None:
-        """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank, or with
-        ``local`` this rank's share of it. Returns the mean loss of the step that is finished by now, the same
+    def step(self, batch: Any, *, local: bool = False) -> float | None:
+        """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank. With
+        ``local`` the rows that ``rows`` names: ranks of the first stage pass inputs, those of the last targets;
+        nothing else is read. Returns the mean loss of the step that is finished by now, the same
         on every rank; None while an asynchronous pipeline fills.
         """
         self._usable()
-        self._interpreter.exchange.shares[self._periods] = self._batches.share(batch, local)
+        if self._sampler is not None and not local:
+            raise ValueError("this pipeline's sampler yields a rank's own rows; pass local=True to step")
+        shares = self._interpreter.exchange.shares
+        (shares.local if local else shares.whole)(self._periods, batch)
         # Later steps read the batch again, and the caller may have overwritten it by then.
         self._batches.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
+        if self._sampler is not None:
+            self._sampler.advance()
         if not self._leaves_gradients:
             return self._iterate(None)
         with added_to(self.parameters()):
@@ -225,17 +234,38 @@ class Pipeline:
         if self._broken:
             raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
 
+    # -- this rank's data ----------------------------------------------------------------------------------
+
+    def rows(self, count: int) -> list[int]:
+        """Of a step of ``count`` rows, those that this rank passes to ``step(local=True)``; none if it holds
+        neither the first stage nor the last.
+        """
+        return rows_to_pass(self.layout, self.rank, count)
+
+    def sampler(
+        self, dataset: Sized, batch_size: int, shuffle: bool = True, seed: int = 0, *, drop_last: bool = False
+    ) -> StepSampler:
+        """For ``DataLoader(dataset, batch_sampler=...)``, whose batches go to ``step(local=True)``. Steps of
+        ``batch_size`` rows over all replicas. ``checkpoint`` and ``resume`` include its position.
+        """
+        self._sampler = StepSampler(self.rows, dataset, batch_size, shuffle, seed, drop_last)
+        if self._sampled is not None:
+            self._sampler.resume(self._sampled)
+            self._sampled = None
+        return self._sampler
+
     # -- the whole model -----------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> float:
+    def evaluate(self, batch: Any, *, local: bool = False) -> float:
         """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
         self._usable()
-        share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
+        shares = self._evaluation.exchange.shares
+        (shares.local if local else shares.whole)(EVALUATED, batch)
         self._newest()
         self._batches.add(EVALUATED, batch)
         try:
             with self._guarded():
-                return self._evaluation.run(share)
+                return self._evaluation.run()
         finally:
             del self._batches.given[EVALUATED]
 

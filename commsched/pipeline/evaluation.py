@@ -11,7 +11,6 @@ from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.rows import Share
 from commsched.pipeline.stage import Saved, Stage
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import position
@@ -41,10 +40,10 @@ class Evaluation:
         ]
 
     @torch.no_grad()
-    def run(self, share: Share) -> float:
+    def run(self) -> float:
+        """The mean loss of the batch that ``exchange.shares`` has of period ``EVALUATED``."""
         exchange = self.exchange
-        exchange.shares[EVALUATED] = share
-        exchange.inbox.expect([action for action in self._receives if exchange.moves(action)])
+        exchange.inbox.expect([action for action in self._receives if self._comes(action)])
         self.losses.begin()
         with self._evaluating():
             for action in self._forwards:
@@ -57,8 +56,16 @@ class Evaluation:
         exchange.outputs.clear()
         exchange.came.clear()
         exchange.to_come.clear()
+        exchange.shares.settle()
+        exchange.shares.clear()
         self.losses.settle()
         return total
+
+    def _comes(self, action: Action) -> bool:
+        """Whether an action of the recv lane has rows in this batch."""
+        assert action.stage is not None
+        low, high = self.exchange.rows(action.stage, self.rank, (action.index, EVALUATED))
+        return low < high and self.exchange.moves(action)
 
     def _forward(self, action: Action) -> None:
         assert action.stage is not None

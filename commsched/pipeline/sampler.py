@@ -1,0 +1,88 @@
+"""A batch sampler for ``DataLoader`` that yields just the rows that this rank passes to a local step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+class StepSampler(Sampler[list[int]]):
+    """Yields, for each step, the indices of this rank's rows; one index on ranks that read no batch.
+
+    ``rows(n)``: this rank's rows of a step of ``n`` rows. The position counts the steps that the pipeline has
+    taken, not the batches that a loader has fetched ahead: a new iterator begins there, and a checkpoint holds
+    it. After an epoch's last step the next epoch begins, in another order if ``shuffle``.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[int], list[int]],
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self._rows, self._size, self._batch_size = rows, len(dataset), batch_size
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self.epoch, self.position = 0, 0
+        if batch_size < 1 or not len(self):
+            raise ValueError(
+                f"batch_size must be at least 1, and with drop_last=True at most the data set's {self._size}"
+                f" rows; got {batch_size} and {self._size} rows"
+            )
+        self._rows(min(batch_size, self._size))
+        self._rows(self._step_size(len(self) - 1))
+
+    def _step_size(self, number: int) -> int:
+        return min(self._batch_size, self._size - number * self._batch_size)
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return (self._size if self._drop_last else self._size + self._batch_size - 1) // self._batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self._size)
+        if self._shuffle:
+            order = torch.randperm(
+                self._size, generator=torch.Generator().manual_seed(self._seed + self.epoch)
+            )
+        for number in range(self.position, len(self)):
+            step = order[number * self._batch_size :][: self._step_size(number)]
+            yield step[self._rows(len(step)) or [0]].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch; within this epoch, stays where the pipeline is."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def advance(self) -> None:
+        """The pipeline has taken a step."""
+        self.position += 1
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state(self) -> dict[str, Any]:
+        """Data and position, for a checkpoint."""
+        return {"data": self._data, "epoch": self.epoch, "position": self.position}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        if state["data"] != self._data:
+            raise ValueError(
+                f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same data"
+                " with the same arguments"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return {
+            "rows": self._size,
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+        }
