@@ -160,9 +160,9 @@ class Pipeline:
 
     def step(self, batch: Any, *, local: bool = False) -> float | None:
         """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank. With
-        ``local`` the rows that ``rows`` names: ranks of the first stage pass inputs, those of the last targets;
-        nothing else is read. Returns the mean loss of the step that is finished by now, the same
-        on every rank; None while an asynchronous pipeline fills.
+        ``local`` the rows that ``rows`` names: ranks of the first stage pass their inputs, those of the last
+        stage the targets; nothing else is read. Returns the mean loss of the step that is finished by now,
+        the same on every rank; None while an asynchronous pipeline fills.
         """
         self._usable()
         if self._sampler is not None and not local:

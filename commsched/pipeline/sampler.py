@@ -13,7 +13,7 @@ class StepSampler(Sampler[list[int]]):
     """Yields, for each step, the indices of this rank's rows; one index on ranks that read no batch.
 
     ``rows(n)``: this rank's rows of a step of ``n`` rows. The position counts the steps that the pipeline has
-    taken, not the batches that a loader has fetched ahead: a new iterator begins there, and a checkpoint holds
+    taken, not the batches that a loader has fetched ahead: new iterators begin there, and checkpoints hold
     it. After an epoch's last step the next epoch begins, in another order if ``shuffle``.
     """
 
@@ -72,8 +72,8 @@ class StepSampler(Sampler[list[int]]):
     def resume(self, state: dict[str, Any]) -> None:
         if state["data"] != self._data:
             raise ValueError(
-                f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same data"
-                " with the same arguments"
+                f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same"
+                " data with the same arguments"
             )
         self.epoch, self.position = state["epoch"], state["position"]
 

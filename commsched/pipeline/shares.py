@@ -1,4 +1,4 @@
-"""The rows of the steps in flight: of batches that every rank has, and of local ones, which ranks announce."""
+"""The rows of the steps in flight: of batches that every rank has, or of local ones, which are announced."""
 
 from __future__ import annotations
 
