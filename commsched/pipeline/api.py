@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class Pipeline:
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients = optimizer is None
         self._sampler: StepSampler | None = None
-        self._sampled: dict[str, Any] | None = None  # a checkpoint's sampler
+        self._sampled: tuple[dict[str, Any], list[Tensor]] | None = None  # a checkpoint's sampler
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
         self._broken = ""
@@ -165,8 +165,11 @@ class Pipeline:
         the same on every rank; None while an asynchronous pipeline fills.
         """
         self._usable()
-        if self._sampler is not None and not local:
-            raise ValueError("this pipeline's sampler yields a rank's own rows; pass local=True to step")
+        if self._sampler is not None and local is not self._sampler.local:
+            raise ValueError(
+                f"this pipeline's sampler was made with local={self._sampler.local}, so call"
+                f" step(batch, local={self._sampler.local}); got local={local}"
+            )
         shares = self._interpreter.exchange.shares
         (shares.local if local else shares.whole)(self._periods, batch)
         # Later steps read the batch again, and the caller may have overwritten it by then.
@@ -243,21 +246,40 @@ class Pipeline:
         return rows_to_pass(self.layout, self.rank, count)
 
     def sampler(
-        self, dataset: Sized, batch_size: int, shuffle: bool = True, seed: int = 0, *, drop_last: bool = False
+        self,
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        drop_last: bool = False,
+        local: bool = True,
     ) -> StepSampler:
-        """For ``DataLoader(dataset, batch_sampler=...)``, whose batches go to ``step(local=True)``. Steps of
-        ``batch_size`` rows over all replicas. ``checkpoint`` and ``resume`` include its position.
+        """For ``DataLoader(dataset, batch_sampler=...)``, whose batches go to ``step(local=True)``: steps of
+        ``batch_size`` rows over all replicas. ``local=False`` yields whole steps on every rank, for
+        ``step()``. ``checkpoint`` and ``resume`` include its position.
         """
-        self._sampler = StepSampler(self.rows, dataset, batch_size, shuffle, seed, drop_last)
-        if self._sampled is not None:
-            self._sampler.resume(self._sampled)
-            self._sampled = None
+        rows = self.rows if local else lambda count: list(range(count))
+        self._sampler = StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local)
+        self._resume_sampler()
         return self._sampler
+
+    def _resume_sampler(self) -> None:
+        if self._sampler is not None and self._sampled is not None:
+            self._sampler.resume(*self._sampled)
+            self._sampled = None
 
     # -- the whole model -----------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Any, *, local: bool = False) -> float:
-        """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
+    @overload
+    def evaluate(self, batch: Any, count: None = None, *, local: bool = False) -> float: ...
+    @overload
+    def evaluate(self, batch: Any, count: Loss, *, local: bool = False) -> Tensor: ...
+
+    def evaluate(self, batch: Any, count: Loss | None = None, *, local: bool = False) -> float | Tensor:
+        """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank. Or
+        the sum over the batch of ``count(outputs, targets)``, which returns a tensor of counts of its rows.
+        """
         self._usable()
         shares = self._evaluation.exchange.shares
         (shares.local if local else shares.whole)(EVALUATED, batch)
@@ -265,7 +287,7 @@ class Pipeline:
         self._batches.add(EVALUATED, batch)
         try:
             with self._guarded():
-                return self._evaluation.run()
+                return self._evaluation.run() if count is None else self._evaluation.count(count)
         finally:
             del self._batches.given[EVALUATED]
 

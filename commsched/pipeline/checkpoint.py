@@ -40,9 +40,11 @@ class Running(Protocol):
     _updates: dict[int, Update]
     _batches: Batches
     _sampler: StepSampler | None
-    _sampled: dict[str, Any] | None
+    _sampled: tuple[dict[str, Any], list[Tensor]] | None
     _periods: int
     _done: int
+
+    def _resume_sampler(self) -> None: ...
 
 
 def taken(pipeline: Running) -> dict[str, Any]:
@@ -159,10 +161,8 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
         )
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     pipeline._periods, pipeline._done = state["counters"]
-    if pipeline._sampler is None:
-        pipeline._sampled = state["sampler"]
-    elif state["sampler"] is not None:
-        pipeline._sampler.resume(state["sampler"])
+    pipeline._sampled = None if state["sampler"] is None else (state["sampler"], state["random"])
+    pipeline._resume_sampler()
     link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
     interpreter.link.extend(link)
     interpreter.waiting, interpreter.tokens = list(waiting), set(tokens)

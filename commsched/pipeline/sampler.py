@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
+
+from commsched.pipeline.random_state import set_random_state
 
 
 class StepSampler(Sampler[list[int]]):
     """Yields, for each step, the indices of this rank's rows; one index on ranks that read no batch.
 
-    ``rows(n)``: this rank's rows of a step of ``n`` rows. The position counts the steps that the pipeline has
-    taken, not the batches that a loader has fetched ahead: new iterators begin there, and checkpoints hold
-    it. After an epoch's last step the next epoch begins, in another order if ``shuffle``.
+    ``rows(n)``: this rank's rows of a step of ``n`` rows; ``local``: these are not all of them. The position
+    counts the steps that the pipeline has taken, not the batches that a loader has fetched ahead: new
+    iterators begin there, and checkpoints hold it. After an epoch's last step the next epoch begins, in
+    another order if ``shuffle``.
     """
 
     def __init__(
@@ -25,10 +29,12 @@ class StepSampler(Sampler[list[int]]):
         shuffle: bool,
         seed: int,
         drop_last: bool,
+        local: bool,
     ) -> None:
-        self._rows, self._size, self._batch_size = rows, len(dataset), batch_size
+        self._rows, self._size, self._batch_size, self.local = rows, len(dataset), batch_size, local
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch, self.position = 0, 0
+        self._random: list[Tensor] | None = None
         if batch_size < 1 or not len(self):
             raise ValueError(
                 f"batch_size must be at least 1, and with drop_last=True at most the data set's {self._size}"
@@ -45,6 +51,10 @@ class StepSampler(Sampler[list[int]]):
         return (self._size if self._drop_last else self._size + self._batch_size - 1) // self._batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._random is not None:
+            # A loader draws a seed for its workers; in mid-epoch the run that was stopped did not.
+            set_random_state(self._random, torch.device("cpu"))
+            self._random = None
         order = torch.arange(self._size)
         if self._shuffle:
             order = torch.randperm(
@@ -69,13 +79,15 @@ class StepSampler(Sampler[list[int]]):
         """Data and position, for a checkpoint."""
         return {"data": self._data, "epoch": self.epoch, "position": self.position}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any], random: list[Tensor]) -> None:
+        """Goes on at a checkpoint's position, whose random numbers were ``random``."""
         if state["data"] != self._data:
             raise ValueError(
                 f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same"
                 " data with the same arguments"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        self._random = random if self.position else None
 
     @property
     def _data(self) -> dict[str, Any]:
@@ -85,4 +97,5 @@ class StepSampler(Sampler[list[int]]):
             "shuffle": self._shuffle,
             "seed": self._seed,
             "drop_last": self._drop_last,
+            "local": self.local,
         }

@@ -262,7 +262,7 @@ def test_samplers_that_cannot_be() -> None:
         on_threads(2, lambda fabric: work(fabric, 11, 8))
     with pytest.raises(ValueError, match="at most the data set's 5 rows; got 8"):
         on_threads(2, lambda fabric: work(fabric, 5, 8, drop_last=True))
-    with pytest.raises(ValueError, match="pass local=True to step"):
+    with pytest.raises(ValueError, match="made with local=True, so call"):
         on_threads(2, lambda fabric: work(fabric, 8, 8).step(batches(1)[0]))
     with pytest.raises(ValueError, match="the checkpoint's sampler has .*'seed': 0.*, this one .*'seed': 1"):
         on_threads(2, lambda fabric: work(fabric, 8, 8, seed=1).resume(work(fabric, 8, 8).checkpoint()))

@@ -1,0 +1,44 @@
+"""Small models for small data, to be named on command lines."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def convolutions(num_classes: int, width: int = 12) -> nn.Module:
+    def block(c_in: int, c_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(c_in, c_out, 3, padding=1), nn.GroupNorm(4, c_out), nn.ReLU(), nn.MaxPool2d(2)]
+
+    return nn.Sequential(
+        *block(3, width), *block(width, 2 * width), *block(2 * width, 4 * width),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * width, num_classes),
+    )  # fmt: skip
+
+
+def pixels(num_classes: int, width: int = 12) -> nn.Module:
+    def block(c_in: int, c_out: int, dilation: int) -> list[nn.Module]:
+        wide = nn.Conv2d(c_in, c_out, 3, padding=dilation, dilation=dilation)
+        return [wide, nn.GroupNorm(4, c_out), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(3, width, 1), *block(width, 2 * width, 2), *block(2 * width, 2 * width, 4),
+        nn.Conv2d(2 * width, num_classes, 1),
+    )  # fmt: skip
+
+
+class Words(nn.Module):
+    """The mean of the words' vectors."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(vocab_size, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.vectors(tokens).mean(1)
+
+
+def words(vocab_size: int, num_classes: int, dim: int = 64) -> nn.Module:
+    return nn.Sequential(
+        Words(vocab_size, dim), nn.Linear(dim, dim), nn.Tanh(), nn.Dropout(0.1),
+        nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, num_classes),
+    )  # fmt: skip
