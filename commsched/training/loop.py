@@ -95,6 +95,7 @@ class Training:
         found: Epoch = {
             "epoch": number + 1,
             "loss": self._total / max(1, self._told),
+            "steps": len(self.sampler),
             "seconds": self._seconds,
             "rows_per_second": len(self.sampler) * self.settings.rows / self._seconds,
             "test": self.test(),

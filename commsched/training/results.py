@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Epoch = dict[str, Any]
-"""Of one epoch: ``epoch`` (from 1 on), ``loss``, ``seconds``, ``rows_per_second``, ``test`` (scores)."""
+"""Of an epoch: ``epoch`` (from 1 on), ``loss``, ``steps``, ``seconds``, ``rows_per_second``, ``test``."""
 
 _WIDE, _HIGH, _EDGE, _TOP = 380, 260, 50, 40
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756")

@@ -22,10 +22,10 @@ def shapes(folder: Path, train: int = 40, test: int = 12, seed: int = 0, size: i
     """``train/CLASS/N.png`` and ``val/CLASS/N.png``: so many of each shape, anywhere on a noisy ground."""
     dice = random.Random(seed)
     for part, count in (("train", train), ("val", test)):
-        for shape in SHAPES:
+        for number, shape in enumerate(SHAPES):
             (folder / part / shape).mkdir(parents=True)
-            for number in range(count):
-                _drawn(shape, dice, size)[0].save(folder / part / shape / f"{number}.png")
+            for image in range(count):
+                _drawn(number, dice, size)[0].save(folder / part / shape / f"{image}.png")
 
 
 def masks(folder: Path, count: int = 60, seed: int = 0, size: int = SIZE) -> None:
@@ -34,28 +34,25 @@ def masks(folder: Path, count: int = 60, seed: int = 0, size: int = SIZE) -> Non
     for name in ("images", "masks"):
         (folder / name).mkdir(parents=True)
     for number in range(count):
-        image, mask = _drawn(SHAPES[number % len(SHAPES)], dice, size)
+        image, mask = _drawn(number % len(SHAPES), dice, size)
         image.save(folder / "images" / f"{number}.png")
         mask.save(folder / "masks" / f"{number}.png")
 
 
-def _drawn(shape: str, dice: random.Random, size: int) -> tuple[Any, Any]:
+def _drawn(number: int, dice: random.Random, size: int) -> tuple[Any, Any]:
+    """A shape on a noisy ground, and its mask. Each shape has shades of its own colour."""
     ground = bytes(dice.randrange(60) for _ in range(3 * size * size))
     image, mask = Image.frombytes("RGB", (size, size), ground), Image.new("L", (size, size))
     radius = dice.randrange(size // 5, size // 3)
     x, y = (dice.randrange(radius, size - radius) for _ in range(2))
-    box, colour = (
-        (x - radius, y - radius, x + radius, y + radius),
-        tuple(dice.randrange(150, 256) for _ in range(3)),
-    )
-    for target, fill in ((image, colour), (mask, SHAPES.index(shape) + 1)):
-        pen = ImageDraw.Draw(target)
-        if shape == "circle":
-            pen.ellipse(box, fill=fill)
-        elif shape == "square":
-            pen.rectangle(box, fill=fill)
+    colour = tuple(dice.randrange(180, 256) if band == number else 90 for band in range(3))
+    for target, fill in ((image, colour), (mask, number + 1)):
+        pen, third = ImageDraw.Draw(target), radius // 3
+        if SHAPES[number] == "circle":
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+        elif SHAPES[number] == "square":
+            pen.rectangle((x - radius, y - radius, x + radius, y + radius), fill=fill)
         else:
-            third = radius // 3
             pen.rectangle((x - radius, y - third, x + radius, y + third), fill=fill)
             pen.rectangle((x - third, y - radius, x + third, y + radius), fill=fill)
     return image, mask
@@ -75,25 +72,25 @@ def digits(folder: Path, size: int = 8) -> None:
 
 
 def sentences(folder: Path, train: int = 600, test: int = 150, seed: int = 0) -> None:
-    """``train.tsv`` and ``dev.tsv`` with QQP's columns: pairs of pieces of Python's documentation, from the
-    same topic (1) or from different ones (0).
+    """``train.tsv`` and ``dev.tsv`` with QQP's columns: pieces of Python's documentation, and most of
+    the same words in another order (1) or another piece (0).
     """
     dice = random.Random(seed)
-    topics = [re.findall(r"\w+", text.lower()) for _, text in sorted(pydoc_data.topics.topics.items())]
-    topics = sorted(topics, key=len)[-8:]
+    text = pydoc_data.topics.topics
+    known = re.findall(r"\w+", " ".join(text[name] for name in sorted(text)[:30]).lower())
     folder.mkdir(parents=True, exist_ok=True)
 
-    def piece(topic: int) -> str:
-        first = dice.randrange(len(topics[topic]) - 12)
-        return " ".join(topics[topic][first : first + 12])
+    def piece() -> list[str]:
+        first = dice.randrange(len(known) - 10)
+        return known[first : first + 10]
 
     for name, count in (("train", train), ("dev", test)):
         lines = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"]
         for number in range(count):
-            same = number % 2
-            one, other = dice.sample(range(len(topics)), 2)
-            pair = piece(one), piece(one if same else other)
-            lines.append("\t".join([str(number), "0", "0", *pair, str(same)]))
+            one = piece()
+            other = dice.sample(one, 7) if number % 2 else piece()
+            fields = [str(number), "0", "0", " ".join(one), " ".join(other), str(number % 2)]
+            lines.append("\t".join(fields))
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
 
 

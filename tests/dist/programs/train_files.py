@@ -1,0 +1,25 @@
+"""``commsched ARGUMENTS``; with KILLED=RANK:STEP, that rank is killed when it calls its pipeline's step STEP."""
+
+import os
+import signal
+import sys
+
+import torch
+
+from commsched.cli import main
+from commsched.pipeline import Pipeline
+
+if os.environ.get("KILLED"):
+    rank, step = map(int, os.environ["KILLED"].split(":"))
+    take, taken = Pipeline.step, 0
+
+    def counted(pipeline, *batch, **options):  # type: ignore[no-untyped-def]
+        global taken
+        if pipeline.rank == rank and taken == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken += 1
+        return take(pipeline, *batch, **options)
+
+    Pipeline.step = counted  # type: ignore[method-assign]
+torch.set_num_threads(1)
+sys.exit(main())
