@@ -37,7 +37,7 @@ def run(plan: Plan) -> int:
                 f"{describe(plan)} needs {plan.ranks} ranks, and the launcher started {hvd.size()}; use -np"
                 f" {plan.ranks}"
             )
-        report = train(plan)
+        report = train(plan) if plan.options.app == 3 else train_on_files(plan)
         if hvd.rank() == 0:
             show(plan, report)
     finally:
@@ -55,6 +55,20 @@ def describe(plan: Plan) -> str:
     return text + (", mirrored replicas" if plan.mirrored else "")
 
 
+def train_on_files(plan: Plan) -> dict[str, Any]:
+    """Train on files by epochs; return the figures of all epochs."""
+    from dnn_bench.spatial.files import train as by_epochs
+
+    return by_epochs(plan, build(plan)[0], placements_of(plan))
+
+
+def placements_of(plan: Plan) -> list[Any]:
+    from commsched import spatial
+
+    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
+    return [*(spatial.Tiles(grid) for grid in plan.grids), *whole]
+
+
 def train(plan: Plan) -> dict[str, Any]:
     """Train; return the times of the steps on the slowest rank, and the losses."""
     import torch
@@ -64,10 +78,9 @@ def train(plan: Plan) -> dict[str, Any]:
     from commsched import spatial
 
     stages, images, target = build(plan)
-    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
     trainer = spatial.Hybrid(
         stages,
-        [*(spatial.Tiles(grid) for grid in plan.grids), *whole],
+        placements_of(plan),
         loss=F.cross_entropy,
         microbatches=plan.microbatches,
         replicas=plan.options.replicas,
@@ -120,8 +133,10 @@ def _peak_mib() -> float:
 
 def show(plan: Plan, report: dict[str, Any]) -> None:
     o = plan.options
+    if o.json:
+        Path(o.json).write_text(json.dumps({**report, "options": vars(o)}, indent=1) + "\n")
+    if "epochs" in report:
+        return
     print(f"{describe(plan)}: {report['ranks']} ranks, {plan.images} images of {o.image_size}x{o.image_size}")
     print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
     print(f"largest rank: {max(report['peak_mib']):.0f} MiB of memory", flush=True)
-    if o.json:
-        Path(o.json).write_text(json.dumps({**report, "options": vars(o)}, indent=1) + "\n")

@@ -66,6 +66,38 @@ def parser() -> argparse.ArgumentParser:
         help="with --halo-D2: layers that share one halo (default: %(default)s)",
     )
     how.add_argument("--overlap", choices=("auto", "on", "off"), default="auto")
+    how.add_argument(
+        "--enable-master-comm-opt",
+        action="store_true",
+        help="gems: accepted for MPI4DL's scripts; sums over mirrored replicas always run beside other work",
+    )
+    files = p.add_argument_group("training on files")
+    files.add_argument(
+        "--app",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="data: 1 image files, 2 CIFAR-10's files, 3 random images to measure (default: %(default)s)",
+    )
+    files.add_argument(
+        "--datapath",
+        default="./train",
+        help="app 1: folder with train/CLASS/*.png and val/CLASS/*.png (unet: images and masks in train and"
+        " val); app 2: folder with data_batch_1 ... (default: %(default)s)",
+    )
+    files.add_argument(
+        "--num-epochs", type=int, default=1, help="epochs of app 1 and 2 (default: %(default)s)"
+    )
+    files.add_argument(
+        "--num-workers", type=int, default=0, help="processes that read data (default: %(default)s)"
+    )
+    files.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default: %(default)s)")
+    files.add_argument("--enable-evaluation", action="store_true", help="score test data after each epoch")
+    files.add_argument("--checkpoint", metavar="DIR", help="write checkpoints, and continue from the latest")
+    files.add_argument(
+        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="besides one after every epoch"
+    )
+    files.add_argument("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
     run = p.add_argument_group("measuring")
     run.add_argument("--warmup", type=int, default=2, help="untimed steps (default: %(default)s)")
     run.add_argument("--iterations", type=int, default=5, help="timed steps (default: %(default)s)")
@@ -144,6 +176,10 @@ def read(arguments: list[str]) -> Plan:
         )
     if o.times > 1 and not mode.startswith("gems"):
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
+    if o.enable_master_comm_opt and not mode.startswith("gems"):
+        raise ValueError("--enable-master-comm-opt is for --mode gems and gems+sp")
+    if o.app == 3 and (o.checkpoint or o.enable_evaluation):
+        raise ValueError("--checkpoint and --enable-evaluation need data: --app 1 or 2, and --datapath")
     layers, filters = o.num_layers or LAYERS[o.model], o.num_filters or FILTERS[o.model]
     return Plan(o, mode, layers, filters, _grids(o, spatial), _balance(o))
 

@@ -32,7 +32,9 @@ MODELS = "tests.support.file_models"
 ADAM = "--optimizer adam --lr 0.01"
 IMAGES = f"--job images --data data --model {MODELS}:convolutions --image-size 8 --rows 48 {ADAM}"
 PAIRS = f"--job text --data data --model {MODELS}:pairs --length 24 --rows 40 {ADAM}"
-MASKS = f"--job masks --data data --model {MODELS}:pixels --image-size 32 --rows 9 --optimizer adam --lr 0.02"
+MASKS = (
+    f"--job masks --data data --model {MODELS}:pixels --image-size 32 --rows 9 --optimizer adam --lr 0.003"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ WORKFLOWS = {
     "images_bundle": Workflow(4, "digits", f"{IMAGES} --epochs 3 {BUNDLE}", "top1", 0.9),
     "images_unequal": Workflow(4, "digits", f"{IMAGES} --epochs 3 {UNEQUAL}", "top1", 0.9),
     "masks_replicas": Workflow(
-        3, "masks", f"{MASKS} --epochs 12 --stages 2 --replicas 2,1 --microbatches 2", "iou", 0.5
+        3, "masks", f"{MASKS} --epochs 12 --stages 2 --replicas 2,1 --microbatches 2", "iou", 0.8
     ),
 }
 FAST = ("pairs_wpipe",)
