@@ -54,6 +54,11 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,...",
         help="layers with which the later stages begin: numbers, or names of modules (default: even)",
     )
+    stages.add_argument(
+        "--across",
+        action="store_true",
+        help="bundle: fronts on the first half of the hosts, rears on the rest",
+    )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +138,7 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
         replicas=_replicas(arguments),
         microbatches=arguments.microbatches,
         cuts=cuts_of(arguments.cuts),
+        across=arguments.across,
         on_step=on_step,
     )
     if job.data is None:

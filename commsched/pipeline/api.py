@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -11,7 +10,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from commsched.errors import CommError
 from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.batches import Batches
@@ -21,10 +19,11 @@ from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.full_state import FullState
 from commsched.pipeline.gradients import added_to
+from commsched.pipeline.health import Health
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.sampler import StepSampler
+from commsched.pipeline.sampler import Sampling, StepSampler
 from commsched.pipeline.shares import rows_to_pass
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.ties import checked_ties, sum_ties
@@ -117,11 +116,10 @@ class Pipeline:
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients = optimizer is None
-        self._sampler: StepSampler | None = None
-        self._sampled: tuple[dict[str, Any], list[Tensor]] | None = None  # a checkpoint's sampler
+        self._sampling = Sampling()
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
-        self._broken = ""
+        self._health = Health(self._abort)
 
     def _make_parts(
         self,
@@ -164,24 +162,18 @@ class Pipeline:
         stage the targets; nothing else is read. Returns the mean loss of the step that is finished by now,
         the same on every rank; None while an asynchronous pipeline fills.
         """
-        self._usable()
-        if self._sampler is not None and local is not self._sampler.local:
-            raise ValueError(
-                f"this pipeline's sampler was made with local={self._sampler.local}, so call"
-                f" step(batch, local={self._sampler.local}); got local={local}"
-            )
-        shares = self._interpreter.exchange.shares
-        (shares.local if local else shares.whole)(self._periods, batch)
+        self._health.check()
+        self._sampling.check(local)
+        self._interpreter.exchange.shares.take(self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
         self._batches.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
-        if self._sampler is not None:
-            self._sampler.advance()
+        self._sampling.advance()
         if not self._leaves_gradients:
             return self._iterate(None)
         with added_to(self.parameters()):
             loss = self._iterate(None)
-            with self._guarded():
+            with self._health.guarded():
                 for update in self._updates.values():
                     update.finish()
         return loss
@@ -190,13 +182,13 @@ class Pipeline:
         """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
         pipeline fills again.
         """
-        self._usable()
+        self._health.check()
         losses = []
         while self.in_flight:
             loss = self._iterate(self._periods - 1)
             if loss is not None:
                 losses.append(loss)
-        with self._guarded():
+        with self._health.guarded():
             for update in self._updates.values():
                 update.finish()
             self._interpreter.restart()
@@ -213,7 +205,7 @@ class Pipeline:
 
     def _iterate(self, last: int | None) -> float | None:
         iteration = self._done
-        with self._guarded():
+        with self._health.guarded():
             finishes = 0 <= iteration < self._periods
             self._interpreter.run(iteration, last, self._losses.begin if finishes else _nothing)
             self._done += 1
@@ -221,21 +213,6 @@ class Pipeline:
                 return None
             self._batches.given.pop(iteration)
             return self._losses.total()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A failure ends the pipeline: its ranks no longer agree on where they are."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            self.close()
-            self.fabric.abort()
-            raise
-
-    def _usable(self) -> None:
-        if self._broken:
-            raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
 
     # -- this rank's data ----------------------------------------------------------------------------------
 
@@ -260,14 +237,7 @@ class Pipeline:
         ``step()``. ``checkpoint`` and ``resume`` include its position.
         """
         rows = self.rows if local else lambda count: list(range(count))
-        self._sampler = StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local)
-        self._resume_sampler()
-        return self._sampler
-
-    def _resume_sampler(self) -> None:
-        if self._sampler is not None and self._sampled is not None:
-            self._sampler.resume(*self._sampled)
-            self._sampled = None
+        return self._sampling.use(StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local))
 
     # -- the whole model -----------------------------------------------------------------------------------
 
@@ -280,22 +250,17 @@ class Pipeline:
         """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank. Or
         the sum over the batch of ``count(outputs, targets)``, which returns a tensor of counts of its rows.
         """
-        self._usable()
-        shares = self._evaluation.exchange.shares
-        (shares.local if local else shares.whole)(EVALUATED, batch)
+        self._health.check()
+        self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
-        self._batches.add(EVALUATED, batch)
-        try:
-            with self._guarded():
-                return self._evaluation.run() if count is None else self._evaluation.count(count)
-        finally:
-            del self._batches.given[EVALUATED]
+        with self._batches.kept(EVALUATED, batch), self._health.guarded():
+            return self._evaluation.run() if count is None else self._evaluation.count(count)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
         replica.
         """
-        self._usable()
+        self._health.check()
         self._newest()
         return self._weights.state_dict()
 
@@ -318,13 +283,13 @@ class Pipeline:
         """Everything that this rank needs to go on exactly here, for ``torch.save``; every rank must call.
         Nothing is drained: micro-batches in flight are part of it.
         """
-        self._usable()
-        with self._guarded():
+        self._health.check()
+        with self._health.guarded():
             return checkpoint.taken(self)
 
     def resume(self, state: dict[str, Any]) -> None:
         """Goes on where ``checkpoint`` was taken, in a new pipeline made with the same arguments."""
-        with self._guarded():
+        with self._health.guarded():
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -336,6 +301,10 @@ class Pipeline:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's, stage by stage."""
         return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
+
+    def _abort(self) -> None:
+        self.close()
+        self.fabric.abort()
 
     def close(self) -> None:
         """Ends the engines."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +34,15 @@ class Batches:
         if self.layout.stages - 1 in self.stages:
             targets = tree_map(_clone, batch[1]) if copy else batch[1]
         self.given[period] = inputs, targets
+
+    @contextmanager
+    def kept(self, period: int, batch: Any) -> Iterator[None]:
+        """Keeps a batch within ``with``."""
+        self.add(period, batch)
+        try:
+            yield
+        finally:
+            del self.given[period]
 
     def inputs(self, period: int, rows: Range) -> Any:
         """The first stage's arguments for these rows."""

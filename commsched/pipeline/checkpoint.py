@@ -18,7 +18,7 @@ from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.random_state import random_state, set_random_state
-from commsched.pipeline.sampler import StepSampler
+from commsched.pipeline.sampler import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
@@ -39,12 +39,9 @@ class Running(Protocol):
     _interpreter: Interpreter
     _updates: dict[int, Update]
     _batches: Batches
-    _sampler: StepSampler | None
-    _sampled: tuple[dict[str, Any], list[Tensor]] | None
+    _sampling: Sampling
     _periods: int
     _done: int
-
-    def _resume_sampler(self) -> None: ...
 
 
 def taken(pipeline: Running) -> dict[str, Any]:
@@ -58,7 +55,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "rank": pipeline.rank,
         "random": random_state(_device(pipeline)),
         "counters": (pipeline._periods, pipeline._done),
-        "sampler": None if pipeline._sampler is None else pipeline._sampler.state(),
+        "sampler": pipeline._sampling.state(),
         "interpreter": (
             list(interpreter.link),
             list(interpreter.waiting),
@@ -161,8 +158,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
         )
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     pipeline._periods, pipeline._done = state["counters"]
-    pipeline._sampled = None if state["sampler"] is None else (state["sampler"], state["random"])
-    pipeline._resume_sampler()
+    pipeline._sampling.resume(state["sampler"], state["random"])
     link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
     interpreter.link.extend(link)
     interpreter.waiting, interpreter.tokens = list(waiting), set(tokens)

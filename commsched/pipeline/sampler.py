@@ -99,3 +99,39 @@ class StepSampler(Sampler[list[int]]):
             "drop_last": self._drop_last,
             "local": self.local,
         }
+
+
+class Sampling:
+    """A pipeline's sampler, if it has one, and a checkpoint's position that waits for one."""
+
+    def __init__(self) -> None:
+        self._sampler: StepSampler | None = None
+        self._waiting: tuple[dict[str, Any], list[Tensor]] | None = None
+
+    def use(self, sampler: StepSampler) -> StepSampler:
+        """Takes it in the place of any earlier one."""
+        self._sampler = sampler
+        if self._waiting is not None:
+            sampler.resume(*self._waiting)
+            self._waiting = None
+        return sampler
+
+    def check(self, local: bool) -> None:
+        """``ValueError`` where a step is not the kind of step that the sampler yields."""
+        if self._sampler is not None and local is not self._sampler.local:
+            raise ValueError(
+                f"this pipeline's sampler was made with local={self._sampler.local}, so call"
+                f" step(batch, local={self._sampler.local}); got local={local}"
+            )
+
+    def advance(self) -> None:
+        if self._sampler is not None:
+            self._sampler.advance()
+
+    def state(self) -> dict[str, Any] | None:
+        return None if self._sampler is None else self._sampler.state()
+
+    def resume(self, state: dict[str, Any] | None, random: list[Tensor]) -> None:
+        self._waiting = None if state is None else (state, random)
+        if self._sampler is not None:
+            self.use(self._sampler)

@@ -37,9 +37,16 @@ class Shares(dict[int, Share]):
         self._sent: list[Pending] = []
         self._checked: Share | None = None
 
+    def take(self, period: int, batch: Any, local: bool) -> None:
+        """The rows of a batch that every rank has, or of this rank's part of one."""
+        if local:
+            self._local(period, batch)
+        else:
+            self._whole(period, batch)
+
     # Batches that every rank has
 
-    def whole(self, period: int, batch: Any) -> None:
+    def _whole(self, period: int, batch: Any) -> None:
         """Takes the rows of a batch; ``ValueError`` where a replica would get none."""
         self._take(period, Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch)))
 
@@ -53,7 +60,7 @@ class Shares(dict[int, Share]):
 
     # Local batches
 
-    def local(self, period: int, batch: Any) -> None:
+    def _local(self, period: int, batch: Any) -> None:
         """Announces the rows of this rank's part of a step."""
         stage = end_stage(self.layout, self.rank)
         key, passed = 0, None

@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 import commsched
+from commsched.collectives.current_carrier import carrier
 from commsched.pipeline import Chain, Job, Pipeline
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
 
 _WHOLE = "0."
 """Before the names of a model that is the only element of a chain."""
@@ -24,9 +26,12 @@ def pipeline_of(
     replicas: int | Sequence[int] = 1,
     microbatches: int = 1,
     cuts: Sequence[int | str] | None = None,
+    across: bool = False,
     on_step: Any = None,
 ) -> Pipeline:
-    """This rank's part. ``stages`` by default as many as ranks and replicas leave."""
+    """This rank's part. ``stages`` by default as many as ranks and replicas leave. ``across``: a bundle's
+    fronts and rears are on different hosts.
+    """
     common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer, "on_step": on_step}
     if plan is not None:
         return Pipeline(job.model, plan=plan, **common)
@@ -35,6 +40,8 @@ def pipeline_of(
         stages = len(replicas) if isinstance(replicas, Sequence) else size // replicas
         if isinstance(replicas, int) and stages * replicas != size:
             raise ValueError(f"{size} ranks do not divide into {replicas} replicas; set --stages, --replicas")
+    if stages > 1 and schedule == "bundle":
+        common |= _bundles(across)
     if stages > 1:
         return Pipeline(job.model, schedule, microbatches, (stages, replicas), cuts=cuts, **common)
     if cuts and list(cuts) != [0]:
@@ -42,6 +49,25 @@ def pipeline_of(
     # The whole model is one layer: it need not be traced. Without stages every schedule is this one.
     whole = Chain([job.model], elements=True)
     return Pipeline(whole, "gpipe", microbatches, (1, replicas), **common)
+
+
+def _bundles(across: bool) -> dict[str, Any]:
+    """The ranks of fronts and rears, and the groups of ranks that sum gradients on their own host first."""
+    nodes = commsched.allgather_object(carrier().launch.node)
+    hosts = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
+    if len({len(host) for host in hosts}) > 1 or hosts != sorted(hosts) or len(nodes) % 2:
+        raise ValueError(
+            f"bundles need equally many ranks on each host, an even number in all; the hosts have {hosts}"
+        )
+    count, each = len(hosts), len(hosts[0])
+    if across:
+        return {"ranks": bundle_ranks_across(count, each), "hosts": hosts}
+    if each % 2:
+        raise ValueError(
+            f"each host needs a front and a rear, and has {each} ranks; use --across for fronts and rears on"
+            " different hosts"
+        )
+    return {"ranks": bundle_ranks(count, (each // 2, each // 2)), "hosts": hosts}
 
 
 def state_of(pipeline: Pipeline) -> dict[str, Tensor]:

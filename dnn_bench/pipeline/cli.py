@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from commsched.cli.options import cuts_of
 from dnn_bench import models
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
@@ -23,7 +24,7 @@ from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate
 from scheduler.pipelines.planner.convert import read_plan
-from scheduler.pipelines.schedules.bundle import bundle_ranks
+from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
 
 WORKER = "dnn_bench.pipeline.worker"
 
@@ -73,6 +74,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--graph", metavar="FILE", help="with --config: the partitioned graph, gpus=N.txt")
     parser.add_argument(
         "--plan", default="", metavar="FILE", help="take the stages from this plan of `commsched partition`"
+    )
+    parser.add_argument(
+        "--cuts", metavar="A,B,...", help="layers with which stages begin: numbers, or names of modules"
     )
     parser.add_argument(
         "--placement",
@@ -148,6 +152,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--port", type=int, default=29531, help="a free port of host 0 (default: %(default)s)"
     )
     bundles.add_argument("--shape", metavar="F,R", help="fronts and rears of a host, instead of --num-hp")
+    bundles.add_argument(
+        "--across",
+        action="store_true",
+        help="fronts on the first half of the hosts, rears on the others; --num-hp ranks on each",
+    )
     bundles.add_argument("--DP-ONLY", action="store_true", help="the whole model on every rank")
     return parser.parse_args(arguments)
 
@@ -160,6 +169,7 @@ def options_of(given: argparse.Namespace) -> Options:
         depth=given.depth,
         replicas=replicas * given.depth if len(replicas) == 1 else replicas,
         plan=given.plan,
+        cuts=cuts_of(given.cuts),
         rows=given.batch_size,
         placement=given.placement,
         against=given.against,
@@ -173,6 +183,8 @@ def options_of(given: argparse.Namespace) -> Options:
         hop=given.hop,
         peer=given.peer,
     )
+    if given.cuts and (given.config or given.plan):
+        raise ValueError("--cuts cannot be combined with --config or --plan, which have cuts of their own")
     if given.config:
         options.schedule = given.schedule or "ashpipe"
     if given.kind == "bundle":
@@ -228,8 +240,10 @@ def _bundle(given: argparse.Namespace, options: Options) -> None:
     shape = tuple(int(w) for w in given.shape.split(",")) if given.shape else (given.num_hp, given.num_hp)
     if given.DP_ONLY:
         shape = (sum(shape),)
-    ranks = bundle_ranks(given.world_size, shape)
-    each = sum(shape)
+    if given.across:
+        each, ranks = given.num_hp, bundle_ranks_across(given.world_size, given.num_hp)
+    else:
+        each, ranks = sum(shape), bundle_ranks(given.world_size, shape)
     options.schedule, options.depth = "bundle", len(ranks)
     options.ranks = [list(row) for row in ranks]
     options.hosts = [list(range(h * each, (h + 1) * each)) for h in range(given.world_size)]

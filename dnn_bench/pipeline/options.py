@@ -19,7 +19,7 @@ class Options:
     replicas: list[int] = field(default_factory=list)
     ranks: list[list[int]] | None = None
     hosts: list[list[int]] | None = None
-    cuts: list[int] | None = None
+    cuts: list[int | str] | None = None
     plan: str = ""
     rows: int = 0
     microbatches: int = 4
