@@ -60,7 +60,7 @@ WORKFLOWS = {
     ),
     "images_alone": Workflow(1, "digits", f"{IMAGES} --epochs 3", "top1", 0.9),
     "images_bundle": Workflow(4, "digits", f"{IMAGES} --epochs 3 {BUNDLE}", "top1", 0.9),
-    "images_unequal": Workflow(4, "digits", f"{IMAGES} --epochs 3 {UNEQUAL}", "top1", 0.9),
+    "images_unequal": Workflow(4, "digits", f"{IMAGES} --epochs 5 {UNEQUAL}", "top1", 0.9),
     "masks_replicas": Workflow(
         3, "masks", f"{MASKS} --epochs 12 --stages 2 --replicas 2,1 --microbatches 2", "iou", 0.8
     ),
@@ -97,6 +97,34 @@ def test_ashpipes_files_started_rank_by_rank(tmp_path: Path) -> None:
     files = f"--conf {made}/hybrid_conf.json --graph {made}/gpus=3.txt"
     words = f"{source} --rows{training} {files} --epochs 3".split()
     scored_and_continued(Workflow(3, "digits", "", "top1", 0.9), words, tmp_path, by_hand)
+
+
+TILES = "--num-spatial-parts 2 --slice-method vertical --split-size 2 --spatial-size 1 --image-size 32"
+UNET = "--model unet --num-layers 2 --num-filters 4 --num-classes 4 --app 1 --learning-rate 0.05"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["--batch-size 6", "--mode gems+sp --batch-size 3 --enable-master-comm-opt"])
+def test_tiles_of_images_with_masks(more: str, tmp_path: Path) -> None:
+    """MPI4DL's options; two tiles and a stage, also with mirrored replicas."""
+    small_data.masks(tmp_path / "data" / "train", 48)
+    small_data.masks(tmp_path / "data" / "val", 12, seed=1)
+    words = f"spatial {TILES} {UNET} {more} --datapath {tmp_path}/data --num-epochs 8".split()
+
+    def run_all(name: str, extra: list[str], variables: dict[str, str]) -> list[int]:
+        files = ["--json", str(tmp_path / f"{name}.json"), "--save", str(tmp_path / f"{name}.pt")]
+        return by_launcher(3, [*words, *files, "--enable-evaluation", *extra], variables)
+
+    assert not any(run_all("whole", [], {}))
+    results = json.loads((tmp_path / "whole.json").read_text())
+    assert results["epochs"][-1]["test"]["iou"] > 0.5
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "3"]
+    killed, step = random.randrange(3), random.randrange(1, 64)
+    codes = run_all("stopped", kept, {"KILLED": f"{killed}:{step}"})
+    assert codes[killed] in (-9, 137) and all(codes), codes
+    assert not any(run_all("again", kept, {}))
+    whole, again = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "again"))
+    assert equal(whole, again), f"differs after rank {killed} was killed at step {step}"
 
 
 def scored_and_continued(flow: Workflow, words: list[str], folder: Path, started: Starter) -> None:

@@ -1,4 +1,7 @@
-"""``commsched ARGUMENTS``; with KILLED=RANK:STEP, that rank is killed when it calls its pipeline's step STEP."""
+"""``commsched ARGUMENTS``, or ``python -m dnn_bench ARGUMENTS`` where these begin with spatial.
+
+With KILLED=RANK:STEP, that rank is killed when it calls its pipeline's step STEP.
+"""
 
 import os
 import signal
@@ -6,8 +9,9 @@ import sys
 
 import torch
 
-from commsched.cli import main
+from commsched import cli
 from commsched.pipeline import Pipeline
+from dnn_bench import __main__ as bench
 
 if os.environ.get("KILLED"):
     rank, step = map(int, os.environ["KILLED"].split(":"))
@@ -22,4 +26,5 @@ if os.environ.get("KILLED"):
 
     Pipeline.step = counted  # type: ignore[method-assign]
 torch.set_num_threads(1)
-sys.exit(main())
+words = sys.argv[1:]
+sys.exit(bench.main(words) if words[0] == "spatial" else cli.main(words))

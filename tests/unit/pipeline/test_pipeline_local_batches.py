@@ -53,6 +53,10 @@ def mine(pipeline: Pipeline, batch: Any) -> Any:
     return inputs if 0 in held else None, targets if pipeline.layout.stages - 1 in held else None
 
 
+def rows_and_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.tensor(len(targets)), len(targets) * loss_of(outputs, targets)])
+
+
 @pytest.mark.parametrize(("schedule", "count", "mesh", "layers"), SCHEDULES)
 def test_local_batches_train_as_whole_ones(schedule: str, count: int, mesh: Any, layers: int) -> None:
     model = chain_model(layers)
@@ -66,6 +70,8 @@ def test_local_batches_train_as_whole_ones(schedule: str, count: int, mesh: Any,
         losses += pipeline.drain()
         score = pipeline.evaluate(mine(pipeline, data[0]), local=True)
         assert score == pipeline.evaluate(data[0])
+        counted = pipeline.evaluate(mine(pipeline, data[0]), rows_and_loss, local=True)
+        assert counted.tolist() == [11, pytest.approx(11 * score)]
         result = pipeline.state_dict()
         pipeline.close()
         return result, [value for value in losses if value is not None]
