@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commsched.cli.job_options import add_job, job_of, name_of
 from commsched.cli.options import cuts_of
 from commsched.cli.rank_options import add_ranks, set_rank
+from commsched.cli.train_options import add_stages, add_training, replicas_of, world_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,82 +26,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
-    _add_stages(parser)
-    _add_training(parser)
+    add_stages(parser)
+    add_training(parser)
     add_ranks(parser)
-
-
-def _add_stages(parser: argparse.ArgumentParser) -> None:
-    stages = parser.add_argument_group("stages: a plan, AshPipe's files, or a schedule by name")
-    source = stages.add_mutually_exclusive_group()
-    source.add_argument("--plan", metavar="FILE", help="plan of `commsched partition`")
-    source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json of PipeDream or AshPipe")
-    source.add_argument("--schedule", default="1f1b", help="order of the micro-batches")
-    stages.add_argument(
-        "--graph",
-        metavar="FILE",
-        help="with --conf: partitioned graph, gpus=N.txt (default: the model's layers)",
-    )
-    stages.add_argument(
-        "--stages", type=int, metavar="S", help="ranks of one replica (default: all ranks, one replica)"
-    )
-    stages.add_argument(
-        "--replicas", default="1", metavar="R", help="replicas, or one number for each stage: 4,3,1"
-    )
-    stages.add_argument("--microbatches", type=int, default=1, metavar="M", help="micro-batches of a step")
-    stages.add_argument(
-        "--cuts",
-        metavar="A,B,...",
-        help="layers with which the later stages begin: numbers, or names of modules (default: even)",
-    )
-    stages.add_argument(
-        "--across",
-        action="store_true",
-        help="bundle: fronts on the first half of the hosts, rears on the rest",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas"
-    )
-    training.add_argument("--epochs", type=int, default=1, metavar="N", help="epochs, of jobs with data sets")
-    training.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="optimizer steps, of jobs without data sets"
-    )
-    training.add_argument(
-        "--warmup-steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="data-parallel steps before the pipeline starts",
-    )
-    training.add_argument(
-        "--optimizer", choices=("sgd", "adam", "adamw"), help="optimizer (default: the job's: sgd)"
-    )
-    training.add_argument("--lr", type=float, default=0.01, help="with --optimizer: learning rate")
-    training.add_argument("--momentum", type=float, default=0.9, help="with --optimizer sgd: momentum")
-    training.add_argument("--weight-decay", type=float, default=0.0, help="with --optimizer: weight decay")
-    training.add_argument(
-        "--decay", choices=("linear", "cosine"), help="let the learning rate fall to 0 (default: constant)"
-    )
-    training.add_argument("--load", metavar="FILE", help="start from the weights (state_dict) in FILE")
-    training.add_argument("--eval", action="store_true", help="score the test data after every epoch")
-    training.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read data")
-    training.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="write checkpoints into DIR, and continue from the latest one there",
-    )
-    training.add_argument(
-        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="besides one after every epoch"
-    )
-    training.add_argument(
-        "--results", type=Path, metavar="DIR", help="write results.json and curves.svg into DIR"
-    )
-    training.add_argument("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -113,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     job = _with_options(job_of(arguments), arguments)
     plan = _plan(arguments, job.model)
-    set_rank(arguments, plan.ranks if plan is not None else _world(arguments))
+    set_rank(arguments, plan.ranks if plan is not None else world_of(arguments))
     commsched.init()
     try:
         _train(arguments, job, plan)
@@ -126,6 +53,8 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
 
     from commsched.training.build import pipeline_of, state_of
 
+    if arguments.load:
+        _load(arguments.load, job.model)
     on_step = _on_step(arguments, job.data)
     started = arguments.checkpoint is not None and (arguments.checkpoint / "latest").exists()
     if arguments.warmup_steps and not started:
@@ -135,7 +64,7 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
         plan,
         schedule=arguments.schedule,
         stages=arguments.stages,
-        replicas=_replicas(arguments),
+        replicas=replicas_of(arguments),
         microbatches=arguments.microbatches,
         cuts=cuts_of(arguments.cuts),
         across=arguments.across,
@@ -233,12 +162,30 @@ def _timed(pipeline: Pipeline, batches: Any, steps: int, name: str, local: bool 
 # -- reading the options -------------------------------------------------------------------------------------
 
 
-def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
-    """The job with the weights of --load and the optimizer of --optimizer."""
+def _load(path: str, model: nn.Module) -> None:
+    """Take the weights of a file as far as they fit: a head for other classes stays as it is."""
     import torch
 
-    if arguments.load:
-        job.model.load_state_dict(torch.load(arguments.load, weights_only=True))
+    import commsched
+
+    state, own = torch.load(path, weights_only=True), model.state_dict()
+    fitting = {
+        name: own[name].shape for name in own if name in state and state[name].shape == own[name].shape
+    }
+    if not fitting:
+        raise ValueError(
+            f"--load {path}: none of its tensors fits the model, whose first is {next(iter(own))}"
+        )
+    model.load_state_dict({name: state[name] for name in fitting}, strict=False)
+    new = [name for name in own if name not in fitting]
+    if commsched.rank() == 0:
+        print(f"starts from {path}" + (f"; not in it, or of another shape: {', '.join(new)}" if new else ""))
+
+
+def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
+    """The job with the optimizer of --optimizer."""
+    import torch
+
     if arguments.optimizer is None:
         return job
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -257,24 +204,6 @@ def _on_step(arguments: argparse.Namespace, data: Data | None) -> Any:
     size: Any = None if data is None else data.train
     steps = arguments.steps if size is None else arguments.epochs * -(-len(size) // arguments.rows)
     return Decay(arguments.decay, steps)
-
-
-def _replicas(arguments: argparse.Namespace) -> int | list[int]:
-    words = arguments.replicas.split(",")
-    if not all(word.strip().isdigit() for word in words):
-        raise ValueError(
-            f"--replicas is a number, or one for each stage such as 4,3,1, not {arguments.replicas!r}"
-        )
-    counts = [int(word) for word in words]
-    return counts if len(counts) > 1 else counts[0]
-
-
-def _world(arguments: argparse.Namespace) -> int | None:
-    """The ranks that --stages and --replicas need."""
-    replicas = _replicas(arguments)
-    if isinstance(replicas, list):
-        return sum(replicas)
-    return arguments.stages * replicas if arguments.stages else None
 
 
 def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan | None:
