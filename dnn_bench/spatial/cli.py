@@ -121,6 +121,9 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     torch.manual_seed(o.seed)
     cells = MODELS[o.model](plan.layers, plan.filters, o.num_classes)
     balance = list(plan.balance) if plan.balance else even_balance(len(cells), plan.stages)
+    if o.cuts:
+        starts = [0, *map(int, o.cuts.split(",")), len(cells)]
+        balance = [end - start for start, end in zip(starts, starts[1:])]
     generator = torch.Generator().manual_seed(o.seed)
     shape = (plan.images, 3, o.image_size, o.image_size)
     images = torch.randn(shape, generator=generator)

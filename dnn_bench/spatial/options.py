@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--parts", type=int, default=1, help="micro-batches of a batch (default: %(default)s)")
     how.add_argument("--balance", help="cells in each stage: 3,4 (default: equally many)")
+    how.add_argument("--cuts", help="first cells of the later stages, instead of --balance: 3,5")
     how.add_argument("--times", type=int, default=1, help="gems: batches of a step (default: %(default)s)")
     how.add_argument(
         "--local-DP",
@@ -209,8 +210,14 @@ def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
 
 
 def _balance(o: argparse.Namespace) -> tuple[int, ...] | None:
+    if o.cuts is not None and len(_numbers("--cuts", o.cuts)) != o.split_size - 1:
+        raise ValueError(
+            f"--cuts needs {o.split_size - 1} numbers for --split-size {o.split_size}, got {o.cuts}"
+        )
     if o.balance is None:
         return None
+    if o.cuts is not None:
+        raise ValueError("--cuts and --balance say the same; give one of them")
     balance = _numbers("--balance", o.balance)
     if len(balance) != o.split_size:
         raise ValueError(

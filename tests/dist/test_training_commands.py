@@ -60,7 +60,7 @@ WORKFLOWS = {
     ),
     "images_alone": Workflow(1, "digits", f"{IMAGES} --epochs 3", "top1", 0.9),
     "images_bundle": Workflow(4, "digits", f"{IMAGES} --epochs 3 {BUNDLE}", "top1", 0.9),
-    "images_unequal": Workflow(4, "digits", f"{IMAGES} --epochs 5 {UNEQUAL}", "top1", 0.9),
+    "images_unequal": Workflow(4, "digits", f"{IMAGES} --lr 0.005 --epochs 6 {UNEQUAL}", "top1", 0.85),
     "masks_replicas": Workflow(
         3, "masks", f"{MASKS} --epochs 12 --stages 2 --replicas 2,1 --microbatches 2", "iou", 0.8
     ),

@@ -99,6 +99,18 @@ def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
     assert_close(weights, by_delays(model, data, 1, lambda name: 0, momentum)[0])
 
 
+def test_bundles_with_fronts_and_rears_on_different_hosts() -> None:
+    from scheduler.pipelines.schedules.bundle import bundle_ranks_across
+
+    model, data = chain_model(2), batches(4)
+    options: dict[str, Any] = {"schedule": "bundle", "ranks": bundle_ranks_across(2, 2)}
+    weights, _, pipeline = train(model, data, 4, momentum, hosts=[[0, 1], [2, 3]], **options)
+    assert pipeline.layout.ranks == ((0, 1), (2, 3))
+    assert_close(weights, by_delays(model, data, 1, lambda name: 0, momentum)[0])
+    with pytest.raises(ValueError, match="an even number of hosts; got 3 hosts of 2 ranks"):
+        bundle_ranks_across(3, 2)
+
+
 class NotElementwise(torch.optim.SGD):
     """Not known to step every element by itself, so shards of it must not be stepped."""
 
