@@ -134,6 +134,7 @@ WORDS = {
     "first:4,second:4": "localhost:2",
     "dnn_bench.pipeline.jobs:alexnet": "dnn_bench.pipeline.jobs:alexnet_tiny",
     "name=resnet50": "name=resnet_tiny",
+    "resnext101": "resnext_tiny",
     "name=resnext101": "name=resnext_tiny",
     "name=bert_base_classifier": "name=bert_tiny_classifier",
     "8192x64": "256x64",
