@@ -10,9 +10,15 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("ranks started one by one, without a launcher")
     given.add_argument("--rank", type=int, metavar="N", help="this process's rank")
     given.add_argument(
-        "--local-rank", type=int, metavar="N", help="its number on its machine (default: --rank)"
+        "--local-rank",
+        "--local_rank",
+        type=int,
+        metavar="N",
+        help="its number on its machine (default: --rank)",
     )
-    given.add_argument("--master-addr", default="127.0.0.1", metavar="A", help="address of rank 0's machine")
+    given.add_argument(
+        "--master-addr", "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0's machine"
+    )
     given.add_argument("--master-port", type=int, default=29500, metavar="N", help="a free port of it")
     given.add_argument(
         "--world-size",
