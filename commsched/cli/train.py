@@ -51,13 +51,15 @@ def run(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -> None:
     import torch
 
+    import commsched
     from commsched.training.build import pipeline_of, state_of
 
     if arguments.load:
         _load(arguments.load, job.model)
     on_step = _on_step(arguments, job.data)
-    started = arguments.checkpoint is not None and (arguments.checkpoint / "latest").exists()
-    if arguments.warmup_steps and not started:
+    kept = arguments.checkpoint is not None and (arguments.checkpoint / "latest").exists()
+    # Rank 0 decides: on other machines the folder may be another one.
+    if arguments.warmup_steps and not commsched.broadcast_object(kept):
         _warm_up(arguments, job)
     pipeline = pipeline_of(
         job,

@@ -15,6 +15,7 @@ from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.batches import Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
+from commsched.pipeline.choice import check_steps, choose
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.full_state import FullState
@@ -31,7 +32,7 @@ from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
-from scheduler.ir.unroll import depth, reach
+from scheduler.ir.unroll import reach
 from scheduler.ir.weight_versions import delays
 
 
@@ -92,26 +93,17 @@ class Pipeline:
         self.rank = self.fabric.rank
         keep_freed_memory()
         chain = model if isinstance(model, Chain) else Chain(model, inside, example)
-        if plan is not None:
-            self.program, chain = start.planned(plan, chain)
-        elif isinstance(schedule, Program):
-            self.program = schedule
-        else:
-            mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
-            layout: dict[str, Any] = {"ranks": ranks, "placements": placements, "mirrored": mirrored}
-            layout |= {"placement": placement, "bucket_bytes": bucket_bytes}
-            self.program = start.generated(
-                chain, schedule, num_microbatches, mesh, cuts, options, recompute=recompute, **layout
-            )
+        mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
+        layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
+        self.program, chain = choose(
+            chain, plan, schedule, num_microbatches, mesh, cuts, options, recompute=recompute,
+            bucket_bytes=bucket_bytes, **layout,
+        )  # fmt: skip
         self.layout = start.check(self.program, chain, self.fabric)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
         start.agree(self.fabric, self._lane, f"program {self.program.hash}, layers of {chain.sizes} bytes")
-        if optimizer is None and (any(self.delays) or depth(self.program)):
-            raise ValueError(
-                f"schedule {self.program.policy!r} begins a step before the last one has ended, so the"
-                " pipeline must take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
-            )
+        check_steps(self.program, optimizer is not None)
         self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
         _, self._ahead = reach(self.program.kernel)
@@ -207,7 +199,7 @@ class Pipeline:
         iteration = self._done
         with self._health.guarded():
             finishes = 0 <= iteration < self._periods
-            self._interpreter.run(iteration, last, self._losses.begin if finishes else _nothing)
+            self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
             self._done += 1
             if not finishes:
                 return None
@@ -232,9 +224,8 @@ class Pipeline:
         drop_last: bool = False,
         local: bool = True,
     ) -> StepSampler:
-        """For ``DataLoader(dataset, batch_sampler=...)``, whose batches go to ``step(local=True)``: steps of
-        ``batch_size`` rows over all replicas. ``local=False`` yields whole steps on every rank, for
-        ``step()``. ``checkpoint`` and ``resume`` include its position.
+        """For ``DataLoader(dataset, batch_sampler=...)`` and ``step(local=True)``: steps of ``batch_size`` rows
+        over all replicas. ``local=False`` yields whole steps on every rank. Checkpoints hold its position.
         """
         rows = self.rows if local else lambda count: list(range(count))
         return self._sampling.use(StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local))
@@ -310,7 +301,3 @@ class Pipeline:
         """Ends the engines."""
         for update in self._updates.values():
             update.close()
-
-
-def _nothing() -> None:
-    """No loss is to come in this iteration."""
