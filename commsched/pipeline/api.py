@@ -224,8 +224,8 @@ class Pipeline:
         drop_last: bool = False,
         local: bool = True,
     ) -> StepSampler:
-        """For ``DataLoader(dataset, batch_sampler=...)`` and ``step(local=True)``: steps of ``batch_size`` rows
-        over all replicas. ``local=False`` yields whole steps on every rank. Checkpoints hold its position.
+        """For ``DataLoader(dataset, batch_sampler=...)`` and ``step(local=True)``: steps of ``batch_size``
+        rows over all replicas. ``local=False``: whole steps on every rank. Checkpoints hold its position.
         """
         rows = self.rows if local else lambda count: list(range(count))
         return self._sampling.use(StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local))
