@@ -96,3 +96,12 @@ def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Lev
 def step(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of policies and bounds."""
     return {"gather": arguments.gather, "early_step": arguments.early_step}
+
+
+def cuts_of(text: str | None) -> list[int | str] | None:
+    """Return the layers with which stages begin: numbers or modules' names; the first may be left out."""
+    if not text:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    found: list[int | str] = [int(word) if word.isdigit() else word for word in words]
+    return found if found[0] == 0 or isinstance(found[0], str) else [0, *found]

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from commsched.cli.job_options import add_job, job_of, name_of
 from commsched.cli.output import console, milliseconds, table
 from scheduler.formats.graph_txt import Graph, write_graph
 from scheduler.ir.link import Link
@@ -27,20 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", metavar="FILE", help="write the profile to FILE, as AshPipe's graph.txt")
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--job",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="function that returns (model, loss, batches[, optimizer]); batches(rows) yields batches",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of torch's random numbers")
-
-
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from commsched.pipeline.job import load_job
     from commsched.pipeline.profiling import profile
 
     if arguments.rows < 1 or arguments.repeat < 1:
@@ -48,9 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
             f"--rows and --repeat must be at least 1, got {arguments.rows} and {arguments.repeat}"
         )
     torch.manual_seed(arguments.seed)
-    job = load_job(arguments.job)
+    job = job_of(arguments)
     batch = next(iter(job.batches(arguments.rows)))
-    name = arguments.job.rpartition(":")[2]
+    name = name_of(arguments)
     link, traffic = _traffic() if arguments.link else (None, 0.0)
     layers = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
     measured = replace(layers, traffic_per_byte=traffic)

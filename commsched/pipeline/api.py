@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from commsched.errors import CommError
 from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
-from commsched.pipeline.batches import Batch, Batches
+from commsched.pipeline.batches import Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
+from commsched.pipeline.choice import choose
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.factory import Make
 from commsched.pipeline.full_state import FullState
 from commsched.pipeline.gradients import added_to
+from commsched.pipeline.health import Health
 from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
 from commsched.pipeline.origin import WeightSource
-from commsched.pipeline.rows import Share, rows_of, shape_key
+from commsched.pipeline.sampler import Sampling, StepSampler
+from commsched.pipeline.shares import rows_to_pass
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.ties import checked_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
@@ -100,17 +101,12 @@ class Pipeline:
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
-        if plan is not None:
-            self.program, chain = start.planned(plan, chain)
-        elif isinstance(schedule, Program):
-            self.program = schedule
-        else:
-            mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
-            layout: dict[str, Any] = {"ranks": ranks, "placements": placements, "mirrored": mirrored}
-            layout |= {"placement": placement, "bucket_bytes": bucket_bytes}
-            self.program = start.generated(
-                chain, schedule, num_microbatches, mesh, cuts, options, recompute=recompute, **layout
-            )
+        mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
+        layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
+        self.program, chain = choose(
+            chain, plan, schedule, num_microbatches, mesh, cuts, options, recompute=recompute,
+            bucket_bytes=bucket_bytes, **layout,
+        )  # fmt: skip
         self.layout = start.check(self.program, chain, self.fabric, leaves_gradients=optimizer is None)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
@@ -118,12 +114,13 @@ class Pipeline:
         start.fill(chain, self.layout, self.fabric, self._lane, device)
         keep_freed_memory()
         self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
-        self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages)
+        self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients = optimizer is None
+        self._sampling = Sampling()
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
-        self._broken = ""
+        self._health = Health(self._abort)
 
     def _make_parts(
         self,
@@ -155,21 +152,24 @@ class Pipeline:
             self._losses.tell,
         )
 
-    def step(self, batch: Batch, *, local: bool = False) -> float | None:
-        """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank, or with
-        ``local`` this rank's share of it. Returns the mean loss of the step that is finished by now, the same
-        on every rank; None while an asynchronous pipeline fills.
+    def step(self, batch: Any, *, local: bool = False) -> float | None:
+        """One optimizer step's batch, ``(inputs, targets)``: the whole one, the same on every rank. With
+        ``local`` the rows that ``rows`` names: ranks of the first stage pass their inputs, those of the last
+        stage the targets; nothing else is read. Returns the mean loss of the step that is finished by now,
+        the same on every rank; None while an asynchronous pipeline fills.
         """
-        self._usable()
-        self._interpreter.exchange.shares[self._periods] = self._batches.share(batch, local)
+        self._health.check()
+        self._sampling.check(local)
+        self._interpreter.exchange.shares.take(self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
         self._batches.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
+        self._sampling.advance()
         if not self._leaves_gradients:
             return self._iterate(None)
         with added_to(self.parameters()):
             loss = self._iterate(None)
-            with self._guarded():
+            with self._health.guarded():
                 for update in self._updates.values():
                     update.finish()
         return loss
@@ -178,13 +178,13 @@ class Pipeline:
         """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
         pipeline fills again.
         """
-        self._usable()
+        self._health.check()
         losses = []
         while self.in_flight:
             loss = self._iterate(self._periods - 1)
             if loss is not None:
                 losses.append(loss)
-        with self._guarded():
+        with self._health.guarded():
             for update in self._updates.values():
                 update.finish()
             self._interpreter.restart()
@@ -202,62 +202,68 @@ class Pipeline:
     def _iterate(self, last: int | None) -> float | None:
         iteration = self._done
         finishes = 0 <= iteration < self._periods
-        with self._guarded():
-            self._interpreter.run(iteration, last, self._losses.begin if finishes else _nothing)
+        with self._health.guarded():
+            self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
             self._done += 1
             if finishes:
                 self._batches.given.pop(iteration)
             return self._losses.total() if finishes else None
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A failure ends the pipeline: its ranks no longer agree on where they are."""
-        self._usable()
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            self.close()
-            self.fabric.abort()
-            raise
+    def rows(self, count: int) -> list[int]:
+        """Of a step of ``count`` rows, those that this rank passes to ``step(local=True)``; none if it holds
+        neither the first stage nor the last.
+        """
+        return rows_to_pass(self.layout, self.rank, count)
 
-    def _usable(self) -> None:
-        if self._broken:
-            raise CommError(f"this pipeline has failed before and cannot go on ({self._broken})")
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        drop_last: bool = False,
+        local: bool = True,
+    ) -> StepSampler:
+        """For ``DataLoader(dataset, batch_sampler=...)`` and ``step(local=True)``: steps of ``batch_size``
+        rows over all replicas. ``local=False``: whole steps on every rank. Checkpoints hold its position.
+        """
+        rows = self.rows if local else lambda count: list(range(count))
+        return self._sampling.use(StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local))
 
-    def evaluate(self, batch: Batch) -> float:
-        """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank."""
-        self._usable()
-        share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
+    @overload
+    def evaluate(self, batch: Any, count: None = None, *, local: bool = False) -> float: ...
+    @overload
+    def evaluate(self, batch: Any, count: Loss, *, local: bool = False) -> Tensor: ...
+
+    def evaluate(self, batch: Any, count: Loss | None = None, *, local: bool = False) -> float | Tensor:
+        """The mean loss of a batch with every stage's newest weights, in evaluation mode, on every rank. Or
+        the sum over the batch of ``count(outputs, targets)``, which returns a tensor of counts of its rows.
+        """
+        self._health.check()
+        self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
-        self._batches.add(EVALUATED, batch)
-        try:
-            with self._guarded():
-                return self._evaluation.run(share)
-        finally:
-            del self._batches.given[EVALUATED]
+        with self._batches.kept(EVALUATED, batch), self._health.guarded():
+            return self._evaluation.run() if count is None else self._evaluation.count(count)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The plain whole model's, on every rank: each stage's newest weights, buffers of its first
         replica.
         """
-        with self._guarded():
-            self._newest()
+        with self._health.guarded():
             return self._weights.state_dict()
 
     def save(self, folder: str | Path) -> None:
         """Writes the whole model's newest weights as Hugging Face does: a file of safetensors for each stage,
         and their index. No rank holds more than its stages; ``weights=folder`` reads them.
         """
-        with self._guarded():
-            self._newest()
+        with self._health.guarded():
             self._weights.save(folder)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """A whole model's; only while nothing is in flight. Optimizers keep their state."""
         if self.in_flight:
             raise ValueError("micro-batches are in flight with the present weights; call drain() first")
-        self._newest()
         self._weights.load_state_dict(state)
         for update in self._updates.values():
             update.reload()
@@ -272,12 +278,12 @@ class Pipeline:
         """Everything that this rank needs to go on exactly here, for ``torch.save``; every rank must call.
         Nothing is drained: micro-batches in flight are part of it.
         """
-        with self._guarded():
+        with self._health.guarded():
             return checkpoint.taken(self)
 
     def resume(self, state: dict[str, Any]) -> None:
         """Goes on where ``checkpoint`` was taken, in a new pipeline made with the same arguments."""
-        with self._guarded():
+        with self._health.guarded():
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -290,11 +296,11 @@ class Pipeline:
         """This rank's, stage by stage."""
         return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
 
+    def _abort(self) -> None:
+        self.close()
+        self.fabric.abort()
+
     def close(self) -> None:
         """Ends the engines."""
         for update in self._updates.values():
             update.close()
-
-
-def _nothing() -> None:
-    """No loss is to come in this iteration."""

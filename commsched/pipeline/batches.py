@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from commsched.pipeline.chain import Arguments
 from commsched.pipeline.full_state import on_device
-from commsched.pipeline.rows import Range, Share, cut, rows_of, shape_key
+from commsched.pipeline.rows import Range, cut
 from commsched.pipeline.stage import Stage
 from scheduler.ir.layout import Layout
 
@@ -23,26 +25,24 @@ class Batches:
     def __init__(self, layout: Layout, stages: dict[int, Stage], arguments: Arguments) -> None:
         self.layout, self.stages, self._arguments = layout, stages, arguments
         self.given: dict[int, Batch] = {}
-        self._checked: Share | None = None
 
-    def share(self, batch: Batch, local: bool) -> Share:
-        """The rows of a batch; ``ValueError`` where a replica would get none."""
-        rows = rows_of(batch, "the batch")
-        replicas = [self.layout.replicas(stage) for stage in range(self.layout.stages)]
-        share = Share(rows, self.layout.microbatches, shape_key(batch), replicas[0] if local else 0)
-        if share != self._checked:
-            for count in replicas:
-                share.check(count)
-            self._checked = share
-        return share
+    def add(self, period: int, batch: Any, copy: bool = False) -> None:
+        """Keeps what this rank reads of a batch. ``copy``: keeps copies of its tensors."""
+        inputs = targets = None
+        if 0 in self.stages:
+            inputs = tree_map(_clone, batch[0]) if copy else batch[0]
+        if self.layout.stages - 1 in self.stages:
+            targets = tree_map(_clone, batch[1]) if copy else batch[1]
+        self.given[period] = inputs, targets
 
-    def add(self, period: int, batch: Batch, copy: bool = False) -> None:
-        """Keeps a batch. ``copy``: keeps copies of the tensors that this rank needs."""
-        if copy:
-            first, last = 0 in self.stages, self.layout.stages - 1 in self.stages
-            inputs, targets = batch
-            batch = (tree_map(_clone, inputs) if first else None, tree_map(_clone, targets) if last else None)
-        self.given[period] = batch
+    @contextmanager
+    def kept(self, period: int, batch: Any) -> Iterator[None]:
+        """Keeps a batch within ``with``."""
+        self.add(period, batch)
+        try:
+            yield
+        finally:
+            del self.given[period]
 
     def inputs(self, period: int, rows: Range) -> Any:
         """The first stage's arguments for these rows."""

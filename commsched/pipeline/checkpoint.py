@@ -18,6 +18,7 @@ from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.sampler import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage
 from commsched.pipeline.update import Update
 from commsched.pipeline.versions import Version
@@ -38,6 +39,7 @@ class Running(Protocol):
     _interpreter: Interpreter
     _updates: dict[int, Update]
     _batches: Batches
+    _sampling: Sampling
     _periods: int
     _done: int
 
@@ -45,6 +47,7 @@ class Running(Protocol):
 def taken(pipeline: Running) -> dict[str, Any]:
     """This rank's state between two steps."""
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
+    exchange.shares.settle()
     exchange.inbox.expect(_under_way(pipeline))
     exchange.inbox.drain()
     return {
@@ -52,6 +55,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "rank": pipeline.rank,
         "random": random_state(_device(pipeline)),
         "counters": (pipeline._periods, pipeline._done),
+        "sampler": pipeline._sampling.state(),
         "interpreter": (
             list(interpreter.link),
             list(interpreter.waiting),
@@ -154,6 +158,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
         )
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     pipeline._periods, pipeline._done = state["counters"]
+    pipeline._sampling.resume(state["sampler"], state["random"])
     link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
     interpreter.link.extend(link)
     interpreter.waiting, interpreter.tokens = list(waiting), set(tokens)

@@ -1,4 +1,4 @@
-"""The mean loss of a batch outside of training: the forwards of the program, with the newest weights."""
+"""Batches outside of training: the forwards of the program, with the newest weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.fabric import Fabric
-from commsched.pipeline.inputs import Inputs
+from commsched.pipeline.inputs import Inputs, tellers
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.rows import Share
-from commsched.pipeline.stage import Saved, Stage
+from commsched.pipeline.messages import receive_object, send_object
+from commsched.pipeline.stage import Loss, Saved, Stage
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import position
 from scheduler.ir.program import COMPUTE_LANE, RECV_LANE, Program
@@ -30,6 +31,7 @@ class Evaluation:
         self.layout, self.rank, self.stages = program.layout, fabric.rank, stages
         self.inputs, self.losses = inputs, losses
         self.exchange = Exchange(self.layout, fabric, stages, "evaluation")
+        self._fabric, self._lane = fabric, fabric.lane("counts")
         self._forwards = self._of_one_period(program, COMPUTE_LANE, Kind.F)
         self._receives = self._of_one_period(program, RECV_LANE, Kind.RECVF)
 
@@ -40,27 +42,59 @@ class Evaluation:
             order[place].at(EVALUATED) for place in sorted(places, key=lambda place: position(order, place))
         ]
 
-    @torch.no_grad()
-    def run(self, share: Share) -> float:
-        exchange = self.exchange
-        exchange.shares[EVALUATED] = share
-        exchange.inbox.expect([action for action in self._receives if exchange.moves(action)])
+    def run(self) -> float:
+        """The mean loss of the batch that ``exchange.shares`` has of period ``EVALUATED``."""
         self.losses.begin()
-        with self._evaluating():
-            for action in self._forwards:
-                self._forward(action)
-                exchange.inbox.pump()
+        self._pass_forward(None)
         if self.inputs.tells:
             self.losses.tell(EVALUATED)
         total = self.losses.total()
+        self._forget()
+        self.losses.settle()
+        return total
+
+    def count(self, count: Loss) -> Tensor:
+        """The sum over that batch of what ``count`` returns, in the same order of ranks everywhere."""
+        mine, found = self._pass_forward(count), []
+        sent = []
+        if self.inputs.tells:
+            peers = [peer for peer in range(self._fabric.size) if peer != self.rank]
+            sent = [pending for peer in peers for pending in send_object(self._lane, peer, mine)]
+        for rank in tellers(self.layout):
+            found.append(mine if rank == self.rank else receive_object(self._lane, rank))
+        self._forget()
+        for pending in sent:
+            pending.wait()
+        return sum_of([value for value in found if value is not None])
+
+    @torch.no_grad()
+    def _pass_forward(self, count: Loss | None) -> Tensor | None:
+        """Runs all forwards; the sum of the counts on this rank, if any."""
+        exchange = self.exchange
+        exchange.inbox.expect([action for action in self._receives if self._comes(action)])
+        counted: list[Tensor] = []
+        with self._evaluating():
+            for action in self._forwards:
+                self._forward(action, count, counted)
+                exchange.inbox.pump()
+        return sum_of(counted) if counted else None
+
+    def _forget(self) -> None:
+        exchange = self.exchange
         exchange.outbox.settle()
         exchange.outputs.clear()
         exchange.came.clear()
         exchange.to_come.clear()
-        self.losses.settle()
-        return total
+        exchange.shares.settle()
+        exchange.shares.clear()
 
-    def _forward(self, action: Action) -> None:
+    def _comes(self, action: Action) -> bool:
+        """Whether an action of the recv lane has rows in this batch."""
+        assert action.stage is not None
+        low, high = self.exchange.rows(action.stage, self.rank, (action.index, EVALUATED))
+        return low < high and self.exchange.moves(action)
+
+    def _forward(self, action: Action, count: Loss | None, counted: list[Tensor]) -> None:
         assert action.stage is not None
         number, micro, exchange = action.stage, (action.index, EVALUATED), self.exchange
         stage, (low, high) = self.stages[number], exchange.rows(number, self.rank, micro)
@@ -68,7 +102,13 @@ class Evaluation:
             return
         leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
         head = self.inputs.head(exchange, number, micro)
+        if head is not None:
+            head.count = count
         outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
+        if head is not None and count is not None:
+            if head.counts:
+                counted.append(outputs[0].double().cpu())
+            return
         if head is not None:
             stage.losses[EVALUATED] += float(outputs[0]) * head.weight if head.counts else 0.0
             return
@@ -93,3 +133,11 @@ class Evaluation:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    """The sum in this order."""
+    total = torch.zeros_like(values[0])
+    for value in values:
+        total += value
+    return total

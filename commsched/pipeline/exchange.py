@@ -16,7 +16,8 @@ from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.mailbox import Inbox, Outbox
 from commsched.pipeline.messages import Description, Leaf
 from commsched.pipeline.parts import Cut, Cuts, Part, Piece, assembled, common, entering, part_of, piece_of
-from commsched.pipeline.rows import Range, Share
+from commsched.pipeline.rows import Range
+from commsched.pipeline.shares import Shares
 from commsched.pipeline.stage import Micro, Stage
 from scheduler.ir.actions import HALOS, Action, Kind
 from scheduler.ir.layout import Layout, is_token
@@ -47,7 +48,7 @@ class Exchange:
         self, layout: Layout, fabric: Fabric, stages: dict[int, Stage], name: str = "stages"
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
-        self.shares: dict[int, Share] = {}
+        self.shares = Shares(layout, fabric, name)
         divisions = {(layout.replicas(stage), layout.grid(stage)) for stage in range(layout.stages)}
         self._divides_alike = len(divisions) == 1
         # Gradients that are summed over ranks let messages go first, except where the program says otherwise.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ from scheduler.ir.layout import Layout
 
 
 class FullState:
-    """Reads each stage from its first rank; modules must hold the newest weights."""
+    """Reads each stage from its first rank. ``newest`` lets modules hold the newest weights."""
 
     def __init__(
-        self, layout: Layout, fabric: Fabric, lane: Lane, chain: Chain, stages: dict[int, Stage]
+        self,
+        layout: Layout,
+        fabric: Fabric,
+        lane: Lane,
+        chain: Chain,
+        stages: dict[int, Stage],
+        newest: Callable[[], None],
     ) -> None:
-        self.layout, self.fabric, self.lane, self.stages = layout, fabric, lane, stages
+        self.layout, self.fabric, self.lane, self.stages, self.newest = layout, fabric, lane, stages, newest
         self.owners = [ranks[0] for ranks in layout.ranks]
         state = chain.model.state_dict()
         self.keys = tuple(state)
@@ -36,6 +43,7 @@ class FullState:
         return [peer for peer in range(self.fabric.size) if peer != self.fabric.rank]
 
     def state_dict(self) -> dict[str, Tensor]:
+        self.newest()
         found = {key: value.clone() for key, value in self.spare.items()}
         pending = []
         for number, owner in enumerate(self.owners):
@@ -52,6 +60,7 @@ class FullState:
 
     def save(self, folder: str | Path) -> None:
         """Writes a file of safetensors for each stage, by its first rank, and their index."""
+        self.newest()
         folder, count = Path(folder), len(self.owners)
         mine = {}
         for number, owner in enumerate(self.owners):
@@ -73,6 +82,7 @@ class FullState:
         missing = [key for key in self.keys if key not in state]
         if missing:
             raise ValueError(f"the state has no {', '.join(missing[:4])}; it must be the whole model's")
+        self.newest()
         for stage in self.stages.values():
             stage.load(state)
         for key, value in self.spare.items():

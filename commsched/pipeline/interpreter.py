@@ -124,6 +124,7 @@ class Interpreter:
         for update in self.updates.values():
             update.restart()
         self.exchange.outbox.settle()
+        self.exchange.shares.settle()
         self.exchange.shares.clear()
         self.tokens.clear()
         self._told = -1

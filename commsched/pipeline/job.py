@@ -1,14 +1,16 @@
-"""Jobs for the command line: a user's function makes model, loss and batches."""
+"""Jobs for the command line: a model, its loss and optimizer, and batches or data sets."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
@@ -17,36 +19,62 @@ Batches = Callable[[int], Iterator[tuple[Any, Any]]]
 """Rows of a batch -> batches without end, the same on every rank."""
 
 
+@dataclass(frozen=True)
+class Measure:
+    """``count(outputs, targets)``: a vector of counts of these rows, which add up over batches and ranks.
+    ``scores`` of the sum, by name.
+    """
+
+    count: Callable[[Any, Any], Tensor]
+    scores: Callable[[Tensor], dict[str, float]]
+
+
+class Data(NamedTuple):
+    """Data sets of ``(input, target)`` rows, and how the test data are scored."""
+
+    train: Dataset[Any]
+    test: Dataset[Any] | None = None
+    measure: Measure | None = None
+
+
 def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 class Job(NamedTuple):
-    """``loss(outputs, targets)`` is a mean over rows; ``optimizer`` makes an optimizer of parameters."""
+    """``loss(outputs, targets)`` is a mean over rows; ``optimizer`` makes an optimizer of parameters. With
+    ``data``, each rank reads its own rows, and training goes by epochs.
+    """
 
     model: nn.Module
     loss: Loss
     batches: Batches
     optimizer: Factory = _sgd
+    data: Data | None = None
+
+
+def load_function(text: str, option: str) -> Callable[..., Any]:
+    """The function ``module:function``; ``option`` is the one that names it, for errors."""
+    module, _, function = text.partition(":")
+    if not module or not function:
+        raise ValueError(f"{option} must look like package.module:function, got {text!r}")
+    # Scripts of the user's lie where the command is called.
+    sys.path.insert(0, "")
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} {text}: {error}") from None
+    finally:
+        sys.path.remove("")
+    return found
 
 
 def load_job(text: str) -> Job:
     """Call ``module:function``, which returns a ``Job`` or a tuple of its fields."""
-    module, _, function = text.partition(":")
-    if not module or not function:
-        raise ValueError(f"--job must look like package.module:function, got {text!r}")
-    # Scripts of the user's lie where the command is called.
-    sys.path.insert(0, "")
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--job {text}: {error}") from None
-    finally:
-        sys.path.remove("")
-    made = make()
-    if not isinstance(made, tuple) or not 3 <= len(made) <= 4 or not isinstance(made[0], nn.Module):
+    made = load_function(text, "--job")()
+    if not isinstance(made, tuple) or not 3 <= len(made) <= 5 or not isinstance(made[0], nn.Module):
         raise ValueError(
-            f"--job {text}: the function must return (model, loss, batches) or (model, loss, batches,"
-            f" optimizer), got {type(made).__name__}"
+            f"--job {text}: the function must return (model, loss, batches), also with an optimizer and data"
+            f" behind them, got {type(made).__name__}"
         )
     return Job(*made)

@@ -41,7 +41,7 @@ class Losses:
     def tell(self, period: int) -> None:
         """This replica's part is complete."""
         assert self.stage is not None
-        value = torch.tensor([self.stage.losses.pop(period)], dtype=torch.float64)
+        value = torch.tensor([self.stage.losses.pop(period, 0.0)], dtype=torch.float64)
         for mine, pending in self._coming:
             if pending is None:
                 mine.copy_(value)

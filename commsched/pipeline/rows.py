@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+
+from scheduler.ir.layout import Layout
 
 Range = tuple[int, int]
 
@@ -49,19 +51,14 @@ def shape_key(tree: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one optimizer step: ``rows`` in ``parts`` micro-batches. ``local``: every one of so many
-    replicas was given its own rows (0: all were given the same batch).
+    """The rows of one optimizer step: ``rows`` in ``parts`` micro-batches. ``mine``: those that this rank was
+    given; None: all.
     """
 
     rows: int
     parts: int
     key: Hashable
-    local: int = 0
-
-    @property
-    def total(self) -> int:
-        """Rows of the step on all replicas."""
-        return self.rows * max(1, self.local)
+    mine: tuple[Range, ...] | None = None
 
     def _micro(self, index: int) -> Range:
         return border(index, self.rows, self.parts), border(index + 1, self.rows, self.parts)
@@ -69,7 +66,7 @@ class Share:
     def size(self, index: int) -> int:
         """Rows of a micro-batch on all replicas."""
         low, high = self._micro(index)
-        return (high - low) * max(1, self.local)
+        return high - low
 
     def within(self, index: int, replica: int, replicas: int) -> Range:
         """The rows of a micro-batch that a replica holds, counted from the micro-batch's first."""
@@ -77,26 +74,35 @@ class Share:
 
     def given(self, index: int, replica: int, replicas: int) -> Range:
         """The same rows, counted in the batch that this rank was given."""
-        low, high = self._micro(index)
-        if self.local:
-            return low, high
-        first, last = self.within(index, replica, replicas)
-        return low + first, low + last
+        low, _ = self._micro(index)
+        first, last = (low + row for row in self.within(index, replica, replicas))
+        if self.mine is not None:
+            before = size_of(part for part in self.mine if part[1] <= first)
+            first, last = before, before + last - first
+        return first, last
 
     def check(self, replicas: int) -> None:
         """Every replica needs a row of every micro-batch."""
-        if self.local and self.local != replicas:
-            raise ValueError(
-                f"local=True needs as many replicas of every stage, got {self.local} and {replicas}; pass the"
-                " whole batch on every rank instead"
-            )
         smallest = min(self.size(index) for index in range(self.parts))
         if smallest < replicas:
             raise ValueError(
-                f"every replica needs at least 1 row of every micro-batch; {self.total} rows in {self.parts}"
+                f"every replica needs at least 1 row of every micro-batch; {self.rows} rows in {self.parts}"
                 f" micro-batches leave {smallest} for {replicas} replicas; use a larger batch or fewer"
                 " micro-batches"
             )
+
+
+def held(rows: int, layout: Layout, stage: int, rank: int) -> tuple[Range, ...]:
+    """The rows of a step that a rank of ``stage`` holds, micro-batch by micro-batch."""
+    share = Share(rows, layout.microbatches, None)
+    replicas = layout.replicas(stage)
+    places = [(index, layout.place(stage, rank, index)[0]) for index in layout.computed_by(rank, stage)]
+    return tuple(share.given(index, replica, replicas) for index, replica in places)
+
+
+def size_of(parts: Iterable[Range]) -> int:
+    """How many rows these are."""
+    return sum(high - low for low, high in parts)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -28,12 +28,14 @@ Micro = tuple[int, int]
 @dataclass
 class Head:
     """Targets and weight of this replica's part of the mean loss. ``counts``: add the value to the step's
-    loss; one tile of a replica does that, since all tiles have the same value.
+    loss; one tile of a replica does that, since all tiles have the same value. ``count``: a function of whole
+    outputs and targets to call instead of the loss.
     """
 
     targets: Any
     weight: float
     counts: bool = True
+    count: Loss | None = None
 
 
 @dataclass
@@ -130,6 +132,9 @@ class Stage:
         module = self.module if tiled is None else tiled.module
         output = module(*_unflattened(leaves, saved.spec))
         if saved.head is not None:
+            if saved.head.count is not None:
+                whole = output if tiled is None else tiled.whole(output)
+                return [saved.head.count(whole, saved.head.targets)]
             assert self.loss is not None
             loss = self.loss(output, saved.head.targets)
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from commsched.pipeline.parts import Cut, entering
 from commsched.spatial.intervals import Split
+from commsched.spatial.layout import replicate
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.shard import shard
 from commsched.spatial.tile import Cut as TileCut
@@ -46,6 +47,10 @@ class TiledModule:
     def leave(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Cut | None]]:
         """The local tensors of tiles, and how they are cut."""
         return [self.local(leaf) for leaf in leaves], [cut_of(x, self.tiles, self.number) for x in leaves]
+
+    def whole(self, value: Any) -> Any:
+        """The plain whole tensor of which a value is a tile; all tiles must call."""
+        return self.local(replicate(value)) if isinstance(value, Tile) else value
 
     def local(self, value: Any) -> Any:
         """The plain tensor behind a tile."""

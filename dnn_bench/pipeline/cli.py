@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from commsched.cli.options import cuts_of
 from dnn_bench import models
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import parser
@@ -22,7 +23,7 @@ from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate
 from scheduler.pipelines.planner.convert import read_plan
-from scheduler.pipelines.schedules.bundle import bundle_ranks
+from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
 
 WORKER = "dnn_bench.pipeline.worker"
 PLACEMENTS = ("eager", "bubble", "aligned")
@@ -30,7 +31,7 @@ PLACEMENTS = ("eager", "bubble", "aligned")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser("pipeline", __doc__.splitlines()[0])
-    given.set_defaults(cuts=None, ranks=None, host_ranks=None)
+    given.set_defaults(ranks=None, host_ranks=None)
     add = given.add_argument
     add("kind", nargs="?", choices=("bundle",), help="bundles, with options of their own")
     text = f"a model's name, {models.FORMS}, or paced: layers that sleep"
@@ -50,6 +51,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--graph", metavar="FILE", help="with --config: the partitioned graph, gpus=N.txt")
     text = "take the stages from this plan of `commsched partition`"
     add("--plan", default="", metavar="FILE", help=text)
+    text = "layers with which stages begin: numbers, or names of modules"
+    add("--cuts", metavar="A,B,...", help=text)
     text = "where collectives stand among the messages"
     add("--placement", default="bubble", choices=PLACEMENTS, help=text)
     text = "also measure this placement of collectives, in turn with the other"
@@ -75,12 +78,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--IP", default="127.0.0.1", metavar="A", help="address of host 0")
     add("--port", type=int, default=29531, help="a free port of host 0")
     add("--shape", metavar="F,R", help="fronts and rears of a host, instead of --num-hp")
+    text = "fronts on the first half of the hosts, rears on the others; --num-hp ranks on each"
+    add("--across", action="store_true", help=text)
     add("--DP-ONLY", action="store_true", help="the whole model on every rank")
     return given.parse_args(arguments)
 
 
 def options_of(given: argparse.Namespace) -> argparse.Namespace:
     """The options with everything decided that depends on several of them."""
+    if given.cuts and (given.config or given.plan):
+        raise ValueError("--cuts cannot be combined with --config or --plan, which have cuts of their own")
+    given.cuts = cuts_of(given.cuts)
     replicas = [int(word) for word in given.replicas.split(",")]
     given.replicas = replicas * given.depth if len(replicas) == 1 else replicas
     own = {"schedule": given.schedule, "microbatches": given.microbatches}
@@ -135,8 +143,9 @@ def _bundle(given: argparse.Namespace) -> None:
     shape = tuple(int(w) for w in given.shape.split(",")) if given.shape else (given.num_hp, given.num_hp)
     if given.DP_ONLY:
         shape = (sum(shape),)
-    ranks = bundle_ranks(given.world_size, shape)
-    each = sum(shape)
+    each, ranks = sum(shape), bundle_ranks(given.world_size, shape)
+    if given.across:
+        each, ranks = given.num_hp, bundle_ranks_across(given.world_size, given.num_hp)
     given.schedule, given.depth = "bundle", len(ranks)
     given.ranks = [list(row) for row in ranks]
     given.host_ranks = [list(range(h * each, (h + 1) * each)) for h in range(given.world_size)]

@@ -15,7 +15,8 @@ from dnn_bench.spatial.options import Plan, on_ranks, read
 @one_line_errors(ValueError, RuntimeError)
 def main(arguments: list[str]) -> int:
     plan = read(arguments)
-    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: train(plan))
+    act = train if plan.options.app == 3 else train_on_files
+    return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: act(plan))
 
 
 def describe(plan: Plan) -> str:
@@ -28,6 +29,23 @@ def describe(plan: Plan) -> str:
     return text + (", mirrored replicas" if plan.mirrored else "")
 
 
+def train_on_files(plan: Plan) -> None:
+    """Train on files by epochs; rank 0 writes the figures of all epochs."""
+    import commsched as hvd
+    from dnn_bench.spatial.files import train as by_epochs
+
+    report = by_epochs(plan, build(plan)[0], placements_of(plan))
+    if hvd.rank() == 0:
+        write(plan, report)
+
+
+def placements_of(plan: Plan) -> list[Any]:
+    from commsched import spatial
+
+    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
+    return [*(spatial.Tiles(grid) for grid in plan.grids), *whole]
+
+
 def train(plan: Plan) -> None:
     """Train as one rank; rank 0 reports the times of the steps on the slowest rank, and the losses."""
     import torch
@@ -37,10 +55,9 @@ def train(plan: Plan) -> None:
     from commsched import spatial
 
     stages, images, target = build(plan)
-    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
     trainer = spatial.Hybrid(
         stages,
-        [*(spatial.Tiles(grid) for grid in plan.grids), *whole],
+        placements_of(plan),
         loss=F.cross_entropy,
         microbatches=plan.microbatches,
         replicas=plan.options.replicas,
@@ -79,6 +96,9 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     torch.manual_seed(o.seed)
     cells = MODELS[o.model](plan.layers, plan.filters, o.num_classes)
     balance = list(plan.balance) if plan.balance else even_balance(len(cells), plan.stages)
+    if o.cuts:
+        starts = [0, *map(int, o.cuts.split(",")), len(cells)]
+        balance = [end - start for start, end in zip(starts, starts[1:])]
     generator = torch.Generator().manual_seed(o.seed)
     shape = (plan.images, 3, o.image_size, o.image_size)
     images = torch.randn(shape, generator=generator)
@@ -90,6 +110,11 @@ def show(plan: Plan, report: dict[str, Any]) -> None:
     print(f"{describe(plan)}: {report['ranks']} ranks, {plan.images} images of {o.image_size}x{o.image_size}")
     print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
     print(f"largest rank: {max(report['peak_mib']):.0f} MiB of memory", flush=True)
-    if o.json:
-        given = {**vars(o), "json": str(o.json)}
-        o.json.write_text(json.dumps({**report, "options": given}, indent=1) + "\n")
+    write(plan, report)
+
+
+def write(plan: Plan, report: dict[str, Any]) -> None:
+    """Write the figures to the file of --json."""
+    if plan.options.json:
+        given = {**vars(plan.options), "json": str(plan.options.json)}
+        plan.options.json.write_text(json.dumps({**report, "options": given}, indent=1) + "\n")

@@ -43,14 +43,35 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--slice-method", choices=SLICES, default="square", help="how the image is cut into tiles")
     add("--parts", type=int, default=1, help="micro-batches of a batch")
     add("--balance", help="cells in each stage: 3,4 (default: equally many)")
+    add("--cuts", help="first cells of the later stages, instead of --balance: 3,5")
     add("--times", type=int, default=1, help="gems: batches of a step")
     add("--local-DP", type=int, default=1, help="ranks that share the samples of later stages")
     add("--replicas", type=int, default=1, help="data-parallel replicas")
     add("--halo-D2", action="store_true", help="one wide halo for several layers")
     add("--fused-layers", type=int, default=2, help="with --halo-D2: layers that share one halo")
     add("--overlap", choices=("auto", "on", "off"), default="auto", help="compute interiors during exchanges")
+    text = "gems: accepted for MPI4DL's scripts; sums over mirrored replicas always run beside other work"
+    add("--enable-master-comm-opt", action="store_true", help=text)
+    _add_files(given.add_argument_group("training on files").add_argument)
     add_run(given, warmup=2, iterations=5)
     return given.parse_args(arguments)
+
+
+def _add_files(add: Callable[..., object]) -> None:
+    text = "data: 1 image files, 2 CIFAR-10's files, 3 random images to measure"
+    add("--app", type=int, choices=(1, 2, 3), default=3, help=text)
+    text = (
+        "app 1: folder with train/CLASS/*.png and val/CLASS/*.png (unet: images and masks in train and val);"
+    )
+    add("--datapath", default="./train", help=text + " app 2: folder with data_batch_1 ...")
+    add("--num-epochs", type=int, default=1, help="epochs of app 1 and 2")
+    add("--num-workers", type=int, default=0, help="processes that read data")
+    add("--learning-rate", type=float, default=0.01, help="of SGD")
+    add("--enable-evaluation", action="store_true", help="score test data after each epoch")
+    add("--checkpoint", metavar="DIR", help="write checkpoints, and continue from the latest")
+    text = "besides one after every epoch"
+    add("--checkpoint-every", type=int, default=0, metavar="STEPS", help=text)
+    add("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
 
 
 def _list(values: dict[str, int]) -> str:
@@ -103,6 +124,16 @@ def read(arguments: list[str]) -> Plan:
         )
     if o.times > 1 and not mirrored:
         raise ValueError("--times is for --mode gems and gems+sp; --parts cuts a batch in micro-batches")
+    if o.enable_master_comm_opt and not mirrored:
+        raise ValueError("--enable-master-comm-opt is for --mode gems and gems+sp")
+    if o.app == 3 and (o.checkpoint or o.enable_evaluation):
+        raise ValueError("--checkpoint and --enable-evaluation need data: --app 1 or 2, and --datapath")
+    if o.cuts and o.balance:
+        raise ValueError("--cuts and --balance say the same; give one of them")
+    if o.cuts and len(_numbers("--cuts", o.cuts)) != o.split_size - 1:
+        raise ValueError(
+            f"--cuts needs {o.split_size - 1} numbers for --split-size {o.split_size}, got {o.cuts}"
+        )
     balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
     if balance and len(balance) != o.split_size:
         raise ValueError(

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from dnn_bench import models
+from tests.support import small_data
 from tests.support.checkout import make_script
 from tests.support.documented_commands import ROOT, Block, Call, blocks
 from tests.support.launch import MARK, carries, clean_environment, kill_quietly
@@ -34,6 +35,7 @@ NOT_RUN = {
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",
+    r"commsched train .*--rank 0": "one rank of several; tests/dist/test_training_commands.py starts all",
     r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/dnn_bench/test_gpu_figures.py runs it on the CPU",
     r"python -m tests\.support\.unsteady": "runs the whole suite",
     r".* --peer --model bert_tiny .*--schedule interleaved --depth 4": "torch's own fails, as the page says",
@@ -121,8 +123,8 @@ SIZES: dict[str, dict[str, Value]] = {
         "--iterations": "1",
     },
     "synthetic": {"--num-warmup-batches": "1", "--num-iters": "1", "--batch-size": "4"},
-    "train": {"--steps": "3"},
-    "profile": {"--repeat": "1"},
+    "train": {"--steps": "3", "--epochs": "1", "--image-size": "64", "--rows": "24"},
+    "profile": {"--repeat": "1", "--image-size": "64"},
     "bench_link.py": {"--megabytes": "1", "--repeats": "1"},
     "bench_overlap.py": {"--megabytes": "1", "--repeats": "1"},
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
@@ -131,6 +133,10 @@ SIZES: dict[str, dict[str, Value]] = {
 WORDS = {
     "first:4,second:4": "localhost:2",
     "dnn_bench.pipeline.jobs:alexnet": "dnn_bench.pipeline.jobs:alexnet_tiny",
+    "name=resnet50": "name=resnet_tiny",
+    "resnext101": "resnext_tiny",
+    "name=resnext101": "name=resnext_tiny",
+    "name=bert_base_classifier": "name=bert_tiny_classifier",
     "8192x64": "256x64",
     "8192x10": "256x10",
     "2..16384": "2..64",
@@ -172,6 +178,7 @@ def _set(words: list[str], option: str, value: Value) -> None:
 # Layers that take so long that a plan needs every device.
 JOB = """
 from dnn_bench.pipeline.jobs import job_of
+from tests.support.file_models import convolutions, pixels
 
 def make():
     return job_of("paced", 8, seconds=0.02)
@@ -196,6 +203,10 @@ def prepare(folder: Path) -> None:
     for name in ("script.py", "train.py"):
         (folder / name).write_text(readme[0])
     (folder / "my_module.py").write_text(JOB)
+    small_data.shapes(folder / "pictures")
+    small_data.sentences(folder / "qqp", 64, 16)
+    for part in ("train", "val"):
+        small_data.masks(folder / "photos" / part, 24)
     (folder / "hybrid_conf.json").write_text(CONF)
     (folder / "tests").symlink_to(ROOT / "tests")
     (folder / "docs" / "images").mkdir(parents=True)

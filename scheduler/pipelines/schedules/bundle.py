@@ -36,3 +36,14 @@ def bundle_ranks(hosts: int, shape: Sequence[int] = (1, 1)) -> tuple[tuple[int, 
         tuple(host * each + start + number for host in range(hosts) for number in range(count))
         for start, count in zip(first, shape, strict=True)
     )
+
+
+def bundle_ranks_across(hosts: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """The same for fronts on the first half of the hosts and rears on the others, ``each`` ranks a host."""
+    if hosts < 2 or hosts % 2 or each < 1:
+        raise ValueError(
+            f"fronts and rears on different hosts need an even number of hosts; got {hosts} hosts of {each}"
+            " ranks"
+        )
+    half = hosts // 2 * each
+    return tuple(range(half)), tuple(range(half, 2 * half))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from commsched.pipeline import Pipeline
 from dnn_bench.pipeline import peers
@@ -149,6 +150,61 @@ def goes_on_in_mid_run_with_other_random_numbers_drawn_meanwhile(me: Me) -> None
     state, rest = finished(second, data[3:])
     assert [value for value in found if value is not None] + rest == losses
     assert all(torch.equal(state[name], value) for name, value in whole.items())
+
+
+class Rows(Dataset[Any]):
+    """Rows that are read one by one; ``read`` counts how often each was, in workers too."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = batches(1, count)[0]
+        self.read = torch.zeros(count, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+    def __getitem__(self, index: int) -> Any:
+        self.read[index] += 1
+        return self.rows[0][index], self.rows[1][index]
+
+
+@case(ranks=(3,))
+def loaders_with_workers_read_each_ranks_rows_and_go_on_in_mid_epoch(me: Me) -> None:
+    count, size, epochs = 47, 12, 2
+    for schedule, parts, mesh in (("1f1b", 2, (2, [2, 1])), ("pipedream", 1, (3, 1)), ("2bw", 3, (2, [1, 2]))):
+        start = chain_model(mesh[0])
+
+        def make() -> Pipeline:
+            return Pipeline(copy.deepcopy(start), schedule, parts, mesh, loss=loss_of, optimizer=adam)
+
+        def loaded(pipeline: Pipeline, data: Rows) -> DataLoader[Any]:
+            sampler = pipeline.sampler(data, size, seed=7)
+            return DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=3)
+
+        order = [torch.randperm(count, generator=torch.Generator().manual_seed(7 + e)) for e in range(epochs)]
+        rows = Rows(count).rows
+        whole = [(rows[0][chosen], rows[1][chosen]) for epoch in order for chosen in epoch.split(size)]
+        wanted, losses = finished(make(), whole)
+
+        data, first = Rows(count), make()
+        found = []
+        for batch in loaded(first, data):
+            found.append(first.step(batch, local=True))
+            if len(found) == 2:  # workers have read more
+                break
+        state = first.checkpoint()
+        first.close()
+        second, data = make(), Rows(count)
+        second.resume(state)
+        loader = loaded(second, data)
+        while loader.batch_sampler.epoch < epochs:
+            found += [second.step(batch, local=True) for batch in loader]
+        found += second.drain()
+        assert [value for value in found if value is not None] == losses
+        state = second.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+        expected = sum(len(second.rows(len(y))) or 1 for _, y in whole[2:])
+        assert int(data.read.sum()) == expected
+        second.close()
 
 
 @case(ranks=(2,))

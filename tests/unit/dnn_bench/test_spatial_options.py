@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
+import numpy as np
 import pytest
 from torch import nn
 
+from commsched.training import images
+from dnn_bench.spatial.cli import build
+from dnn_bench.spatial.files import cifar
 from dnn_bench.spatial.models import MODELS, cut_stages, even_balance
 from dnn_bench.spatial.options import read
 
@@ -37,6 +44,10 @@ def test_modes(text: str, ranks: int, microbatches: int, images: int) -> None:
         ("--spatial-size 3", "--spatial-size must be 1 to --split-size, which is 2, got 3"),
         ("--mode lp --spatial-size 1", "--mode lp has no stages on tiles"),
         ("--spatial-size 1 --num-spatial-parts 3", "a square number of parts"),
+        ("--split-size 3 --cuts 2", "--cuts needs 2 numbers for --split-size 3, got 2"),
+        ("--split-size 2 --cuts 2 --balance 2,6", "--cuts and --balance say the same"),
+        ("--mode lp --enable-master-comm-opt", "--enable-master-comm-opt is for --mode gems"),
+        ("--mode lp --checkpoint kept", "need data: --app 1 or 2"),
         ("--spatial-size 1 --num-spatial-parts 4,4", "one for each of the 1 stages on tiles"),
         ("--num-spatial-parts many", "is a list of numbers"),
         ("--parts 3", "--parts 3 must divide --batch-size 2"),
@@ -61,3 +72,22 @@ def test_stages() -> None:
         even_balance(7, 8)
     with pytest.raises(ValueError, match="18, 34, 50, 101, 152 layers, not 19"):
         MODELS["resnet"](19, 4, 2)
+
+
+def test_cuts_are_first_cells() -> None:
+    cells = len(MODELS["unet"](4, 4, 2))
+    words = "--mode lp --model unet --num-filters 4 --image-size 32 --split-size 3 --cuts 2,5".split()
+    assert [len(list(stage)) for stage in build(read(words))[0]] == [2, 3, cells - 5]
+
+
+def test_cifars_files(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name, rows in (("data_batch_1", 3), ("data_batch_2", 2), ("test_batch", 2)):
+        pixels = np.full((rows, 3072), 255, dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": list(range(rows))}))
+    train, test = (cifar(tmp_path, part, 16) for part in ("train", "test"))
+    assert (len(train), len(test)) == (5, 2) and train[3][1] == 0 and train[0][0].shape == (3, 16, 16)
+    assert float(train[0][0][0, 0, 0]) == pytest.approx((1 - images.MEAN[0]) / images.DEVIATION[0])
+    with pytest.raises(ValueError, match="has no data_batch"):
+        cifar(tmp_path / "nothing", "train", 16)

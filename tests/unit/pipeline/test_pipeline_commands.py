@@ -227,6 +227,14 @@ def test_the_head_follows_the_schedule(words: str, model: str) -> None:
     assert options(*words.split()).model == model
 
 
+def test_cuts_and_bundles_across_hosts() -> None:
+    assert options("--model", "bert_tiny", "--cuts", "3,blocks.2").cuts == [0, 3, "blocks.2"]
+    found = options("bundle", "--num-hp", "2", "--world-size", "2", "--across")
+    assert found.ranks == [[0, 1], [2, 3]] and found.hosts == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="--cuts cannot be combined with --config or --plan"):
+        options("--cuts", "3", "--plan", "plan.json")
+
+
 def test_a_plan_tells_its_schedule(tmp_path: Path) -> None:
     pair = (False, False)
     for schedule, model in (("1f1b", "bert_tiny"), ("2bw", "bert_tiny_classifier")):

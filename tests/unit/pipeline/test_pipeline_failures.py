@@ -107,14 +107,6 @@ def test_a_failing_loss_and_a_batch_too_small() -> None:
         on_threads(1, lambda fabric: one_step(fabric, batch=(x, y[:3])))
 
 
-def test_local_shares_need_equal_replicas() -> None:
-    def work(fabric: Any) -> None:
-        make(fabric, mesh=(2, [2, 1])).step(batches(1)[0], local=True)
-
-    with pytest.raises(ValueError, match="local=True needs as many replicas of every stage"):
-        on_threads(3, work)
-
-
 def test_ranks_that_make_different_pipelines() -> None:
     def work(fabric: Any) -> None:
         make(fabric, num_microbatches=2 + fabric.rank)

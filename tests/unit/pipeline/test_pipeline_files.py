@@ -77,7 +77,7 @@ def test_layers_that_are_coarser_than_nodes(tmp_path: Path) -> None:
 
 def test_the_command_takes_both_files_or_a_plan(tmp_path: Path) -> None:
     def given(**words: Any) -> PipelinePlan:
-        empty = {"plan": None, "conf": None, "graph": None}
+        empty = {"plan": None, "conf": None, "graph": None, "cuts": None}
         return command._plan(argparse.Namespace(**(empty | words)), chain_model(3))
 
     conf, graph = files(tmp_path, "0000122", FIVE)
@@ -87,6 +87,8 @@ def test_the_command_takes_both_files_or_a_plan(tmp_path: Path) -> None:
     assert given(plan=tmp_path / "plan.json") == plan
     with pytest.raises(ValueError, match="--graph belongs to --conf"):
         given(plan=tmp_path / "plan.json", graph=graph)
+    with pytest.raises(ValueError, match="--cuts belongs to --schedule"):
+        given(conf=conf, graph=graph, cuts="2")
     # Three stage modules on three layers: one reading fits.
     assert given(conf=conf).cuts == (0, 1, 2)
     conf.write_text(FIVE.replace("[0, 1, 2, 2]", "[0, 0, 1, 2, 2]"))

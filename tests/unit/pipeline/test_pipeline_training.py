@@ -84,24 +84,6 @@ def test_unequal_replicas_equal_none(schedule: str, counts: list[int]) -> None:
     assert second == pytest.approx(first, rel=ROUNDING)
 
 
-def test_shares_of_a_batch() -> None:
-    """``local``: each replica is given its own rows."""
-    model, data = chain_model(2), batches(4, rows=12)
-
-    def work(fabric: Any) -> Any:
-        pipeline = Pipeline(
-            copy.deepcopy(model), "1f1b", 2, (2, 2), loss=loss_of, optimizer=sgd, fabric=fabric
-        )
-        half = slice(0, 6) if fabric.rank % 2 == 0 else slice(6, 12)
-        losses = [pipeline.step((x[half], y[half]), local=True) for x, y in data]
-        return pipeline.state_dict(), losses
-
-    wanted, expected = by_delays(model, data, 1, lambda name: 0)
-    for weights, losses in on_threads(4, work):
-        assert_close(weights, wanted)
-        assert losses == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2), (1,)])
 def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
     from scheduler.pipelines.schedules.bundle import bundle_ranks
@@ -115,6 +97,18 @@ def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
     )
     assert pipeline.layout.reduction == "masters"
     assert_close(weights, by_delays(model, data, 1, lambda name: 0, momentum)[0])
+
+
+def test_bundles_with_fronts_and_rears_on_different_hosts() -> None:
+    from scheduler.pipelines.schedules.bundle import bundle_ranks_across
+
+    model, data = chain_model(2), batches(4)
+    options: dict[str, Any] = {"schedule": "bundle", "ranks": bundle_ranks_across(2, 2)}
+    weights, _, pipeline = train(model, data, 4, momentum, hosts=[[0, 1], [2, 3]], **options)
+    assert pipeline.layout.ranks == ((0, 1), (2, 3))
+    assert_close(weights, by_delays(model, data, 1, lambda name: 0, momentum)[0])
+    with pytest.raises(ValueError, match="an even number of hosts; got 3 hosts of 2 ranks"):
+        bundle_ranks_across(3, 2)
 
 
 class NotElementwise(torch.optim.SGD):

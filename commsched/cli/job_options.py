@@ -1,0 +1,98 @@
+"""Options that name a job: a function of the user's, or one of the ready jobs on files."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commsched.pipeline.job import Job
+
+READY = ("images", "text", "masks")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--job",
+        required=True,
+        metavar="JOB",
+        help="MODULE:FUNCTION, which returns (model, loss, batches[, optimizer[, data]]) and batches(rows)"
+        " yields batches; or images (classes of images), text (classes of sentences), masks (classes of"
+        " pixels), which need --data and --model",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and of the order of rows")
+    ready = parser.add_argument_group("ready jobs")
+    ready.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="images: folder with train/CLASS/*.png and val/CLASS/*.png; text: .tsv or .csv file with a"
+        " header, or folder with train.tsv and dev.tsv; masks: folder with images/NAME.png and"
+        " masks/NAME.png, or such folders in train and val",
+    )
+    ready.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that makes the model; it gets num_classes and, for text, vocab_size if it takes them",
+    )
+    ready.add_argument(
+        "--model-args", default="", metavar="NAME=VALUE,...", help="further arguments of the function"
+    )
+    ready.add_argument("--image-size", type=int, default=224, metavar="N", help="pixels a side")
+    ready.add_argument("--classes", type=int, metavar="N", help="masks: classes (default: as in the masks)")
+    ready.add_argument("--length", type=int, default=64, metavar="N", help="text: words of a row")
+    ready.add_argument(
+        "--vocabulary", type=int, default=8000, metavar="N", help="text: most frequent words to know"
+    )
+    ready.add_argument(
+        "--columns",
+        default="",
+        metavar="A,B,LABEL",
+        help="text: columns of one or two texts and of the label (default: as QQP, MNLI, SST-2, ...)",
+    )
+
+
+def job_of(arguments: argparse.Namespace) -> Job:
+    """The job that the options name; its model has random weights of --seed."""
+    from commsched.pipeline.job import load_function, load_job
+
+    if arguments.job not in READY:
+        if arguments.data or arguments.model:
+            raise ValueError(
+                f"--data and --model belong to the jobs {', '.join(READY)}; --job {arguments.job} brings its"
+                " own"
+            )
+        return load_job(arguments.job)
+    if not arguments.data or not arguments.model:
+        raise ValueError(f"--job {arguments.job} needs --data PATH and --model MODULE:FUNCTION")
+    from commsched.training import data_jobs
+
+    model = partial(load_function(arguments.model, "--model"), **_model_arguments(arguments.model_args))
+    if arguments.job == "images":
+        return data_jobs.image_classes(arguments.data, model, arguments.image_size)
+    if arguments.job == "masks":
+        return data_jobs.image_masks(arguments.data, model, arguments.image_size, arguments.classes)
+    columns = [name.strip() for name in arguments.columns.split(",") if name]
+    return data_jobs.sentence_classes(arguments.data, model, arguments.length, arguments.vocabulary, columns)
+
+
+def _model_arguments(text: str) -> dict[str, Any]:
+    """``width=16,name=resnet_tiny``: numbers and other literals of Python, else text."""
+    found: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        name, sign, value = pair.partition("=")
+        if not sign or not name.strip().isidentifier():
+            raise ValueError(f"--model-args must look like width=16,name=small, got {text!r}")
+        try:
+            found[name.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name.strip()] = value
+    return found
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """The job's name for profiles and results."""
+    return str(arguments.job).rpartition(":")[2]

@@ -1,0 +1,31 @@
+"""Whether a pipeline can go on: after a failure its ranks no longer agree on where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from commsched.errors import CommError
+
+
+class Health:
+    """``abort`` is called at the first failure."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort, self._failure = abort, ""
+
+    def check(self) -> None:
+        """``CommError`` after a failure."""
+        if self._failure:
+            raise CommError(f"this pipeline has failed before and cannot go on ({self._failure})")
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A failure within ``with`` ends the pipeline."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._abort()
+            raise

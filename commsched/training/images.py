@@ -1,0 +1,117 @@
+"""Data sets of image files: a folder for each class, or images with masks of the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+IGNORED = 255
+"""The mask value of pixels that belong to no class."""
+
+
+def pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("images are read with Pillow, which is not installed: pip install pillow") from None
+    return Image
+
+
+def picture(path: Path, size: int) -> Tensor:
+    """The image's middle square with ``size`` pixels a side, normalised as is usual for ImageNet."""
+    from PIL import ImageOps
+
+    with pillow().open(path) as image:
+        fitted = ImageOps.fit(image.convert("RGB"), (size, size))
+    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size, 3)
+    return (
+        ((pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1).contiguous()
+    )
+
+
+def mask(path: Path, size: int) -> Tensor:
+    """The class of each pixel of the mask's middle square: grey values, or numbers of a palette."""
+    from PIL import ImageOps
+
+    image_of = pillow()
+    with image_of.open(path) as image:
+        if image.mode not in ("L", "P", "1"):
+            raise ValueError(
+                f"{path}: a mask needs one number for each pixel (modes L and P), and this image has mode"
+                f" {image.mode}; write the class numbers as grey values"
+            )
+        grey = (
+            image_of.frombytes("L", image.size, image.tobytes()) if image.mode == "P" else image.convert("L")
+        )
+    fitted = ImageOps.fit(grey, (size, size), image_of.Resampling.NEAREST)
+    return torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size).long()
+
+
+def files_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
+class ClassFolders(Dataset[tuple[Tensor, int]]):
+    """``root/CLASS/*.png``; ``names`` of the classes, by default the folders' in their order."""
+
+    def __init__(self, root: Path, size: int, names: Sequence[str] | None = None) -> None:
+        pillow()
+        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        self.names, self.size = list(names or found), size
+        if unknown := sorted(set(found) - set(self.names)):
+            raise ValueError(f"{root} has folders of classes without training images: {', '.join(unknown)}")
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.names)
+            if (root / name).is_dir()
+            for path in files_in(root / name)
+        ]
+        if not self.files:
+            raise ValueError(f"{root} has no images; it needs a folder for each class, with images in it")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.files[index]
+        return picture(path, self.size), label
+
+
+class ImagesWithMasks(Dataset[tuple[Tensor, Tensor]]):
+    """``root/images/NAME.png`` with ``root/masks/NAME.png``; suffixes may differ."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        pillow()
+        masks = {path.stem: path for path in files_in(root / "masks")}
+        images = files_in(root / "images")
+        if missing := [path.name for path in images if path.stem not in masks]:
+            raise ValueError(f"{root}/masks has no mask for {', '.join(missing[:3])} of {root}/images")
+        self.files, self.size = [(path, masks[path.stem]) for path in images], size
+        if not self.files:
+            raise ValueError(f"{root}/images has no images")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, masked = self.files[index]
+        return picture(image, self.size), mask(masked, self.size)
+
+    def classes(self) -> int:
+        """One more than the largest number in any mask."""
+        highest = 0
+        for _, path in self.files:
+            with pillow().open(path) as image:
+                values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+            known = values[values != IGNORED]
+            highest = max(highest, int(known.max()) if len(known) else 0)
+        return highest + 1

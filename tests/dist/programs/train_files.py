@@ -1,0 +1,30 @@
+"""``commsched ARGUMENTS``, or ``python -m dnn_bench ARGUMENTS`` where these begin with spatial.
+
+With KILLED=RANK:STEP, that rank is killed when it calls its pipeline's step STEP.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+
+from commsched import cli
+from commsched.pipeline import Pipeline
+from dnn_bench import __main__ as bench
+
+if os.environ.get("KILLED"):
+    rank, step = map(int, os.environ["KILLED"].split(":"))
+    take, taken = Pipeline.step, 0
+
+    def counted(pipeline, *batch, **options):  # type: ignore[no-untyped-def]
+        global taken
+        if pipeline.rank == rank and taken == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken += 1
+        return take(pipeline, *batch, **options)
+
+    Pipeline.step = counted  # type: ignore[method-assign]
+torch.set_num_threads(1)
+words = sys.argv[1:]
+sys.exit(bench.main(words) if words[0] == "spatial" else cli.main(words))

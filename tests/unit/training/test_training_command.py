@@ -1,0 +1,120 @@
+"""``commsched train`` in one process: plain training, to the bit; real ranks are tests/dist's."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from commsched.cli import main
+from commsched.training.images import ClassFolders
+from commsched.training.loop import Decay, Settings
+from commsched.training.results import curves
+from tests.support import small_data
+from tests.support.file_models import convolutions
+
+JOB = "--job images --image-size 16 --model tests.support.file_models:convolutions"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    small_data.shapes(tmp_path / "pictures", train=9, test=4, size=16)
+    return tmp_path / "pictures"
+
+
+def trained(folder: Path, words: str, pictures: Path) -> dict[str, torch.Tensor]:
+    """The saved weights; results lie in ``folder``."""
+    saved = folder / "model.pt"
+    more = ["--data", str(pictures), "--save", str(saved), "--results", str(folder)]
+    assert main(["train", *JOB.split(), *words.split(), *more]) == 0
+    found: dict[str, torch.Tensor] = torch.load(saved)
+    return found
+
+
+def by_hand(pictures: Path, epochs: int, rows: int, rate: float) -> tuple[nn.Module, list[float]]:
+    torch.manual_seed(4)
+    model, data = convolutions(3), ClassFolders(pictures / "train", 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    losses = []
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(4 + epoch))
+        for images, labels in DataLoader(data, batch_sampler=[step.tolist() for step in order.split(rows)]):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return model, losses
+
+
+def test_one_process_is_plain_training(pictures: Path, tmp_path: Path) -> None:
+    """With dropout: the loop draws the same random numbers."""
+    words = "--rows 6 --epochs 2 --seed 4 --optimizer sgd --lr 0.05 --eval"
+    found = trained(tmp_path, words, pictures)
+    model, losses = by_hand(pictures, 2, 6, 0.05)
+    assert list(found) == list(model.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    epochs = json.loads((tmp_path / "results.json").read_text())["epochs"]
+    assert [epoch["loss"] for epoch in epochs] == [sum(losses[:5]) / 5, sum(losses[5:]) / 5]
+    tested = ClassFolders(pictures / "val", 16)
+    images, labels = next(iter(DataLoader(tested, batch_size=len(tested))))
+    right = (model.eval()(images).argmax(1) == labels).double().mean()
+    assert epochs[-1]["test"]["top1"] == pytest.approx(float(right))
+
+
+def test_weights_that_fit_are_the_start(pictures: Path, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(1)
+    other = convolutions(5)
+    torch.save(other.state_dict(), tmp_path / "other.pt")
+    words = f"--rows 9 --optimizer sgd --lr 0 --load {tmp_path / 'other.pt'} --decay linear"
+    found = trained(tmp_path, words, pictures)
+    assert torch.equal(found["first.0.weight"], other.state_dict()["first.0.weight"])
+    assert found["head.3.weight"].shape[0] == 3
+    assert "of another shape: head.3.weight, head.3.bias" in capsys.readouterr().out
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pt")
+    assert main(["train", *JOB.split(), *words.split(), "--data", str(pictures)]) == 2
+    assert "none of its tensors fits the model" in capsys.readouterr().err
+
+
+def test_a_finished_run_only_tells_its_results(pictures: Path, tmp_path: Path) -> None:
+    words = f"--rows 6 --epochs 2 --checkpoint {tmp_path / 'kept'} --warmup-steps 2"
+    first = trained(tmp_path, words, pictures)
+    results = (tmp_path / "results.json").read_text()
+    again = trained(tmp_path, words, pictures)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert (tmp_path / "results.json").read_text() == results
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert names == ["latest", "step-00000010.rank-0.pt"]
+    (tmp_path / "kept" / names[1]).unlink()
+    assert main(["train", *JOB.split(), *words.split(), "--data", str(pictures)]) == 2
+
+
+def test_rates_fall_to_nothing() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    for kind, half in (("linear", 0.2), ("cosine", 0.4 * (1 - math.cos(math.pi / 2)) / 2)):
+        rates = []
+        for number in (0, 5, 10, 11):
+            Decay(kind, 10)(optimizer, number)
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert rates == pytest.approx([0.4, half, 0.0, 0.0])
+
+
+def test_curves_of_losses_and_scores() -> None:
+    epochs = [
+        {"epoch": n, "loss": 1 / n, "test": {"loss": 2 / n, "top1": n / 4, "top5": 1.0}} for n in (1, 2, 3)
+    ]
+    drawn = curves(epochs)
+    assert drawn.count("<polyline") == 4 and "top1 0.75" in drawn and "training 0.3333" in drawn
+    assert curves([{"epoch": 1, "loss": 0.0, "test": {}}]).count("<polyline") == 1
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
+        Settings(rows=4, epochs=0)
