@@ -110,17 +110,15 @@ class Pipeline:
         self.layout = start.check(self.program, chain, self.fabric, leaves_gradients=optimizer is None)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
-        start.agree(self.fabric, self._lane, f"program {self.program.hash}, layers of {chain.sizes} bytes")
-        start.fill(chain, self.layout, self.fabric, self._lane, device)
+        start.fill(chain, self.program, self.fabric, self._lane, device)
         keep_freed_memory()
         self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
-        self._leaves_gradients = optimizer is None
-        self._sampling = Sampling()
+        self._leaves_gradients, self._sampling = optimizer is None, Sampling()
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
-        self._health = Health(self._abort)
+        self._health = Health(self.close, self.fabric.abort)
 
     def _make_parts(
         self,
@@ -295,10 +293,6 @@ class Pipeline:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's, stage by stage."""
         return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
-
-    def _abort(self) -> None:
-        self.close()
-        self.fabric.abort()
 
     def close(self) -> None:
         """Ends the engines."""

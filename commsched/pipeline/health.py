@@ -9,10 +9,10 @@ from commsched.errors import CommError
 
 
 class Health:
-    """``abort`` is called at the first failure."""
+    """``endings`` are called at the first failure."""
 
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort, self._failure = abort, ""
+    def __init__(self, *endings: Callable[[], None]) -> None:
+        self._endings, self._failure = endings, ""
 
     def check(self) -> None:
         """``CommError`` after a failure."""
@@ -27,5 +27,6 @@ class Health:
             yield
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
-            self._abort()
+            for end in self._endings:
+                end()
             raise

@@ -113,10 +113,15 @@ def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
         )
 
 
-def fill(chain: Chain, layout: Layout, fabric: Fabric, lane: Lane, device: torch.device | str | None) -> None:
-    """Gives this rank's stages their parameters where the model came without. Those that a factory makes with
-    random numbers are the same for all ranks as in one process that starts like rank 0.
+def fill(
+    chain: Chain, program: Program, fabric: Fabric, lane: Lane, device: torch.device | str | None
+) -> None:
+    """Gives this rank's stages their parameters where the model came without, once all ranks are known to
+    make the same pipeline. Those that a factory makes with random numbers are the same for all ranks as in
+    one process that starts like rank 0.
     """
+    agree(fabric, lane, f"program {program.hash}, layers of {chain.sizes} bytes")
+    layout = program.layout
     random, pending = torch.get_rng_state(), []
     if fabric.rank == 0:
         pending = [p for peer in range(1, fabric.size) for p in send_tree(lane, peer, random)]

@@ -230,7 +230,7 @@ def test_the_head_follows_the_schedule(words: str, model: str) -> None:
 def test_cuts_and_bundles_across_hosts() -> None:
     assert options("--model", "bert_tiny", "--cuts", "3,blocks.2").cuts == [0, 3, "blocks.2"]
     found = options("bundle", "--num-hp", "2", "--world-size", "2", "--across")
-    assert found.ranks == [[0, 1], [2, 3]] and found.hosts == [[0, 1], [2, 3]]
+    assert found.ranks == [[0, 1], [2, 3]] and found.host_ranks == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="--cuts cannot be combined with --config or --plan"):
         options("--cuts", "3", "--plan", "plan.json")
 
