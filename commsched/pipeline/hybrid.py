@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from commsched.pipeline.api import Pipeline
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import DistFabric, Fabric
+from commsched.pipeline.factory import Make
+from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.stage import Loss
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
@@ -33,12 +35,13 @@ class Hybrid:
     micro-batches (twice as many with ``mirrored``), which all replicas of one direction share. Samples need
     not divide evenly: each counts alike. ``schedule`` is a synchronous one of ``scheduler.pipelines`` and
     ``options`` are its own; ``virtual=2`` of ``interleaved`` puts stage ``s + len(placements)`` where stage
-    ``s`` is. ``loss(output, target)`` is a mean over samples. Needs ``commsched.init()``, or a ``fabric``.
+    ``s`` is. ``loss(output, target)`` is a mean over samples. ``stages`` may be a function that makes
+    them, and ``weights`` may be read: see `Pipeline`. Needs ``commsched.init()``, or a ``fabric``.
     """
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[nn.Module] | Make,
         placements: Sequence[Placement],
         *,
         loss: Loss,
@@ -48,20 +51,22 @@ class Hybrid:
         schedule: str = "1f1b",
         overlap: str = "auto",
         fuse_halo: int | str = "auto",
+        weights: WeightSource | None = None,
         timeout: float = 60.0,
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
         count = stage_count(get(schedule)(len(placements), microbatches, **options)) if placements else 0
-        if len(stages) != count or not stages:
+        chain = Chain(stages, elements=True, weights=weights)
+        self.stages = [stage for stage in chain.model._modules.values() if stage is not None]
+        if len(self.stages) != count or not count:
             raise ValueError(
                 f"every stage needs a placement: schedule {schedule!r} runs {count} stages on"
-                f" {len(placements)} placements, got {len(stages)} stages, {len(placements)} placements;"
+                f" {len(placements)} placements, got {len(self.stages)} stages, {len(placements)} placements;"
                 " pass one placement for each stage (interleaved: for each of the first stages)"
             )
-        self.stages = list(stages)
         self.pipeline = Pipeline(
-            Chain(self.stages, elements=True),
+            chain,
             schedule,
             microbatches,
             (len(placements), replicas),

@@ -142,6 +142,26 @@ def test_each_direction_has_its_own_statistics() -> None:
     torch.testing.assert_close(on_threads(4, work), [evaluated] * 4, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_stages_of_a_factory_are_made_where_they_are(mirrored: bool) -> None:
+    images, target = batch(8)
+
+    def trained(fabric: Any, made: Any) -> tuple[float, list[Tensor], int]:
+        trainer = spatial.Hybrid(
+            made, [TILES, ONE], loss=F.cross_entropy, microbatches=2, mirrored=mirrored, fabric=fabric
+        )
+        loss = trainer.step(images, target)
+        elsewhere = [p for stage in trainer.stages for p in stage.parameters() if p.is_meta]
+        return loss, [p.grad for p in trainer.parameters() if p.grad is not None], len(elsewhere)
+
+    whole = on_threads(3, lambda fabric: trained(fabric, joined(stages())))
+    parts = on_threads(3, lambda fabric: trained(fabric, lambda: joined(stages())))
+    for (loss, grads, _), (part_loss, part_grads, elsewhere) in zip(whole, parts, strict=True):
+        assert loss == part_loss and len(grads) == len(part_grads)
+        assert all(map(torch.equal, grads, part_grads))
+        assert mirrored or elsewhere
+
+
 def test_elements_of_a_list_are_layers() -> None:
     layers = [*joined(stages()), nn.Flatten(), nn.Sequential(nn.ReLU())]
     assert Chain(layers, elements=True).names == ("0", "1", "2", "3")
