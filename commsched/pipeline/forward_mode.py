@@ -10,7 +10,6 @@ alike, so a number names one value in all of them.
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -27,6 +26,7 @@ from commsched.pipeline.absent import (
     Absent,
     absent,
     among,
+    code_place,
     has_grad,
     on_meta,
     plain,
@@ -34,7 +34,7 @@ from commsched.pipeline.absent import (
     versions,
 )
 from commsched.pipeline.operations import Operations
-from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.random_state import SharedRandom
 
 _NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _DRAWN = -1  # the place of random numbers among the inputs
@@ -69,8 +69,7 @@ class ForwardMode(TorchFunctionMode):
         self.owners, self.layers, self.device = owners, layers, device
         self.made: dict[int, Tensor] = dict(received or {})
         self.inputs = inputs or {}
-        self._seed = seed
-        self._drawn_state: list[Tensor] | None = None
+        self._random = SharedRandom(seed, device)
         self.native = False  # whether all operations just compute, unnumbered
         self.wanted = frozenset(wanted)
         self.found = Operations()
@@ -121,8 +120,9 @@ class ForwardMode(TorchFunctionMode):
         """Every stage computes it. Its result remembers the inputs that it depends on."""
         places = self._places(tensors)
         drawn = func in DRAWS
-        result = self._drawn(func, args, kwargs) if drawn else func(*args, **kwargs)
+        result = self._random.draw(func, args, kwargs) if drawn else func(*args, **kwargs)
         if drawn:
+            self.found.draws = True
             places |= {_DRAWN}
         if not places:
             return result
@@ -135,19 +135,6 @@ class ForwardMode(TorchFunctionMode):
         target = tensors[0] if tensors else None
         if target is not None and target._is_view() and getattr(func, "__name__", "").endswith("_"):
             _depend(target._base, places)  # type: ignore[arg-type]
-        return result
-
-    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Random numbers that are the same in all stages, and no others than without them afterwards."""
-        self.found.draws = True
-        before = random_state(self.device)
-        if self._drawn_state is None:
-            torch.manual_seed(self._seed)
-        else:
-            set_random_state(self._drawn_state, self.device)
-        result = func(*args, **kwargs)
-        self._drawn_state = random_state(self.device)
-        set_random_state(before, self.device)
         return result
 
     def _places(self, tensors: list[Tensor]) -> frozenset[int]:
@@ -183,7 +170,7 @@ class ForwardMode(TorchFunctionMode):
             self.enter(following)
             if self.current in self.layers and not any(layer in self.layers for layer in owners):
                 raise ValueError(
-                    f"the model cannot be cut here: {_place()} reads a parameter of layer {max(owners)}"
+                    f"the model cannot be cut here: {code_place()} reads a parameter of layer {max(owners)}"
                     f" behind layer {self.current}; choose cuts that leave both in one stage, or pass"
                     " example= (inputs of a batch), which puts the layers into the order in which they run"
                 )
@@ -206,8 +193,8 @@ class ForwardMode(TorchFunctionMode):
         value = self.known(leaf)
         if value is leaf:
             raise ValueError(
-                f"{_place()} reads a value that no earlier stage has sent: the forward did other operations"
-                " than with earlier inputs of these shapes"
+                f"{code_place()} reads a value that no earlier stage has sent: the forward did other"
+                " operations than with earlier inputs of these shapes"
             )
         return value
 
@@ -232,7 +219,7 @@ class ForwardMode(TorchFunctionMode):
         """The absent results of an operation of another stage."""
         if func in ASKS_FOR_VALUES:
             raise ValueError(
-                f"this model cannot be cut: {_place()} reads the value of a tensor that another stage"
+                f"this model cannot be cut: {code_place()} reads the value of a tensor that another stage"
                 " computes"
             )
         for tensor in tensors:
@@ -250,7 +237,7 @@ class ForwardMode(TorchFunctionMode):
                 result = args[0] if func in (Tensor.cpu, Tensor.cuda) else func(*args, **kwargs)
             except NotImplementedError as error:
                 raise ValueError(
-                    f"this model cannot be cut: {_place()} needs values to know shapes ({error})"
+                    f"this model cannot be cut: {code_place()} needs values to know shapes ({error})"
                 ) from None
         written = {id(leaf) for leaf, version in before if leaf._version != version}
         same = {}  # results that are an operand: written to, or ``weight.to(dtype)``
@@ -276,7 +263,7 @@ class ForwardMode(TorchFunctionMode):
         self.found.written.update(self._storages.get(storage_of(target), ()))
         if not isinstance(target, Absent) and self.number(target) is None and target._is_view():
             raise ValueError(
-                f"this model cannot be cut: {_place()} writes a value of another stage into a part of a"
+                f"this model cannot be cut: {code_place()} writes a value of another stage into a part of a"
                 " tensor that every stage computes; assign to the tensor itself"
             )
         number = self.give_number(target)
@@ -310,11 +297,3 @@ class ForwardMode(TorchFunctionMode):
 
 def _depend(tensor: Tensor, places: frozenset[int]) -> None:
     setattr(tensor, _INPUTS, places | getattr(tensor, _INPUTS, frozenset()))
-
-
-def _place() -> str:
-    """The line of the model's own code that runs now."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and frame.filename != __file__:
-            return f"{frame.name} ({frame.filename}:{frame.lineno}: {frame.line})"
-    return "the forward"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,3 +18,23 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+
+
+class SharedRandom:
+    """Random numbers that are the same in all stages of one forward, from a seed of their own."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._state: list[Tensor] | None = None
+
+    def draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call that draws random numbers; the generator of everything else stays where it is."""
+        before = random_state(self._device)
+        if self._state is None:
+            torch.manual_seed(self._seed)
+        else:
+            set_random_state(self._state, self._device)
+        result = func(*args, **kwargs)
+        self._state = random_state(self._device)
+        set_random_state(before, self._device)
+        return result
