@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-import selectors
 import socket
-import struct
 import time
-from collections.abc import Iterable
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable
 from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from comm_core import _C
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
+from comm_core.handshake import Member, Waiting, accept_all, dial, none_lost
 
 HOST_TIMEOUT = 25.0
 _PROBES = 4  # unanswered ones after which a host is lost
-_GREETING = struct.Struct("32sIII")  # token, rank, number of ranks, 1 for the keepalive connection
 _NO_CONNECTION = -1, -1, ""
 
 
@@ -66,14 +62,16 @@ def tcp_channel(
     address: str | None = None,
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
+    lost: Callable[[], str] = none_lost,
 ) -> _C.TcpChannel:
     """Connect this rank to all others. Each of the `size` ranks must call, with the same `store`.
 
     Wrap a shared store in a PrefixStore, so that no two channels use the same keys. `address` is where the
     other ranks reach this one; by default the address from which this rank reaches the store's host. The
-    channel fails once a host's kernel has not answered for `host_timeout_seconds`.
+    channel fails once a host's kernel has not answered for `host_timeout_seconds`. `lost` is polled
+    while this rank waits for the others: the wait ends with the reason that it returns, if it is not "".
     """
-    connections = tcp_connections(store, rank, size, address, timeout_seconds, host_timeout_seconds)
+    connections = tcp_connections(store, rank, size, address, timeout_seconds, host_timeout_seconds, lost)
     rows = [
         (one.data.detach(), one.host.keepalive.detach(), one.host.address) if one else _NO_CONNECTION
         for one in connections
@@ -88,6 +86,7 @@ def tcp_connections(
     address: str | None = None,
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
+    lost: Callable[[], str] = none_lost,
     star: bool = False,
 ) -> list[TcpConnection | None]:
     """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one.
@@ -96,24 +95,13 @@ def tcp_connections(
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, size), but rank is {rank} and size is {size}")
-    deadline = time.monotonic() + timeout_seconds
     dialled = range(min(rank, 1) if star else rank)
     awaited = range(size if star and rank else rank + 1, size)
+    waiting = Waiting(rank, timeout_seconds, lost)
     with _listen(address or ("127.0.0.1" if size == 1 else _own_address(store)), 2 * size) as listener:
-        host, port = listener.getsockname()[:2]
-        store.set(f"address/{rank}", f"{host} {port}")
-        if rank == 0:
-            store.set("token", secrets.token_hex(16))
-        addresses = [_address_of(store, peer, rank, timeout_seconds) for peer in dialled]
-        own = store.get("token"), rank, size
-        found = {
-            (peer, keepalive): _dial(addresses[peer], peer, (*own, keepalive), deadline)
-            for peer in dialled
-            for keepalive in (False, True)
-        }
-        found |= _accept_all(listener, own, awaited, deadline)
+        found = _connect_all(store, listener, waiting, size, dialled, awaited)
     for end in found.values():
-        end.settimeout(None)
+        end.setblocking(True)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return [
         TcpConnection(found[peer, False], Host(found[peer, True], host_timeout_seconds))
@@ -140,86 +128,36 @@ def _listen(host: str, backlog: int) -> socket.socket:
         raise EngineError(f"cannot listen at {host}: {error}", kind="usage") from error
 
 
-def _dial(
-    address: tuple[str, int], peer: int, greeting: tuple[bytes, int, int, bool], deadline: float
-) -> socket.socket:
-    try:
-        left = max(0.001, deadline - time.monotonic())
-        connection = close_in_children(socket.create_connection(address, left))
-        connection.sendall(_GREETING.pack(*greeting))
-    except OSError as error:
-        where = ":".join(map(str, address))
-        message = f"rank {peer} at {where} cannot be reached: {error}"
-        raise EngineError(message, kind="peer_lost", rank=greeting[1], peer=peer) from error
-    return connection
-
-
-def _accept_all(
-    listener: socket.socket, own: tuple[bytes, int, int], peers: Iterable[int], deadline: float
+def _connect_all(
+    store: Store, listener: socket.socket, waiting: Waiting, size: int, dialled: range, awaited: range
 ) -> dict[tuple[int, bool], socket.socket]:
-    """Accept both connections of each of these ranks. A silent stranger delays nobody."""
-    missing = {(peer, keepalive) for peer in peers for keepalive in (False, True)}
+    """Return two sockets for each other rank; `True` marks the one for keepalives."""
     found: dict[tuple[int, bool], socket.socket] = {}
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(listener, selectors.EVENT_READ)
-        while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                ranks = sorted({peer for peer, _ in missing})
-                message = f"not all ranks connected in time; missing: {ranks}"
-                raise EngineError(message, kind="timeout", rank=own[1], peer=ranks[0])
-            for key, _ in waiting.select(left):
-                guest: Any = key.fileobj
-                if guest is listener:
-                    _let_in(listener, waiting)
-                    continue
-                piece = b""
-                with suppress(OSError):
-                    piece = guest.recv(_GREETING.size - len(key.data))
-                key.data.extend(piece)
-                if piece and len(key.data) < _GREETING.size:
-                    continue
-                waiting.unregister(guest)
-                who = _who(key.data, own)
-                if who in missing:
-                    found[who] = guest
-                    missing.remove(who)
-                else:
-                    guest.close()
-        for key in waiting.get_map().values():
-            if key.fileobj is not listener:
-                key.fileobj.close()  # type: ignore[union-attr]
+    try:
+        if waiting.rank == 0:
+            store.set("token", secrets.token_hex(16))  # before the address, which the others wait for
+        host, port = listener.getsockname()[:2]
+        store.set(f"address/{waiting.rank}", f"{host} {port}")
+        addresses = [_address_of(store, peer, waiting) for peer in dialled]
+        own = Member(store.get("token"), waiting.rank, size)
+        for peer in dialled:
+            for keepalive in (False, True):
+                found[peer, keepalive] = dial(addresses[peer], peer, keepalive, own, waiting)
+        accept_all(listener, own, awaited, found, waiting)
+    except BaseException as error:
+        for end in found.values():
+            end.close()  # at once: the ranks at the other ends wait for this one
+        if isinstance(error, DistError):
+            problem = str(error).splitlines()[0]  # without the C++ frames
+            message = f"the ranks' store does not answer: {problem}; look for an error in rank 0's output"
+            raise EngineError(message, kind="peer_lost", rank=waiting.rank) from error
+        raise
     return found
 
 
-def _let_in(listener: socket.socket, waiting: selectors.BaseSelector) -> None:
-    with suppress(OSError):  # the other end has closed already
-        guest = close_in_children(listener.accept()[0])
-        guest.setblocking(False)
-        waiting.register(guest, selectors.EVENT_READ, bytearray())
-
-
-def _who(greeting: bytearray, own: tuple[bytes, int, int]) -> tuple[int, bool]:
-    """Return the rank that a greeting names, and whether its connection is the keepalive one; -1: nobody."""
-    if len(greeting) < _GREETING.size:
-        return -1, False
-    token, peer, size, keepalive = _GREETING.unpack(greeting)
-    known = secrets.compare_digest(token, own[0]) and size == own[2]
-    return (peer, bool(keepalive)) if known else (-1, False)
-
-
-def _address_of(store: Store, peer: int, rank: int, timeout_seconds: float) -> tuple[str, int]:
-    try:
-        store.wait([f"address/{peer}"], timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:
-        raise EngineError(
-            f"rank {peer} did not publish its address within {timeout_seconds:g} s; look for an error in its"
-            " output",
-            kind="timeout",
-            rank=rank,
-            peer=peer,
-        ) from error
+def _address_of(store: Store, peer: int, waiting: Waiting) -> tuple[str, int]:
+    while not store.check([f"address/{peer}"]):
+        time.sleep(waiting.next(peer, f"rank {peer} did not publish its address"))
     host, port = store.get(f"address/{peer}").decode().split()
     return host, int(port)
 

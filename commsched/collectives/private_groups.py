@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.process import failure_monitor
 from commsched.process.groups import gloo_group, nccl_group
 
 _groups: dict[tuple[int, int, str, int], Any] = {}
@@ -70,18 +72,27 @@ def data_connections(process_set: ProcessSet, channel: int) -> list[comm_core.Tc
 
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:
     set_id = registered_id(process_set)
-    members, place = _members_and_place(set_id)
-    meeting, call = carrier().meeting, next(_calls[epoch(), set_id, channel])
-    store = PrefixStore(f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", meeting.store)
+    members, _ = _members_and_place(set_id)
+    call = next(_calls[epoch(), set_id, channel])
+    name = f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
+    return connected(connect, name, members, settings().timeout)
+
+
+def connected(connect: Callable[..., Any], name: str, ranks: Sequence[int], timeout: float) -> Any:
+    """Call ``comm_core.tcp_channel`` or ``tcp_connections`` for these ranks of the job. Collective.
+
+    `name` must be new. The wait for the others ends when the failure monitor learns that one is lost.
+    """
+    meeting = carrier().meeting
+    place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
+    lost = partial(failure_monitor.lost, ranks)
     try:
-        return connect(
-            store, place, len(members), meeting.address, settings().timeout, settings().host_timeout
-        )
+        return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
     except RuntimeError as error:
-        raise CommError(
-            f"rank {place} of {len(members)} could not connect to the others from {meeting.address}: "
-            f"{error}; COMMSCHED_TRANSPORT=gloo uses torch's connections instead"
-        ) from error
+        where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
+        hint = "GLOO_SOCKET_IFNAME names the network interface to use"
+        reason = lost()
+        raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
 
 
 def _members_and_place(set_id: int) -> tuple[list[int], int]:

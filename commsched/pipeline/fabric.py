@@ -14,11 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore
 
 import comm_core
 from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.private_groups import data_group
+from commsched.collectives.private_groups import connected, data_group
 from commsched.env import settings
 from commsched.transport.channel import Channel, DistChannel, Pending, SilentChannel, ThreadHub
 from commsched.transport.short_messages import MOST_BYTES, ShortMessages
@@ -115,7 +114,7 @@ class DistFabric:
     """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
 
     def __init__(self, timeout: float | None = None) -> None:
-        launch, self._meeting = carrier().launch, carrier().meeting
+        launch = carrier().launch
         self.rank, self.size = launch.rank, launch.size
         self.timeout = settings().timeout if timeout is None else timeout
         self._number = next(_numbers[epoch()])
@@ -124,13 +123,9 @@ class DistFabric:
         self._group, self._short = None, None
         if self.size > 1:
             self._group = data_group(channel=_CHANNEL)
-            self._short = ShortMessages(self.rank, self._connections(), self.timeout)
-
-    def _connections(self) -> list[comm_core.TcpConnection | None]:
-        store = PrefixStore(f"{self._name}/short", self._meeting.store)
-        return comm_core.tcp_connections(
-            store, self.rank, self.size, self._meeting.address, self.timeout, settings().host_timeout
-        )
+            name, everyone = f"{self._name}/short", range(self.size)
+            connections = connected(comm_core.tcp_connections, name, everyone, self.timeout)
+            self._short = ShortMessages(self.rank, connections, self.timeout)
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
         if self._group is None or self._short is None:
@@ -140,11 +135,8 @@ class DistFabric:
         return DistLane(self._group, way, f"{self._name}: {name}", self.timeout, number, traffic)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
-        store, place = PrefixStore(f"{self._name}/{name}", self._meeting.store), list(ranks).index(self.rank)
-        channel = comm_core.tcp_channel(
-            store, place, len(ranks), self._meeting.address, self.timeout, settings().host_timeout
-        )
-        transport = comm_core.DirectTransport(channel, place, len(ranks))
+        channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
+        transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
         transport.set_timeout(self.timeout)
         return transport
 

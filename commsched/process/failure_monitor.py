@@ -3,7 +3,7 @@
 Detectors report a lost rank to this process's monitor and do not wait: the connection to the coordinator
 (which notices ended processes and silent hosts), a backend's own connections, a launcher. The monitor's
 thread then aborts every object registered for that rank. Detectors do not abort, because an abort may block
-on a lock that the detector's thread holds.
+on a lock that the detector's thread holds. Code that waits for connections polls `lost()` instead.
 
 Some waits cannot detect a lost rank themselves. gloo notices a closed connection, but neither a silent host
 nor a dead rank whose forked children hold its sockets; a thread that waits for its GPU reads no connection.
@@ -45,6 +45,7 @@ class FailureMonitor:
         self._lock = threading.Lock()
         self._ranks: weakref.WeakKeyDictionary[Abortable, frozenset[int]] = weakref.WeakKeyDictionary()
         self._probes: weakref.WeakKeyDictionary[Abortable, Probe] = weakref.WeakKeyDictionary()
+        self._lost: dict[int, str] = {}
         self._reports: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -73,7 +74,16 @@ class FailureMonitor:
     def report(self, rank: int, reason: str) -> None:
         """Report that a rank of the job is lost. Does not block; may be called from any thread."""
         if os.getpid() == self._process:
+            self._lost.setdefault(rank, reason)
             self._wake((rank, reason))
+
+    def lost(self, ranks: Iterable[int]) -> str:
+        """Return why the first of ``ranks`` (of the job) that is lost is lost, "" if none is."""
+        return next((self._lost[rank] for rank in ranks if rank in self._lost), "")
+
+    def begin_job(self) -> None:
+        """Forget the lost ranks of an earlier job of this process: the new one's have the same numbers."""
+        self._lost.clear()
 
     def close(self) -> None:
         """End the thread: returning from C++ while the interpreter shuts down would abort the process."""
@@ -123,4 +133,5 @@ def _abort(waiter: Abortable, reason: str) -> None:
 
 _monitor = FailureMonitor()
 register, unregister, report = _monitor.register, _monitor.unregister, _monitor.report
+lost, begin_job = _monitor.lost, _monitor.begin_job
 atexit.register(_monitor.close)

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process import mpi_bootstrap
+from commsched.process import failure_monitor, mpi_bootstrap
 from commsched.process.launch import Launch
 from commsched.process.network import (
     KeyValueServer,
@@ -82,6 +82,7 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
     """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees."""
     global _connection, _generation
     _generation += 1
+    failure_monitor.begin_job()
     if launch.size == 1:
         record = Record(0, 1, 0, launch.node, "127.0.0.1", "127.0.0.1")
         return Meeting(launch, HashStore(), (record,), "127.0.0.1")

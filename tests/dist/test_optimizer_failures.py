@@ -53,12 +53,12 @@ def run_until_others_end(what: str, ranks: int) -> list[End]:
         ("killed in the backward while deferred", 3),
         ("killed in the forward while deferred", 2),
         ("parameters gathered", 2),
+        ("killed before the first step", 2),
         pytest.param("killed in the backward", 2, marks=pytest.mark.slow),
         pytest.param("killed in the backward", 3, marks=pytest.mark.slow),
         pytest.param("killed in the backward while deferred", 4, marks=pytest.mark.slow),
         pytest.param("killed in the forward while deferred", 3, marks=pytest.mark.slow),
         pytest.param("parameters gathered", 3, marks=pytest.mark.slow),
-        pytest.param("killed before the first step", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_ends_all_others(what: str, ranks: int) -> None:

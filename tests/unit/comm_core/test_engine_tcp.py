@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from comm_core import DirectTransport, Engine, EngineError, TcpChannel, tcp_channel
+from comm_core.handshake import GREETING, NONCE
 from tests.support.engines import on_ranks, ordered_sum, run_step
 
 HOST = "127.0.0.1"
@@ -104,7 +105,7 @@ class Store(HashStore):
         if key == "address/0":
             host, port = value.split()
             self.strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
-            self.strangers[0].sendall(b"x" * 44)  # as long as a greeting, with another token
+            self.strangers[0].sendall(b"x" * (GREETING.size + NONCE))  # as long as a greeting with its proof
             self.strangers[1].sendall(b"GET /")  # too short, and the last one is silent
         super().set(key, value)
 
@@ -114,7 +115,10 @@ def test_strangers_are_kept_out() -> None:
     joined = on_ranks(2, lambda rank: tcp_channel(store, rank, 2, HOST, timeout_seconds=LONG))
     for stranger in store.strangers:
         with stranger, suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+            stranger.settimeout(60)
+            assert stranger.recv(NONCE, socket.MSG_WAITALL) and stranger.recv(1) == b"", (
+                "more than a challenge"
+            )
     values = on_ranks(2, lambda rank: _sum_of_ranks(joined[rank], rank))
     assert values == [[1.0, 1.0]] * 2
 
@@ -130,7 +134,7 @@ def test_a_rank_that_never_comes_is_a_time_out() -> None:
     error = failure(lambda: tcp_channel(store, 1, 2, HOST, timeout_seconds=1))
     assert (error.kind, error.peer) == ("timeout", 0) and "did not publish its address" in str(error)
     error = failure(lambda: tcp_channel(store, 0, 2, HOST, timeout_seconds=0.3))
-    assert (error.kind, error.peer) == ("timeout", 1) and "missing: [1]" in str(error)
+    assert (error.kind, error.peer) == ("timeout", 1) and "ranks [1] did not connect" in str(error)
 
 
 def test_wrong_addresses_say_so() -> None:

@@ -48,6 +48,14 @@ def test_a_lost_rank_aborts_those_that_wait_for_it(monitor: FailureMonitor) -> N
     assert of_2.aborted.wait(PATIENCE) and len(of_1.reasons) == 1
 
 
+def test_lost_ranks_can_be_asked_for_until_the_next_job_begins(monitor: FailureMonitor) -> None:
+    monitor.report(1, "rank 1 is gone")
+    monitor.report(1, "rank 1 does not answer")
+    assert monitor.lost([0, 1]) == "rank 1 is gone" and monitor.lost([0, 2]) == ""
+    monitor.begin_job()
+    assert monitor.lost([0, 1]) == ""
+
+
 def test_the_detector_does_not_wait_for_the_abort(monitor: FailureMonitor) -> None:
     """An abort may take locks that the detector's thread holds."""
     held = threading.Lock()

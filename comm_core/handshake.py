@@ -1,0 +1,196 @@
+"""Connects two ranks that have the same secret token, and keeps all others out.
+
+    dialling rank                                   accepting rank
+                     <- challenge (random)
+    greeting (nonce, from, to, size, keepalive),
+    HMAC(token, "dial", challenge, greeting) ->
+                     <- HMAC(token, "accept", challenge, greeting)
+
+The token itself is never sent, and no recorded answer fits another challenge.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from errno import EINPROGRESS
+from functools import partial
+from typing import Any, NamedTuple
+
+from comm_core.errors import EngineError
+from comm_core.forks import close_in_children
+
+POLL_SECONDS = 0.02  # between two calls of `lost`
+NONCE = 32  # bytes of a challenge, and of a proof
+GREETING = struct.Struct("32sIIII")  # nonce, from rank, to rank, number of ranks, 1: keepalive connection
+
+
+def none_lost() -> str:
+    return ""
+
+
+class Waiting:
+    """Limits this rank's wait for the others. `lost` returns why another rank is lost, "" if none is."""
+
+    def __init__(self, rank: int, seconds: float, lost: Callable[[], str]) -> None:
+        self.rank, self.seconds, self.lost = rank, seconds, lost
+        self._deadline = time.monotonic() + seconds
+
+    def next(self, peer: int, late: str) -> float:
+        """Return how many seconds to wait before the next call.
+
+        Raise if a rank is lost. After the time limit raise with the text `late` about `peer`.
+        """
+        reason = self.lost()
+        if reason:
+            raise EngineError(reason, kind="peer_lost", rank=self.rank)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            message = f"{late} within {self.seconds:g} s; look for an error in the other ranks' output"
+            raise EngineError(message, kind="timeout", rank=self.rank, peer=peer)
+        return min(left, POLL_SECONDS)
+
+
+class Member(NamedTuple):
+    """A rank that has the job's token."""
+
+    token: bytes
+    rank: int
+    size: int
+
+    def proof(self, role: bytes, challenge: bytes, greeting: bytes) -> bytes:
+        return hmac.digest(self.token, role + challenge + greeting, "sha256")
+
+    def greeting(self, peer: int, keepalive: bool) -> bytes:
+        return GREETING.pack(secrets.token_bytes(NONCE), self.rank, peer, self.size, keepalive)
+
+    def guest(self, challenge: bytes, answer: bytes) -> tuple[int, bool]:
+        """Return the rank that answers, -1 without proof, and whether this is its keepalive connection."""
+        greeting, proof = answer[: GREETING.size], answer[GREETING.size :]
+        if hmac.compare_digest(proof, self.proof(b"dial", challenge, greeting)):
+            _, peer, addressee, size, keepalive = GREETING.unpack(greeting)
+            if (addressee, size) == (self.rank, self.size):
+                return peer, bool(keepalive)
+        return -1, False
+
+
+def dial(
+    address: tuple[str, int], peer: int, keepalive: bool, own: Member, waiting: Waiting
+) -> socket.socket:
+    where = f"rank {peer} at {address[0]}:{address[1]}"
+    pause = partial(waiting.next, peer, f"{where} did not answer")
+    greeting = own.greeting(peer, keepalive)
+    family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    connection = close_in_children(socket.socket(family, kind, protocol))
+    try:
+        _connect(connection, target, pause)
+        challenge = _receive(connection, NONCE, pause)
+        connection.sendall(greeting + own.proof(b"dial", challenge, greeting))
+        answer = _receive(connection, NONCE, pause)
+        if not hmac.compare_digest(answer, own.proof(b"accept", challenge, greeting)):
+            message = f"{where} does not have this job's token: is that the address of another program?"
+            raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer)
+    except OSError as error:
+        connection.close()
+        message = f"{where} cannot be reached: {error}; look for an error in its output"
+        raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(connection: socket.socket, target: Any, pause: Callable[[], float]) -> None:
+    connection.setblocking(False)
+    problem = connection.connect_ex(target)
+    if problem == EINPROGRESS:
+        _until(connection, selectors.EVENT_WRITE, pause)
+        problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem:
+        raise OSError(problem, os.strerror(problem))
+
+
+def _receive(connection: socket.socket, count: int, pause: Callable[[], float]) -> bytes:
+    data = b""
+    while len(data) < count:
+        _until(connection, selectors.EVENT_READ, pause)
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("it closed the connection")
+        data += piece
+    return data
+
+
+def _until(connection: socket.socket, event: int, pause: Callable[[], float]) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, event)
+        while not selector.select(pause()):
+            pass
+
+
+def accept_all(
+    listener: socket.socket,
+    own: Member,
+    peers: Iterable[int],
+    found: dict[tuple[int, bool], socket.socket],
+    waiting: Waiting,
+) -> None:
+    """Add both connections of each of these ranks to `found`. A silent stranger delays nobody."""
+    missing = {(peer, keepalive) for peer in peers for keepalive in (False, True)}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while missing:
+                ranks = sorted({peer for peer, _ in missing})
+                pause = waiting.next(ranks[0], f"ranks {ranks} did not connect")
+                for key, _ in selector.select(pause):
+                    if key.fileobj is listener:
+                        _let_in(listener, selector)
+                        continue
+                    who = _identify(key, selector, own, missing)
+                    if who is not None:
+                        found[who] = key.fileobj  # type: ignore[assignment]
+                        missing.remove(who)
+        finally:
+            for key in selector.get_map().values():
+                if key.fileobj is not listener:
+                    key.fileobj.close()  # type: ignore[union-attr]
+
+
+def _let_in(listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    with suppress(OSError):  # the other end has closed already
+        guest = close_in_children(listener.accept()[0])
+        guest.setblocking(False)
+        challenge = secrets.token_bytes(NONCE)
+        guest.sendall(challenge)
+        selector.register(guest, selectors.EVENT_READ, (challenge, bytearray()))
+
+
+def _identify(
+    key: selectors.SelectorKey, selector: selectors.BaseSelector, own: Member, missing: set[tuple[int, bool]]
+) -> tuple[int, bool] | None:
+    """Read from a guest. Return who it is once it has proved that; close the connections of others."""
+    guest: Any = key.fileobj
+    challenge, answer = key.data
+    piece = b""
+    with suppress(OSError):
+        piece = guest.recv(GREETING.size + NONCE - len(answer))
+    answer.extend(piece)
+    if piece and len(answer) < GREETING.size + NONCE:
+        return None
+    selector.unregister(guest)
+    who = own.guest(challenge, bytes(answer))
+    with suppress(OSError):
+        if who in missing:
+            guest.sendall(own.proof(b"accept", challenge, bytes(answer[: GREETING.size])))
+            return who
+    guest.close()
+    return None

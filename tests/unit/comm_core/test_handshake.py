@@ -1,0 +1,185 @@
+"""The handshake of TCP connections: ranks need the job's token, and a lost rank ends each wait."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain, repeat
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore
+
+from comm_core import EngineError, tcp_connections
+from comm_core.handshake import GREETING, NONCE, Member
+from tests.support.engines import on_ranks
+
+HOST = "127.0.0.1"
+LONG = 3600.0  # seconds that no test waits
+
+
+def read(connection: socket.socket, count: int = 1 << 20) -> bytes:
+    """Read this many bytes, or up to the end."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while len(data) < count and (piece := connection.recv(count - len(data))):
+            data += piece
+    return data
+
+
+class Store(HashStore):
+    """Runs `first` with the address of rank 0's listener before rank 1 may connect."""
+
+    def __init__(self, first: Callable[[tuple[str, int]], object]) -> None:
+        super().__init__()
+        self.first, self.ended = first, threading.Event()
+
+    def run(self, port: int) -> None:
+        try:
+            self.first((HOST, port))
+        finally:
+            self.ended.set()
+
+    def set(self, key: str, value: str) -> None:
+        if key == "address/0":
+            threading.Thread(target=self.run, args=(int(value.split()[1]),)).start()
+        if key == "address/1":
+            assert self.ended.wait(60)
+        super().set(key, value)
+
+
+def false_greeting(what: str, token: bytes, challenge: bytes) -> bytes:
+    rank = Member(token, 1, 3 if what == "another number of ranks" else 2)
+    greeting = rank.greeting(1 if what == "for another rank" else 0, False)
+    if what == "another token":
+        rank = Member(secrets.token_hex(16).encode(), 1, 2)
+    if what == "replayed":
+        challenge = secrets.token_bytes(NONCE)
+    role = b"accept" if what == "another role" else b"dial"
+    return greeting + rank.proof(role, challenge, greeting)
+
+
+@pytest.mark.parametrize(
+    "what", ["another token", "replayed", "another role", "for another rank", "another number of ranks"]
+)
+def test_a_false_rank_is_refused_and_the_real_ones_connect(what: str) -> None:
+    replies: list[bytes] = []
+
+    def impostor(address: tuple[str, int]) -> None:
+        with socket.create_connection(address, 60) as connection:
+            challenge = read(connection, NONCE)
+            connection.sendall(false_greeting(what, store.get("token"), challenge))
+            replies.append(read(connection))
+
+    store = Store(impostor)
+    first, second = on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=60))
+    assert replies == [b""], "the impostor got an answer"
+    assert first[1] is not None and second[0] is not None
+    first[1].data.sendall(b"to rank 1")
+    assert read(second[0].data, 9) == b"to rank 1"
+
+
+class Tap(HashStore):
+    """Rank 1 reaches rank 0 through a relay, which records every byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bytes] = []
+        self.listener = socket.create_server((HOST, 0))
+
+    def set(self, key: str, value: str) -> None:
+        if key == "address/0":
+            target = HOST, int(value.split()[1])
+            threading.Thread(target=self.relay, args=(target,), daemon=True).start()
+            value = f"{HOST} {self.listener.getsockname()[1]}"
+        super().set(key, value)
+
+    def relay(self, target: tuple[str, int]) -> None:
+        for _ in range(2):
+            ends = self.listener.accept()[0], socket.create_connection(target)
+            for one, other in (ends, ends[::-1]):
+                threading.Thread(target=self.copy, args=(one, other), daemon=True).start()
+
+    def copy(self, source: socket.socket, target: socket.socket) -> None:
+        with source, suppress(OSError):
+            while piece := source.recv(1 << 16):
+                self.seen.append(piece)
+                target.sendall(piece)
+
+
+def test_the_token_is_not_sent() -> None:
+    store = Tap()
+    with store.listener:
+        on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=60))
+    sent, token = b"".join(store.seen), store.get("token")
+    assert len(sent) == 2 * (NONCE + GREETING.size + NONCE + NONCE)
+    assert token not in sent and bytes.fromhex(token.decode()) not in sent
+
+
+@pytest.mark.parametrize("answer, problem", [(b"", "closed the connection"), (b"x" * NONCE, "does not have")])
+def test_a_listener_without_the_token_is_an_error(answer: bytes, problem: str) -> None:
+    """It also learns nothing: its challenge gets a proof that is of no use with any other."""
+    with socket.create_server((HOST, 0)) as listener:
+
+        def impostor() -> None:
+            with listener.accept()[0] as guest:
+                guest.sendall(b"c" * NONCE)
+                read(guest, GREETING.size + NONCE)
+                guest.sendall(answer)
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(EngineError, match=rf"rank 0 at 127\.0\.0\.1:\d+ .*{problem}") as caught:
+            tcp_connections(rank_0_at(listener), 1, 2, HOST, timeout_seconds=LONG)
+        thread.join()
+    assert (caught.value.kind, caught.value.peer) == ("peer_lost", 0)
+
+
+def rank_0_at(listener: socket.socket) -> HashStore:
+    store = HashStore()
+    store.set("token", secrets.token_hex(16))
+    store.set("address/0", f"{HOST} {listener.getsockname()[1]}")
+    return store
+
+
+@pytest.mark.parametrize("waits_for", ["address", "answer", "connection"])
+def test_a_lost_rank_ends_each_wait(waits_for: str) -> None:
+    polls: Iterator[str] = chain([""] * 3, repeat("rank 5 of the job died"))
+    with socket.create_server((HOST, 0)) as silent:
+        store = rank_0_at(silent) if waits_for == "answer" else HashStore()
+        rank = 0 if waits_for == "connection" else 1
+        with pytest.raises(EngineError, match=r"^rank 5 of the job died$") as caught:
+            tcp_connections(store, rank, 2, HOST, timeout_seconds=LONG, lost=lambda: next(polls))
+    assert caught.value.kind == "peer_lost"
+
+
+def test_a_rank_that_gives_up_closes_the_connections_that_it_has() -> None:
+    """Those ranks have all connections that they need, and would wait for its messages."""
+    connected = threading.Event()
+
+    def rank_1() -> bytes:
+        connection = tcp_connections(store, 1, 3, HOST, timeout_seconds=60, star=True)[0]
+        assert connection is not None
+        connected.set()
+        return read(connection.data)
+
+    def rank_0() -> EngineError:
+        lost = lambda: "rank 2 died" if connected.is_set() else ""  # noqa: E731
+        with pytest.raises(EngineError, match="rank 2 died") as caught:
+            tcp_connections(store, 0, 3, HOST, timeout_seconds=60, lost=lost, star=True)
+        return caught.value
+
+    store = HashStore()
+    error, received = on_ranks(2, lambda rank: [rank_0, rank_1][rank]())
+    assert isinstance(error, EngineError) and received == b""
+
+
+def test_a_store_that_has_ended_is_an_error_that_says_so() -> None:
+    class Ended(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise DistNetworkError("recv: got 0 bytes\nframe #0: ...")
+
+    with pytest.raises(EngineError, match=r"store does not answer: recv: got 0 bytes; look for .* rank 0's"):
+        tcp_connections(Ended(), 1, 2, HOST, timeout_seconds=LONG)
