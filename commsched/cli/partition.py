@@ -12,7 +12,8 @@ from commsched.cli.output import console
 from scheduler import profiles
 from scheduler.ir.cluster import Cluster
 from scheduler.pipelines.build import names, program_of
-from scheduler.pipelines.planner.partition import RECOMPUTE, partition
+from scheduler.pipelines.planner.partition import partition
+from scheduler.pipelines.planner.partition_input import RECOMPUTE
 from scheduler.pipelines.report import examine
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>|k|m|g|t)(?:i?b)?", re.IGNORECASE)

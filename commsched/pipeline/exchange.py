@@ -49,6 +49,7 @@ class Exchange:
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
+        self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         divisions = {(layout.replicas(stage), layout.grid(stage)) for stage in range(layout.stages)}
         self._divides_alike = len(divisions) == 1
         # Gradients that are summed over ranks let messages go first, except where the program says otherwise.
@@ -65,19 +66,29 @@ class Exchange:
 
     # Parts
 
+    def place(self, stage: int, rank: int, index: int) -> tuple[int, int, int]:
+        """Which range of a micro-batch's rows and which tile a rank has in a stage, and how many ranges there
+        are; looked up several times for every micro-batch.
+        """
+        known = self._places.get((stage, rank, index))
+        if known is None:
+            known = *self.layout.place(stage, rank, index), self.layout.replicas(stage)
+            self._places[stage, rank, index] = known
+        return known
+
     def rows(self, stage: int, rank: int, micro: Micro) -> Range:
         """The rows of a micro-batch that a rank holds in a stage."""
-        replica = self.layout.place(stage, rank, micro[0])[0]
-        return self.shares[micro[1]].within(micro[0], replica, self.layout.replicas(stage))
+        replica, _, replicas = self.place(stage, rank, micro[0])
+        return self.shares[micro[1]].within(micro[0], replica, replicas)
 
     def given(self, stage: int, micro: Micro) -> Range:
         """The same for this rank, counted in the batch it was given."""
-        replica = self.layout.place(stage, self.rank, micro[0])[0]
-        return self.shares[micro[1]].given(micro[0], replica, self.layout.replicas(stage))
+        replica, _, replicas = self.place(stage, self.rank, micro[0])
+        return self.shares[micro[1]].given(micro[0], replica, replicas)
 
     def _part(self, stage: int, rank: int, micro: Micro, cuts: Cuts) -> Part:
         grid = self.layout.grid(stage)
-        coord = grid.coord(self.layout.place(stage, rank, micro[0])[1]) if grid else ()
+        coord = grid.coord(self.place(stage, rank, micro[0])[1]) if grid else ()
         return part_of(self.rows(stage, rank, micro), coord, cuts)
 
     def _parts(self, stage: int, micro: Micro, cuts: list[Cuts]) -> list[Part]:

@@ -43,7 +43,7 @@ class Inputs:
             return None
         low, high = exchange.rows(number, self.rank, micro)
         targets = self._targets(micro[1], exchange.given(number, micro))
-        first = self.layout.place(number, self.rank, micro[0])[1] == 0
+        first = exchange.place(number, self.rank, micro[0])[1] == 0
         return Head(targets, (high - low) / exchange.shares[micro[1]].rows, first)
 
 

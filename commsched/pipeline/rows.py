@@ -75,11 +75,11 @@ class Share:
     def given(self, index: int, replica: int, replicas: int) -> Range:
         """The same rows, counted in the batch that this rank was given."""
         low, _ = self._micro(index)
-        first, last = (low + row for row in self.within(index, replica, replicas))
+        first, last = self.within(index, replica, replicas)
         if self.mine is not None:
-            before = size_of(part for part in self.mine if part[1] <= first)
-            first, last = before, before + last - first
-        return first, last
+            before = size_of(part for part in self.mine if part[1] <= low + first)
+            return before, before + last - first
+        return low + first, low + last
 
     def check(self, replicas: int) -> None:
         """Every replica needs a row of every micro-batch."""

@@ -21,7 +21,7 @@ from dnn_bench.command_line import parser
 from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.weight_versions import delays
-from scheduler.pipelines.build import generate
+from scheduler.pipelines.build import generate, virtual_option
 from scheduler.pipelines.planner.convert import read_plan
 from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
 
@@ -132,11 +132,11 @@ def _model(given: argparse.Namespace) -> str:
 
 def _late(given: argparse.Namespace) -> bool:
     """Whether a stage applies gradients of earlier steps."""
-    schedule, depth, microbatches = given.schedule, given.depth, given.microbatches
-    if given.plan:
-        plan = PipelinePlan.load(given.plan)
-        schedule, depth, microbatches = plan.schedule, len(plan.cuts), plan.microbatches
-    return any(delays(generate(schedule, depth, microbatches)))
+    if not given.plan:
+        return any(delays(generate(given.schedule, given.depth, given.microbatches)))
+    plan = PipelinePlan.load(given.plan)
+    virtual = virtual_option(plan.schedule, len(plan.cuts) // len(plan.replicas))
+    return any(delays(generate(plan.schedule, len(plan.replicas), plan.microbatches, **virtual)))
 
 
 def _bundle(given: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from scheduler.ir.codec import JsonFile
 
@@ -63,12 +63,6 @@ class PipelinePlan(JsonFile):
     @property
     def ranks(self) -> int:
         return sum(self.replicas)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The schedule's options: how many stages a position holds, where it can be chosen."""
-        virtual = len(self.cuts) // len(self.replicas)
-        return {"virtual": virtual} if self.schedule == "interleaved" else {}
 
     def check_model(self, sizes: tuple[int, ...] | list[int]) -> None:
         """Raises ``ValueError`` unless a model has the layers that this plan was made for."""

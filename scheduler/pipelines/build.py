@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
@@ -117,6 +118,11 @@ def generate(
     return replace(assemble(schedule, orders, layout, profile, bucket_bytes), borders=tuple(borders))
 
 
+def virtual_option(schedule: str, virtual: int) -> dict[str, Any]:
+    """The option that puts so many stages on a rank, where the schedule leaves the choice."""
+    return {"virtual": virtual} if "virtual" in signature(get(schedule)).parameters else {}
+
+
 def stage_count(orders: Sequence[Order]) -> int:
     """The number of stages in the orders of all positions."""
     return len({action.stage for order in orders for action in order})
@@ -171,7 +177,7 @@ def program_of(plan: PipelinePlan, profile: Profile, *, check_sizes: bool = True
         cuts=plan.cuts,
         recompute=plan.recompute,
         placement=plan.placement,
-        **plan.options,
+        **virtual_option(plan.schedule, len(plan.cuts) // len(plan.replicas)),
     )
 
 

@@ -14,8 +14,12 @@ from commsched.cli import train as command
 from commsched.pipeline import Chain
 from commsched.pipeline.start import planned
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.planner.convert import read_plan
-from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, train
+from scheduler.pipelines.planner.partition import partition
+from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, stage_of_parameters, train
 
 LINEAR = 8 * (WIDTH * WIDTH + WIDTH)
 
@@ -47,6 +51,24 @@ def test_stages_are_those_of_the_graph(tmp_path: Path) -> None:
     weights, losses, pipeline = train(model, data, 5, plan=plan)
     assert pipeline.layout.cuts == (0, 3, 4) and pipeline.delays == (2, 1, 0)
     expected, told = by_delays(model, data, 1, lambda name: 0 if name.startswith("4") else 2)
+    assert losses == pytest.approx(told, rel=1e-12)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("schedule", "options"), [("wpipe", {}), ("interleaved", {"virtual": 3})])
+def test_a_plan_with_several_stages_on_a_rank(schedule: str, options: dict[str, int], tmp_path: Path) -> None:
+    """The planner's cuts, through a file, train as the schedule's delays say."""
+    model, data = chain_model(6), batches(4)
+    chain = Chain(model)
+    layers = tuple(Layer(n, 1e-3, 2e-3, s, 96) for n, s in zip(chain.names, chain.sizes))
+    cluster = Cluster.flat(2, Link(1e-6, 1e-5))
+    plan = partition(Profile("chain", layers), cluster, schedule, microbatches=2, **options)
+    assert len(plan.replicas) == 2 and len(plan.cuts) == 2 * options.get("virtual", 2)
+    plan.save(tmp_path / "plan.json")
+    weights, losses, pipeline = train(model, data, 2, plan=tmp_path / "plan.json")
+    stages = stage_of_parameters(plan.cuts, model)
+    expected, told = by_delays(model, data, 2, lambda name: pipeline.delays[stages[name]])
     assert losses == pytest.approx(told, rel=1e-12)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)

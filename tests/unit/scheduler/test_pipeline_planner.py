@@ -20,7 +20,8 @@ from scheduler.ir.link import Level, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.build import program_of
-from scheduler.pipelines.planner.partition import PartitionInput, partition
+from scheduler.pipelines.planner.partition import partition
+from scheduler.pipelines.planner.partition_input import PartitionInput
 from scheduler.pipelines.planner.stage_search import StageSearch
 from scheduler.simulate.memory import memory_by_rank
 from scheduler.simulate.simulator import simulate
@@ -203,6 +204,11 @@ def test_several_stages_on_a_rank(
     assert plan.memory == memory_by_rank(program, profile)
     assert PipelinePlan.from_dict(plan.to_dict()) == plan
     assert plan.period <= min(naive, default=math.inf) * 1.0001
+
+
+def test_only_a_schedule_that_leaves_the_choice_takes_a_number_of_stages() -> None:
+    with pytest.raises(ValueError, match="'wpipe' does not let virtual be chosen"):
+        partition(model(8, 3), Cluster.flat(2, Link(0.1, 0.05)), "wpipe", virtual=4)
 
 
 def test_schedules_of_a_few_positions() -> None:
