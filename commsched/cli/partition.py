@@ -11,6 +11,7 @@ from commsched.cli import options
 from commsched.cli.output import console
 from scheduler import profiles
 from scheduler.ir.cluster import Cluster
+from scheduler.ir.placements import Placement, Samples, Tiles
 from scheduler.pipelines.build import names, program_of
 from scheduler.pipelines.planner.partition import partition
 from scheduler.pipelines.planner.partition_input import RECOMPUTE
@@ -59,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-stages", type=int, metavar="N", help="most stages to try (default: one per device)"
     )
+    parser.add_argument(
+        "--placements",
+        metavar="P[,P...]",
+        help="search cuts only, for stages on these grids of tiles or ranks that share samples: 2x2,1",
+    )
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan to FILE")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a summary")
 
@@ -77,6 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         recompute=arguments.recompute,
         state=arguments.state,
         max_stages=arguments.max_stages,
+        placements=_placements(arguments.placements),
     )
     if arguments.output:
         plan.save(Path(arguments.output))
@@ -88,7 +95,9 @@ def run(arguments: argparse.Namespace) -> None:
     for stage, (first, end) in enumerate(zip(plan.cuts, ends, strict=True)):
         recomputed = ", recomputed" if plan.recompute[stage] else ""
         devices = _counted(plan.replicas[stage % len(plan.replicas)], "device")
-        out.print(f"stage {stage}: layers {first}..{end - 1}, {devices}{recomputed}")
+        grid = plan.tiles[stage] if plan.tiles else None
+        tiles = f" with a tile of {'x'.join(map(str, grid.grid))} each" if grid else ""
+        out.print(f"stage {stage}: layers {first}..{end - 1}, {devices}{tiles}{recomputed}")
     if plan.ranks < arguments.devices:
         out.print(
             f"{plan.ranks} of {arguments.devices} devices are used: start {_counted(plan.ranks, 'rank')}"
@@ -101,6 +110,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _placements(text: str | None) -> list[Placement]:
+    try:
+        sizes = [[int(part) for part in word.split("x")] for word in text.split(",")] if text else []
+        return [Tiles(tuple(size)) if len(size) > 1 else Samples(size[0]) for size in sizes]
+    except ValueError:
+        raise ValueError(
+            f"--placements takes grids and numbers of ranks such as 2x2,1, got {text!r}"
+        ) from None
 
 
 def _memory(text: str | None, devices: int) -> tuple[int, ...] | None:

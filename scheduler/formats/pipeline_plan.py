@@ -8,6 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import ClassVar
 
 from scheduler.ir.codec import JsonFile
+from scheduler.ir.placements import Placement, Samples, Tiles
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class PipelinePlan(JsonFile):
     per step as simulated; ``bottleneck``: of the slowest stage (both 0 where nothing was simulated);
     ``memory``: bytes by rank, without optimizer state. ``replicas`` and ``rank_map`` (the ranks, by default
     numbered one after the other) are those of each position: stage s is at position s modulo their number.
+    ``tiles``: the grid of each position, None for samples; empty where none is on tiles.
     """
 
     HASHED: ClassVar[bool] = True
@@ -34,6 +36,7 @@ class PipelinePlan(JsonFile):
     bottleneck: float
     memory: tuple[int, ...]
     rank_map: tuple[tuple[int, ...], ...] = ()
+    tiles: tuple[Tiles | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("sizes", "cuts", "replicas", "recompute", "devices", "memory"):
@@ -59,6 +62,12 @@ class PipelinePlan(JsonFile):
                 f"field 'rank_map' must give the stages {list(self.replicas)} ranks, each of 0 to {ranks - 1}"
                 f" once, got {[list(row) for row in held]}"
             )
+
+    @property
+    def placements(self) -> list[Placement] | None:
+        """Of each position, where some are on tiles."""
+        pairs = zip(self.tiles, self.replicas, strict=True)
+        return [grid or Samples(count) for grid, count in pairs] if self.tiles else None
 
     @property
     def ranks(self) -> int:

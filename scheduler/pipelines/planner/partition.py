@@ -13,15 +13,16 @@ are cut as if each had a device of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise, product
 
 import numpy as np
 
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
-from scheduler.ir.profile import Profile
+from scheduler.ir.placements import Placement
+from scheduler.ir.profile import Border, Profile
 from scheduler.pipelines.build import BUCKET, generate
 from scheduler.pipelines.planner.partition_input import PartitionInput
 from scheduler.pipelines.planner.stage_search import TOLERANCE, Cut, table_of
@@ -48,15 +49,24 @@ def partition(
     max_stages: int | None = None,
     candidates: int = 4,
     virtual: int | None = None,
+    placements: Sequence[Placement] = (),
+    borders: Sequence[Border | None] = (),
 ) -> PipelinePlan:
     """The fastest plan: ``profile`` is of one micro-batch on one device.
 
     ``state``: bytes of optimizer state per byte of weights. ``recompute``: ``never``, ``always``, or where it
     helps (``auto``). ``candidates``: how many pipelines of different depths the simulator compares.
-    ``virtual``: stages on each rank, for schedules that let it be chosen (interleaved).
+    ``virtual``: stages on each rank, for schedules that let it be chosen (interleaved). ``placements``: of
+    the stages, on tiles or on samples, for which only the cuts are searched then; ``borders``: what tiles
+    exchange at each layer.
     """
-    problem = PartitionInput(profile, cluster, schedule, microbatches, recompute, state, max_stages, virtual)
-    plans = (_by_depth if problem.virtual == 1 else _by_shape)(problem, candidates)
+    problem = PartitionInput(
+        profile, cluster, schedule, microbatches, recompute, state, max_stages, virtual, tuple(placements)
+    )
+    if placements:
+        plans = _as_placed(problem, tuple(borders))
+    else:
+        plans = (_by_depth if problem.virtual == 1 else _by_shape)(problem, candidates)
     best = min(plans, key=lambda plan: plan.period, default=None)
     if best is None:
         raise ValueError(_why_impossible(problem))
@@ -78,6 +88,28 @@ def _by_depth(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan
             return
         yield (plan := _simulated(problem, cut, cut.replicas))
         most, period = len(cut.cuts) // 2, min(period, plan.period)
+
+
+def _as_placed(problem: PartitionInput, borders: tuple[Border | None, ...]) -> Iterator[PipelinePlan]:
+    """The best cuts for given placements. The search does not know halos, the simulator does: from the
+    search's cuts on, neighbouring ones are moved by a layer as long as the period falls.
+    """
+    cut = problem.search(problem.depth).best() if problem.depth else None
+    if cut is None:
+        return
+    best = _simulated(problem, cut, cut.replicas, borders)
+    improved = True
+    while improved:
+        improved = False
+        runs = combinations(range(1, len(best.cuts) + 1), 2)
+        for (low, high), step in product(runs, (-1, 1)):
+            moved = [first + step * (low <= stage < high) for stage, first in enumerate(best.cuts)]
+            if not all(a < b for a, b in pairwise((*moved, len(problem.profile.layers)))):
+                continue
+            plan = _simulated(problem, replace(cut, cuts=tuple(moved)), cut.replicas, borders)
+            if plan.period < best.period * (1 - TOLERANCE) and _fits(problem, plan):
+                best, improved = plan, True
+    yield best
 
 
 def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
@@ -133,14 +165,21 @@ def _fits(problem: PartitionInput, plan: PipelinePlan) -> bool:
     return all(size <= problem.cluster.memory[d] for size, d in zip(needed, plan.devices, strict=True))
 
 
-def _simulated(problem: PartitionInput, cut: Cut, replicas: tuple[int, ...]) -> PipelinePlan:
+def _simulated(
+    problem: PartitionInput,
+    cut: Cut,
+    replicas: tuple[int, ...],
+    borders: tuple[Border | None, ...] = (),
+) -> PipelinePlan:
     """The plan of a pipeline, with its simulated period and memory. ``replicas``: by position."""
     devices = range(problem.cluster.size - sum(replicas), problem.cluster.size)
     program = generate(
         problem.schedule,
         len(replicas),
         problem.microbatches,
-        replicas=replicas,
+        replicas=1 if problem.placements else replicas,
+        placements=problem.placements or None,
+        borders=borders,
         profile=problem.profile,
         cuts=cut.cuts,
         recompute=cut.recompute,
@@ -161,6 +200,7 @@ def _simulated(problem: PartitionInput, cut: Cut, replicas: tuple[int, ...]) -> 
         period=run(lower_pipeline(program, problem.profile, problem.cluster.at(devices))).period,
         bottleneck=cut.bottleneck,
         memory=memory_by_rank(program, problem.profile),
+        tiles=program.layout.tiles,
     )
 
 

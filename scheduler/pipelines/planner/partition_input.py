@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from scheduler.ir.cluster import Cluster
+from scheduler.ir.placements import Placement
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate, get, stage_count, virtual_option
 from scheduler.pipelines.planner.stage_search import Cut, StageSearch, table_of
@@ -19,8 +21,8 @@ MOST_LAYERS = 32_000
 
 @dataclass(frozen=True)
 class PartitionInput:
-    """A model, a cluster and a schedule; ``virtual_stages``: how many a rank holds, where that can be
-    chosen (None: as the schedule does).
+    """A model, a cluster and a schedule. ``virtual_stages``: how many a rank holds, where that can be
+    chosen (None: as the schedule does). ``placements`` of all stages, where they are given.
     """
 
     profile: Profile
@@ -31,6 +33,7 @@ class PartitionInput:
     state: float = 0.0
     max_stages: int | None = None
     virtual_stages: int | None = None
+    placements: tuple[Placement, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -40,6 +43,13 @@ class PartitionInput:
         if self.microbatches < 1 or self.state < 0:
             given = f"got {self.microbatches} and {self.state}"
             raise ValueError(f"needs at least 1 micro-batch and no negative state, {given}")
+        needed = sum(each.size for each in self.placements)
+        if self.placements and (self.virtual > 1 or needed != self.cluster.size):
+            raise ValueError(
+                "placements need a schedule with one stage on a rank, and take all devices: schedule"
+                f" {self.schedule!r} puts {self.virtual} on a rank, they take {needed} of"
+                f" {self.cluster.size} devices"
+            )
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -58,6 +68,8 @@ class PartitionInput:
     @cached_property
     def depth(self) -> int:
         """The most positions of a pipeline."""
+        if self.placements:
+            return len(self.placements) if self._allows(len(self.placements)) else 0
         stages = min(len(self.profile.layers), self.max_stages or len(self.profile.layers))
         most = min(self.cluster.size, stages // self.virtual)
         if most and not self._allows(most):  # bundles have two, wpipe as many as micro-batches
@@ -101,8 +113,21 @@ class PartitionInput:
                     memory[d, r] = min(cluster.memory[first : first + r])
         modes = np.array(RECOMPUTE[self.recompute])
         copies, in_flight = self.kept(min(self.depth, most))
+        if self.placements:
+            given = np.zeros_like(memory, dtype=bool)
+            sizes = [each.size for each in self.placements]
+            given[list(accumulate(reversed(sizes))), sizes[::-1]] = True
+            memory[~given] = -np.inf  # nothing fits there, so stages are where they were placed
         return StageSearch(
-            table_of(self.profile), self.microbatches, copies, in_flight, ring, border, memory, modes
+            table_of(self.profile),
+            self.microbatches,
+            copies,
+            in_flight,
+            ring,
+            border,
+            memory,
+            modes,
+            all_devices=bool(self.placements),
         )
 
     def folded(self, positions: int, replicas: int, strict: bool) -> StageSearch:
@@ -130,7 +155,8 @@ class PartitionInput:
             border,
             memory,
             np.array(RECOMPUTE[self.recompute]),
-            single=True,
+            most_replicas=1,
+            all_devices=True,
         )
 
     def even(self, positions: int) -> Cut:

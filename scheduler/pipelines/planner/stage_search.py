@@ -30,7 +30,7 @@ class Cut:
 @dataclass
 class StageSearch:
     """The arrays of `reachable`, which describes them. ``copies`` and ``in_flight`` say how deep a pipeline
-    may be; with ``single`` every stage has one device, and every device a stage.
+    may be; with ``all_devices`` it uses every device.
     """
 
     table: np.ndarray
@@ -41,7 +41,8 @@ class StageSearch:
     border: np.ndarray
     memory: np.ndarray
     modes: np.ndarray
-    single: bool = False
+    most_replicas: int = 1 << 30
+    all_devices: bool = False
 
     def __post_init__(self) -> None:
         self.devices, self.layers = len(self.border) - 1, self.table.shape[1] - 1
@@ -80,7 +81,6 @@ class StageSearch:
     def _reach(self, limit: float, ring: np.ndarray) -> tuple[int, int]:
         from scheduler.pipelines.planner.reachability_kernel import reachable
 
-        most_replicas = 1 if self.single else self.devices
         stages, devices = reachable(
             limit,
             self.table,
@@ -91,8 +91,8 @@ class StageSearch:
             self.border,
             self.memory,
             self.modes,
-            most_replicas,
-            self.single,
+            self.most_replicas,
+            self.all_devices,
             self._choice,
         )
         return int(stages), int(devices)

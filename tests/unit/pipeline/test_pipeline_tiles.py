@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from commsched.pipeline import Pipeline
+from commsched.pipeline import Chain, Pipeline
+from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Link
 from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.ir.profile import Layer, Profile
+from scheduler.pipelines.planner.partition import partition
 from scheduler.validate import validate
 from tests.support.pipeline_runs import momentum, on_threads
 
@@ -98,5 +103,34 @@ def test_tiles_are_one_process(
     for losses, weights, value in on_threads(sum(each.size for each in placements), work):
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(value, evaluated, rtol=0, atol=1e-10)
+        for name, tensor in state.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_a_plan_with_tiles_is_one_process(tmp_path: Path) -> None:
+    """The planner's cuts for given placements, through a file."""
+    expected, state, _ = one_process(6)
+    start, batches = model(), data(6)
+    chain = Chain(start)
+    outputs = [96, 96, 2_000_000, 96]
+    layers = tuple(Layer(n, 1e-3, 2e-3, s, a) for n, s, a in zip(chain.names, chain.sizes, outputs))
+    cluster = Cluster.flat(5, Link(1e-6, 1e-8))
+    placements = [Tiles((2, 2)), Samples()]
+    plan = partition(Profile("net", layers), cluster, "1f1b", microbatches=2, placements=placements)
+    assert plan.cuts == (0, 2)  # the third convolution's layer pools its whole output
+    plan.save(tmp_path / "plan.json")
+
+    def work(fabric: Any) -> Any:
+        given = {"plan": tmp_path / "plan.json", "tile_options": {"fuse_halo": "off"}}
+        pipeline = Pipeline(
+            copy.deepcopy(start), loss=F.cross_entropy, optimizer=momentum, fabric=fabric, **given
+        )
+        losses = [pipeline.step(batch) for batch in batches]
+        weights = pipeline.state_dict()
+        pipeline.close()
+        return losses, weights
+
+    for losses, weights in on_threads(5, work):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
         for name, tensor in state.items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10)

@@ -9,6 +9,7 @@ import pytest
 
 from commsched.cli import main
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.placements import Samples, Tiles
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.build import program_of
 from scheduler.validate import validate
@@ -45,6 +46,14 @@ def test_hosts_and_json(alex: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.microbatches == 4 and max(plan.memory) <= 128 << 20
 
 
+def test_placements(alex: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    words = ["partition", "--profile", alex, "--devices", "5", "--link", "1gbit", "--schedule", "1f1b"]
+    assert main([*words, "--placements", "2x2,1", "-o", str(path)]) == 0
+    assert "4 devices with a tile of 2x2 each" in capsys.readouterr().out
+    assert PipelinePlan.load(path).placements == [Tiles((2, 2)), Samples()]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -54,6 +63,7 @@ def test_hosts_and_json(alex: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--devices", "4", "--memory", "lots"], "cannot read 'lots'"),
         (["--devices", "4", "--memory", "1g,2g"], "one entry for each of 4 devices, got 2"),
         (["--devices", "4", "--memory", "1k"], "fits into the memory of 4 devices"),
+        (["--devices", "5", "--placements", "2xtwo,1"], "numbers of ranks such as 2x2,1, got '2xtwo,1'"),
         (["--devices", "4", "--schedule", "fast"], "there is no pipeline schedule 'fast'"),
     ],
 )

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Level, Link
-from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.build import program_of
 from scheduler.pipelines.planner.partition import partition
@@ -204,6 +205,30 @@ def test_several_stages_on_a_rank(
     assert plan.memory == memory_by_rank(program, profile)
     assert PipelinePlan.from_dict(plan.to_dict()) == plan
     assert plan.period <= min(naive, default=math.inf) * 1.0001
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "2bw"])
+def test_cuts_for_placements_are_the_best(schedule: str, seed: int) -> None:
+    """Stages on tiles: of all cuts, halos included. Searched without halos, 2bw's would be others."""
+    profile, cluster = model(7, seed), Cluster.flat(6, Link(0.01, 0.005))
+    placements = [Tiles((2, 2)), Samples(), Samples()]
+    borders = [Border(300.0 / layer, 300.0 / layer, 0.3) for layer in range(1, 8)]
+    plan = partition(profile, cluster, schedule, microbatches=3, placements=placements, borders=borders)
+    validate(program_of(plan, profile), profile)
+    assert plan.placements == placements and PipelinePlan.from_dict(plan.to_dict()) == plan
+    periods = []
+    for later in combinations(range(1, 7), 2):
+        cuts = (0, *later)
+        program = generate(schedule, 3, 3, placements=placements, profile=profile, cuts=cuts, borders=borders)
+        periods.append(simulate(program, profile, cluster).period)
+    assert plan.period == pytest.approx(min(periods), rel=1e-9)
+
+
+def test_placements_take_all_devices() -> None:
+    profile, cluster = model(7, 0), Cluster.flat(4, Link(0.01, 0.005))
+    with pytest.raises(ValueError, match="they take 5 of 4 devices"):
+        partition(profile, cluster, "1f1b", placements=[Tiles((2, 2)), Samples()])
 
 
 def test_only_a_schedule_that_leaves_the_choice_takes_a_number_of_stages() -> None:
