@@ -98,6 +98,29 @@ class Plan:
 def read(arguments: list[str]) -> Plan:
     """The plan; a ValueError says which option is wrong and what it may be."""
     o = parse(arguments)
+    mode = o.mode or ("sp" if o.spatial_size else "lp")
+    mirrored, spatial = mode.startswith("gems"), _spatial_size(o, mode)
+    _check(o, mirrored, spatial)
+    balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
+    grids = _grids(o, spatial)
+    tiled = sum(rows * columns for rows, columns in grids)
+    return Plan(
+        o,
+        mode,
+        o.num_layers or LAYERS[o.model],
+        o.num_filters or FILTERS[o.model],
+        grids,
+        balance,
+        stages=o.split_size,
+        mirrored=mirrored,
+        microbatches=o.parts * o.times,
+        ranks=(tiled + (o.split_size - spatial) * o.local_DP) * o.replicas,
+        images=o.batch_size * o.replicas * (1 + mirrored) * o.times,
+    )
+
+
+def _check(o: argparse.Namespace, mirrored: bool, spatial: int) -> None:
+    """Options that do not go together."""
     counts = (
         "image_size",
         "batch_size",
@@ -111,8 +134,6 @@ def read(arguments: list[str]) -> Plan:
     for name in (*counts, "fused_layers", "iterations"):
         if getattr(o, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(o, name)}")
-    mode = o.mode or ("sp" if o.spatial_size else "lp")
-    mirrored, spatial = mode.startswith("gems"), _spatial_size(o, mode)
     if o.batch_size % o.parts:
         raise ValueError(
             f"--parts {o.parts} must divide --batch-size {o.batch_size}: micro-batches are equally large"
@@ -134,26 +155,10 @@ def read(arguments: list[str]) -> Plan:
         raise ValueError(
             f"--cuts needs {o.split_size - 1} numbers for --split-size {o.split_size}, got {o.cuts}"
         )
-    balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
-    if balance and len(balance) != o.split_size:
+    if o.balance and len(_numbers("--balance", o.balance)) != o.split_size:
         raise ValueError(
             f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
         )
-    grids = _grids(o, spatial)
-    tiled = sum(rows * columns for rows, columns in grids)
-    return Plan(
-        o,
-        mode,
-        o.num_layers or LAYERS[o.model],
-        o.num_filters or FILTERS[o.model],
-        grids,
-        balance,
-        stages=o.split_size,
-        mirrored=mirrored,
-        microbatches=o.parts * o.times,
-        ranks=(tiled + (o.split_size - spatial) * o.local_DP) * o.replicas,
-        images=o.batch_size * o.replicas * (1 + mirrored) * o.times,
-    )
 
 
 def _spatial_size(o: argparse.Namespace, mode: str) -> int:
