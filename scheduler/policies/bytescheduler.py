@@ -31,7 +31,7 @@ def bytescheduler(problem: Problem) -> Program:
 
 def _by_priority(problem: Problem, buckets: Sequence[Bucket]) -> list[Action]:
     """When the link is free, the ready bucket of the lowest layer; what has started is not interrupted."""
-    ready = problem.model(buckets).backward_end
+    ready = problem.model(buckets).ready
     coming = sorted(range(len(buckets)), key=lambda b: (ready[buckets[b].ready_layer], b), reverse=True)
     waiting: list[tuple[int, int]] = []
     order: list[Action] = []

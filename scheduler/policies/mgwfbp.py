@@ -25,7 +25,7 @@ def _merge(problem: Problem) -> tuple[Bucket, ...]:
     """
     profile, link = problem.profile, problem.link
     startup = link.cost(Kind.AR, 0)
-    ready = problem.model(()).backward_end
+    ready = problem.model(()).ready
     closed: list[Bucket] = []
     link_free = 0.0
     pieces: dict[int, list[Piece]] = {}

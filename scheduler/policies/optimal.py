@@ -9,15 +9,19 @@
    bound (``search.order_kernel``); all-gathers go into the gaps of the backward wherever that helps.
 4. **Improve.** From the best starts, cuts between buckets are dropped, added and moved
    (``search.cut_kernel``).
-5. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
+5. **Weight gradients.** With ``split_backward`` the search is repeated for backwards whose weight gradients
+   have places of their own (``search.weight_search``); one is taken where it gains something.
+6. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
    than measured. The search is then repeated for slower links. Of the plans with the shortest period it takes
    the one that loses least on those links; among plans that lose hardly more, the one with fewest buckets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.program import Program
 from scheduler.policies.bytescheduler import bytescheduler
 from scheduler.policies.dear import dear
@@ -25,6 +29,7 @@ from scheduler.policies.mgwfbp import mgwfbp
 from scheduler.policies.pipedap import pipedap
 from scheduler.policies.problem import Problem
 from scheduler.policies.search.bucket_search import BucketSearch, ordered
+from scheduler.policies.search.weight_search import backward_orders
 from scheduler.policies.sequential import sequential
 from scheduler.policies.wfbp import wfbp
 
@@ -44,29 +49,57 @@ NEARLY = 1.002
 """Plans that lose hardly more there keep reserves too; each bucket costs a little that is not modelled."""
 
 
-def optimal(problem: Problem, seed: int = 0, budget: int = BUDGET, max_buckets: int = 512) -> Program:
+WORTH = 0.995
+"""A backward with weight gradients in places of their own is taken if its period is at most this part."""
+
+
+def optimal(
+    problem: Problem,
+    seed: int = 0,
+    budget: int = BUDGET,
+    max_buckets: int = 512,
+    split_backward: bool = False,
+    extra_memory: float | None = None,
+) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
-    Where the problem has buckets only the order is searched.
+    Where the problem has buckets only the order is searched. ``split_backward``: weight gradients may have
+    places of their own, and hold ``extra_memory`` bytes beyond the backward's peak (None: any number).
     """
+    plain = _unsplit(problem, seed, budget, max_buckets)
+    if not split_backward:
+        return plain
+    found = [plain]
+    for backward in backward_orders(problem.profile, problem.link, extra_memory, seed):
+        task = replace(problem, backward=backward)
+        found.append(_searched(task, [plain.buckets], seed, budget, max_buckets))
+    best = min(found, key=problem.period)
+    return best if problem.period(best) <= problem.period(plain) * WORTH else plain
+
+
+def _searched(
+    problem: Problem, known: Sequence[Sequence[Bucket]], seed: int, budget: int, most: int
+) -> Program:
+    """The best buckets found and their best order. ``known``: buckets to start from."""
+    if problem.has_buckets:
+        (chosen,) = problem.candidates()
+    elif problem.profile.total_bytes:
+        chosen = BucketSearch(problem, most).run(known, seed, budget)
+    else:
+        chosen = ()
+    order = problem.model(chosen).decode(ordered(problem, chosen) if chosen else ())
+    return problem.program("optimal", chosen, order, found_by="search")
+
+
+def _unsplit(problem: Problem, seed: int, budget: int, max_buckets: int) -> Program:
     profile = problem.profile
     made = [policy(problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)]
     others = [problem.program("optimal", it.buckets, it.link, found_by=it.policy) for it in made]
-
-    def searched(task: Problem, budget: int) -> Program:
-        if problem.has_buckets:
-            (chosen,) = problem.candidates()
-        elif profile.total_bytes:
-            chosen = BucketSearch(task, max_buckets).run([other.buckets for other in others], seed, budget)
-        else:
-            chosen = ()
-        order = task.model(chosen).decode(ordered(task, chosen) if chosen else ())
-        return problem.program("optimal", chosen, order, found_by="search")
-
+    known = [other.buckets for other in others]
     slower = [_on_slower_link(problem, factor) for factor in SLOWER]
-    plans = [searched(problem, budget)]
+    plans = [_searched(problem, known, seed, budget, max_buckets)]
     if 2 * float(problem.model(plans[0].buckets).cost.sum()) < profile.compute:
-        plans += [searched(task, budget // len(slower)) for task in slower]
+        plans += [_searched(task, known, seed, budget // len(slower), max_buckets) for task in slower]
     plans += others
     shortest = min(map(problem.period, plans))
     equal = [plan for plan in plans if problem.period(plan) <= shortest * SAME]

@@ -43,7 +43,7 @@ class _Slack:
         self.names = backward_order(buckets)
         model = problem.model([buckets[name] for name in self.names])
         self.cost, self.startup = model.cost, problem.link.alpha
-        self.ready = model.backward_end[model.layer]
+        self.ready = model.ready[model.layer]
         # The forward reaches bucket i after the forward of all layers below it.
         self.forward_below = (np.cumsum(model.forward) - model.forward)[model.layer]
         self.moved_after: list[list[int]] = [[] for _ in buckets]

@@ -55,7 +55,8 @@ class _Lowering:
         self.program, self.profile, self.link = program, profile, link
         self.graph = GraphBuilder()
         self.shared: dict[Key, tuple[int, ...]] = {}
-        self.split = any(action.kind is Kind.W for action in program.lanes().get(COMPUTE_LANE, ()))
+        compute = program.lanes().get(COMPUTE_LANE, ())
+        self.split = {action.index for action in compute if action.kind is Kind.W}
 
     def run(self, ranks: int, ordered: bool) -> TaskGraph:
         for rank in range(ranks):
@@ -120,7 +121,7 @@ class _Lowering:
         if kind is Kind.F:
             seconds = layer.forward
             return (seconds,) if border is None else (seconds * (1 - border.share), seconds * border.share)
-        seconds = layer.backward - (layer.weight_backward if self.split else 0.0)
+        seconds = layer.backward - (layer.weight_backward if index in self.split else 0.0)
         return (seconds,) if border is None else (seconds * border.share, seconds * (1 - border.share))
 
     def _depend(self, own: dict[Key, tuple[int, ...]]) -> None:

@@ -11,18 +11,23 @@ from numba import njit
 
 
 class Step(NamedTuple):
-    """What does not depend on the buckets: seconds by layer, and rules for updates (see ``StepModel``)."""
+    """What does not depend on the buckets: seconds of each layer's forward and of the whole backward, and
+    rules for updates (see ``StepModel``).
+    """
 
     forward: np.ndarray
-    backward_end: np.ndarray
+    backward: float
     update_in_compute: bool
     update_from: float
     gathers_late: bool
 
 
 class Load(NamedTuple):
-    """The buckets: the layer that completes and first needs each; seconds of a collective, of the update."""
+    """The buckets: when the backward has completed each, the layer whose forward needs it first; seconds of a
+    collective, of the update.
+    """
 
+    ready: np.ndarray
     layer: np.ndarray
     cost: np.ndarray
     update: np.ndarray
@@ -45,7 +50,7 @@ def step_period(step: Step, load: Load, order: np.ndarray) -> float:
     for operation in order:
         bucket = operation % buckets
         if operation < buckets:
-            link = max(link, step.backward_end[load.layer[bucket]]) + load.cost[bucket]
+            link = max(link, load.ready[bucket]) + load.cost[bucket]
             usable[bucket] = link
             if not step.update_in_compute:
                 updater = max(updater, link) + load.update[bucket]
@@ -54,7 +59,7 @@ def step_period(step: Step, load: Load, order: np.ndarray) -> float:
         if operation < 2 * buckets:
             link = max(link, usable[bucket]) + load.cost[bucket]
         else:
-            link = max(link, step.backward_end[load.layer[bucket]]) + 2.0 * load.cost[bucket]
+            link = max(link, load.ready[bucket]) + 2.0 * load.cost[bucket]
         gathered[bucket] = link
         layer = load.layer[bucket]
         if head[layer] < 0:
@@ -62,7 +67,7 @@ def step_period(step: Step, load: Load, order: np.ndarray) -> float:
         else:
             following[tail[layer]] = bucket
         tail[layer] = bucket
-    now = step.backward_end[0]
+    now = step.backward
     for layer in range(layers):
         bucket = head[layer]
         while bucket >= 0:

@@ -37,13 +37,18 @@ class StepModel:
         ranks: int = 2,
         gather: str = "gradients",
         early_step: bool = False,
+        backward: Sequence[Action] = (),
     ) -> None:
+        """``backward``: its actions in order, where weight gradients have places of their own."""
         self.count = len(buckets)
         size = np.array([bucket.bytes for bucket in buckets], float)
-        backward = np.array([layer.backward for layer in profile.layers])
         self.forward = np.array([layer.forward for layer in profile.layers])
-        self.backward_end = np.cumsum(backward[::-1])[::-1].copy()
+        self.ready, self.backward = gradient_times(profile, backward)
         self.layer = np.array([bucket.ready_layer for bucket in buckets], np.int64)
+        if backward:
+            self.complete = np.array([max(self.ready[la] for la in bucket.layers) for bucket in buckets])
+        else:
+            self.complete = self.ready[self.layer]
         self.cost = np.array([link.cost(Kind.RS, bytes_) for bytes_ in size])
         self.update_in_compute = gather == "gradients"
         self.update = profile.update_per_byte * size / (1 if self.update_in_compute else ranks)
@@ -60,12 +65,25 @@ class StepModel:
         """Return the arguments of the compiled functions."""
         from scheduler.simulate.step_kernel import Load, Step
 
-        update_from = float(self.backward_end[0]) if self.gathers_late else 0.0
-        step = Step(self.forward, self.backward_end, self.update_in_compute, update_from, self.gathers_late)
-        return step, Load(self.layer, self.cost, self.update)
+        update_from = self.backward if self.gathers_late else 0.0
+        step = Step(self.forward, self.backward, self.update_in_compute, update_from, self.gathers_late)
+        return step, Load(self.complete, self.layer, self.cost, self.update)
 
     def period(self, order: np.ndarray) -> float:
         """Return the seconds per iteration; ``order``: each bucket's RS before its AG, or its AR, once."""
         from scheduler.simulate.step_kernel import step_period
 
         return float(step_period(*self.kernel_input(), order))
+
+
+def gradient_times(profile: Profile, backward: Sequence[Action] = ()) -> tuple[np.ndarray, float]:
+    """When the backward has made each layer's gradient, and how long it takes, in seconds from its begin."""
+    layers = profile.layers
+    later = {action.index for action in backward if action.kind is Kind.W}
+    ready, now = np.zeros(len(layers)), 0.0
+    for action in backward or [Action(Kind.B, layer) for layer in reversed(range(len(layers)))]:
+        weight = layers[action.index].weight_backward if action.index in later else 0.0
+        now += weight if action.kind is Kind.W else layers[action.index].backward - weight
+        if action.kind is Kind.W or action.index not in later:
+            ready[action.index] = now
+    return ready, now

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scheduler.bounds import relaxed_cuts, startup_bound
-from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece, in_backward_order
+from scheduler.bounds.split import split_exposed
+from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece
 from scheduler.policies.problem import Problem
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ FEW = 5
 
 def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
     """The best order of these buckets, in the step model's codes."""
-    enough = startup_bound(problem.profile, problem.link, **problem.step)
+    enough = bound_of(problem)
     from scheduler.policies.search.order_kernel import best_order
 
     step, load = problem.model(buckets).kernel_input()
@@ -50,14 +51,24 @@ def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
     return order
 
 
+def bound_of(problem: Problem, slower: float = 1.0) -> float:
+    """A period that no plan beats on a link so much slower."""
+    link = replace(problem.link, alpha=problem.link.alpha * slower, beta=problem.link.beta * slower)
+    if problem.backward:
+        return problem.profile.compute + split_exposed(problem.profile, link)
+    return startup_bound(problem.profile, link, **problem.step)
+
+
 class BucketSearch:
     """All gradient bytes of a problem on a ``cut_kernel.Line``, and the search for the best cuts of it."""
 
     def __init__(self, problem: Problem, most: int) -> None:
         self.problem = problem
         sizes = problem.profile.sizes
+        self.ready = problem.model(()).ready
         layers = [layer for layer in reversed(range(len(sizes))) if sizes[layer]]
-        layers.sort(key=lambda layer: problem.groups[layer])  # stable: backward order within a group
+        # In each group in the order in which the backward makes them.
+        layers.sort(key=lambda layer: (problem.groups[layer], self.ready[layer]))
         self.layers = np.array(layers, np.int64)
         self.groups = np.array([problem.groups[layer] for layer in layers], np.int64)
         self.size = np.array([sizes[layer] for layer in layers], np.int64)
@@ -95,15 +106,7 @@ class BucketSearch:
         """A period and a score (see ``score_cuts``) that cannot be beaten."""
         from scheduler.policies.search.cut_kernel import CARE, DOUBT
 
-        link = self.problem.link
-        period, slower, faster = (
-            startup_bound(
-                self.problem.profile,
-                replace(link, alpha=link.alpha * factor, beta=link.beta * factor),
-                **self.problem.step,
-            )
-            for factor in (1, 1 + DOUBT, 1 - DOUBT)
-        )
+        period, slower, faster = (bound_of(self.problem, factor) for factor in (1, 1 + DOUBT, 1 - DOUBT))
         return ENOUGH * period, ENOUGH * (period + CARE * (slower + faster)) / (1 + 2 * CARE)
 
     def _line(self) -> Line:
@@ -113,6 +116,7 @@ class BucketSearch:
         return Line(
             self.end,
             self.layers,
+            self.ready[self.layers],
             self.fence,
             problem.link.alpha,
             problem.link.beta,
@@ -120,6 +124,7 @@ class BucketSearch:
             self.least,
             ALIGNMENT,
             self.most,
+            not self.problem.backward,
         )
 
     def _starts(self, line: Line) -> Iterable[np.ndarray]:
@@ -138,7 +143,8 @@ class BucketSearch:
         """
         from scheduler.policies.search.cut_kernel import snap_all
 
-        sizes, groups = np.array(self.problem.profile.sizes), np.array(self.problem.groups)
+        latest = np.argsort(-self.ready, kind="stable")  # without places of their own: the layers as they are
+        sizes, groups = np.array(self.problem.profile.sizes)[latest], np.array(self.problem.groups)[latest]
         upto = np.append(0, np.cumsum(sizes))
         inside = [
             border - np.interp(ends, upto, np.append(0, np.cumsum(np.where(groups == group, sizes, 0))))
@@ -161,7 +167,8 @@ class BucketSearch:
                 start, stop = max(low - self.begin[at], 0), min(high - self.begin[at], self.size[at])
                 pieces.append(Piece(int(self.layers[at]), int(start), int(stop)))
             buckets.append(Bucket(tuple(pieces), int(self.groups[first])))
-        return in_backward_order(buckets)
+        complete = self.problem.model(buckets).complete
+        return tuple(buckets[number] for number in np.argsort(complete, kind="stable"))
 
 
 def _split(ends: Sequence[float], part: float) -> list[float]:

@@ -22,11 +22,13 @@ class Line(NamedTuple):
 
     ``fence`` are the cuts that no move may take away: both ends, and the borders between groups. A layer is
     cut at multiples of ``alignment`` only, and into parts of at least ``least`` bytes. ``most`` is the
-    largest number of buckets.
+    largest number of buckets. ``ready``: when the backward has made each layer's gradient; layers stand in
+    the order of these times, so that the last in a bucket completes it.
     """
 
     end: np.ndarray
     layer: np.ndarray
+    ready: np.ndarray
     fence: np.ndarray
     alpha: float
     beta: float
@@ -34,19 +36,26 @@ class Line(NamedTuple):
     least: int
     alignment: int
     most: int
+    backwards: bool
+    """Whether layers stand in backward order, in each group."""
 
 
 @njit(cache=True)
 def load_of(line: Line, cuts: np.ndarray) -> Load:
     """The buckets between these cuts."""
     count = len(cuts) - 1
-    layer, cost, update = np.empty(count, np.int64), np.empty(count), np.empty(count)
+    layer, ready = np.empty(count, np.int64), np.empty(count)
+    cost, update = np.empty(count), np.empty(count)
     for bucket in range(count):
         size = cuts[bucket + 1] - cuts[bucket]
-        layer[bucket] = line.layer[segment_at(line, cuts[bucket + 1] - 1)]
+        last = segment_at(line, cuts[bucket + 1] - 1)
+        layer[bucket], ready[bucket] = line.layer[last], line.ready[last]
+        if not line.backwards:
+            for segment in range(segment_at(line, cuts[bucket]), last):
+                layer[bucket] = min(layer[bucket], line.layer[segment])
         cost[bucket] = line.alpha + line.beta * size
         update[bucket] = line.update_per_byte * size
-    return Load(layer, cost, update)
+    return Load(ready, layer, cost, update)
 
 
 @njit(cache=True)

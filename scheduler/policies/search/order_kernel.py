@@ -135,7 +135,7 @@ def _jobs(step: Step, load: Load) -> Jobs:
         costs[b] = costs[b + count] = cost
         tail[b + count] = after[layer] + (load.update[b] if step.update_in_compute else 0.0)
         tail[b] = tail[b + count] + cost + delay[b]
-        head[b] = step.backward_end[layer]
+        head[b] = load.ready[b]
         head[b + count] = max(head[b] + cost, step.update_from) + delay[b]
     return Jobs(head, tail, costs, delay)
 
