@@ -38,6 +38,7 @@ from commsched.optimizer.profiling import Sample, across_ranks, combine, iterati
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
+from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
@@ -66,13 +67,15 @@ class Driver:
         ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         self.model = Model(tuple(names), numels, dtypes)
-        self.planner = Planner(self.model, self.backend, options)
+        sharded = options.gather == "parameters"
+        self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
+        self.planner = Planner(self.model, self.backend, options, self._owners)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
         self.gathering: Gathering = (
             ParameterGathering(state, self.backend, optimizer, options.master_weights)
-            if options.gather == "parameters"
+            if sharded
             else GradientGathering(state, self.backend)
         )
         self.reducer = Reducer(state, self.backend, self.gathering)
@@ -100,7 +103,8 @@ class Driver:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         buckets = plan.buckets(self.model.itemsizes)
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.backend.ranks.size)
+        size = self.backend.ranks.size
+        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
         kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()
@@ -190,7 +194,7 @@ class Driver:
             )
             profile = self.model.guess(self.order, self.planner.link)
         else:
-            profile = self.model.profile(self.order, *across_ranks(rows), "measured in this run")
+            profile = self.model.profile(self.order, *across_ranks(rows, self.order), "measured in this run")
         self.profile = profile
         self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
@@ -204,7 +208,7 @@ class Driver:
         if any(row is None for row in rows) or self.profile is None:
             return
         source = "measured in this run, beside the traffic"
-        profile = self.model.profile(self.order, *across_ranks(rows), source)
+        profile = self.model.profile(self.order, *across_ranks(rows, self.order), source)
         slower = profile.compute / self.profile.compute - 1
         self.profile = profile
         if abs(slower) > SAME:

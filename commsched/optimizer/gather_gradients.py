@@ -22,7 +22,10 @@ class GradientGathering(Gathering):
     def _reduced(self, i: int) -> torch.Tensor:
         state, view = self.state, self.state.views[i]
         only_sparse = state.round.used[i] % SPARSE == 0  # no rank's gradient was dense
-        sparse = state.round.sparse.get(i)
+        sparse, factor = state.round.sparse.get(i), state.round.factor
+        if factor != 1.0:
+            view.mul_(factor)
+            sparse = None if sparse is None else sparse * factor
         if state.sparse_as_dense and only_sparse:
             sparse = view.to_sparse(state.sparse_dims.get(i, 1))
         if sparse is not None and only_sparse:

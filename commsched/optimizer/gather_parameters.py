@@ -23,6 +23,7 @@ from commsched.optimizer.early_update import EarlyUpdates
 from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.shards import Shards, check_elementwise
 from commsched.optimizer.step_state import Kept, Phase, StepState
+from commsched.optimizer.whole_matrix import WHOLE
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
 
@@ -32,7 +33,8 @@ class ParameterGathering(Gathering):
 
     def __init__(self, state: StepState, backend: Backend, optimizer: Any, masters: bool) -> None:
         super().__init__(state, backend)
-        check_elementwise(optimizer._base)
+        if optimizer._base not in WHOLE:
+            check_elementwise(optimizer._base)
         backend.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
         for name, param in zip(state.names, state.params, strict=True):
             if not can_pend(param):
@@ -102,8 +104,12 @@ class ParameterGathering(Gathering):
             )
 
     def round_begun(self) -> None:
+        self.shards.factor = None  # a discarded round may have left it
         if self._early is not None:
             self._early.begin()
+
+    def weigh(self, factor: float) -> None:
+        self.shards.factor = torch.tensor(factor, dtype=torch.float64, device=self.shards.device)
 
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         if late:
@@ -159,7 +165,8 @@ class ParameterGathering(Gathering):
             self._wait_all_reduced()
             self.shards.scale_gradients()
             for bucket in range(state.flags_bucket):
-                self.backend.gather_now(state.buffers.bucket(bucket))
+                ends = state.buffers.layout.slices[bucket].ends
+                self.backend.gather_now(state.buffers.bucket(bucket), ends)
             self._whole = True
             for i, view in state.views.items():
                 clear_pending(state.params[i])
