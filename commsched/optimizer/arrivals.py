@@ -103,8 +103,9 @@ class Arrivals:
         tail, size = len(state.params) + 1, self.backend.ranks.size
         flags = state.flags[: tail + size + 2].tolist()
         now.used = used = flags[:tail]
-        now.joined = [rank for rank, flag in enumerate(flags[tail : tail + size]) if flag == JOINED]
-        self._check_steps({r: flags[tail + r] for r in range(size) if r not in now.joined})
+        before, now.joined = state.joined, [r for r in range(size) if flags[tail + r] == JOINED]
+        state.joined = now.joined
+        self._check_steps({r: flags[tail + r] for r in range(size) if r not in now.joined}, bool(before))
         self._weigh(*flags[tail + size :])
         late = any(flag >= LATE for flag in used)
         if late:
@@ -113,9 +114,19 @@ class Arrivals:
         if late or sparse:
             self.gathering.reduce_outside(late, sparse)
 
-    def _check_steps(self, stepped: Mapping[int, int]) -> None:
-        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ."""
+    def _check_steps(self, stepped: Mapping[int, int], some_joined: bool) -> None:
+        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ.
+
+        Where ranks had joined by the last round, and took a step after it, none is an error, too.
+        """
         ranks = self.backend.ranks
+        if some_joined and self.gathering.steps_after_each_round and stepped and not any(stepped.values()):
+            self.gathering.finish_round()
+            raise CommError(
+                f"rank {ranks.rank}: some ranks have joined, and between the last two backward passes"
+                f" {ranks_text(sorted(stepped))} did not call step(); after join() on any rank, call step()"
+                " after each backward pass (accumulate with set_backward_passes_per_step() or no_sync())"
+            )
         if 0 < sum(stepped.values()) < len(stepped):
             did = ranks_text([rank for rank, flag in stepped.items() if flag])
             did_not = ranks_text([rank for rank, flag in stepped.items() if not flag])
@@ -190,6 +201,9 @@ class Gathering(ABC):
     def __init__(self, state: StepState, backend: Backend) -> None:
         self.state, self.backend = state, backend
 
+    # Whether a rank that has joined takes a step after each round without being told that the others do.
+    steps_after_each_round = True
+
     def attach(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
 
@@ -242,6 +256,17 @@ class Gathering(ABC):
         with self.state.lock:
             self.state.finish_step(stepped)
             self.backend.step_ended()
+
+    def check_can_join(self) -> None:
+        """Raise where a rank that has joined cannot take part in the others' steps."""
+
+    @abstractmethod
+    def follow(self) -> bool:
+        """Take part in the others' step, on a rank that has joined; return whether there was one."""
+
+    @abstractmethod
+    def share(self, optimizer: Any, root: int) -> None:
+        """Give all ranks what the ranks that joined earlier lack, from rank ``root``. Collective."""
 
     @abstractmethod
     def discard(self) -> None:

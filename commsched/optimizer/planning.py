@@ -104,7 +104,7 @@ class Planner:
         self.link = replace(fitted, beta=rest / total) if rest > 0 and total else fitted
 
     def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        rows = self.ranks.all_values(list(mine))
+        rows = [row for row in self.ranks.all_values(list(mine)) if row]
         return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
 
     def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:

@@ -108,6 +108,7 @@ class StepState:
         self.deferred: Update | None = None
         self.clear: str | None = None  # what zero_grad() leaves, "none" or "zero", since the round began
         self.stepped = False  # since the last round
+        self.joined: list[int] = []  # ranks that had joined by the last round whose flags have arrived
 
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
         """Take new buckets into use. Gradients that are there keep their values."""

@@ -233,6 +233,7 @@ class DistributedMethods(Optimizer):
         self._settle()
         own = self.__dict__["state"]
         if self._shards is not None:
+            self._shards.absent.check_none("state_dict()")
             self.__dict__["state"] = self._shards.whole_state()
         try:
             return self._base.state_dict(self)
