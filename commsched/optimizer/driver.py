@@ -241,7 +241,8 @@ class Driver:
         return times
 
     def start_join(self) -> Joining | None:
-        return Joining(self, self._optimizer) if self._finalizer.alive else None
+        """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
+        return Joining(self.reducer, self.after_step, self._optimizer) if self._finalizer.alive else None
 
     def close(self) -> None:
         self._finalizer()

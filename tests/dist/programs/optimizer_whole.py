@@ -13,7 +13,7 @@ import commsched as hvd
 from commsched.optimizer.deferred_updates import plain_step
 from commsched.optimizer.shards import Shards
 from tests.support.cases import Me, case, main
-from tests.support.matrix_optimizers import adafactor, matrices, muon, soapy, two_groups
+from tests.support.matrix_optimizers import Soapy, adafactor, matrices, muon, soapy, two_groups
 from tests.support.oracle import assert_same_bits, release, seeded, values
 from tests.support.reference_run import Twin
 from tests.support.small_models import loss_of, mlp, mlp64
@@ -194,6 +194,31 @@ def the_ranks_share_the_work_and_send_the_same_bytes(me: Me) -> None:
     everywhere = [[int(t) for t in me.everybody(str(sent[gather]))] for gather in sent]
     for ranks in everywhere:
         assert sum(ranks) == whole_bytes * (me.size - 1), everywhere
+
+
+@case(ranks=(2,))
+def refusals_say_what_to_do(me: Me) -> None:
+    """An undeclared optimizer, a transport of equal parts, and costs that differ between ranks."""
+    model = mlp()
+
+    class Undeclared(Soapy):
+        pass
+
+    class Uneven(Soapy):
+        pass
+
+    hvd.register_whole_matrix(Uneven, cost=lambda shape: shape[0] * (-1.0) ** me.rank)
+    for optimizer, options, said in (
+        (Undeclared(model.parameters()), {}, "register_whole_matrix"),
+        (Soapy(model.parameters()), {"transport": "stream"}, "parts of equal length only"),
+        (Uneven(model.parameters()), {}, "the owners of the parameters must be the same on all ranks"),
+    ):
+        try:
+            hvd.DistributedOptimizer(optimizer, model.named_parameters(), gather="parameters", **options)
+        except (ValueError, hvd.CommError) as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(f"not refused: {said}")
 
 
 main(__name__)
