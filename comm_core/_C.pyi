@@ -80,13 +80,22 @@ class Transport:
     def size(self) -> int: ...
     def set_timeout(self, seconds: float) -> None: ...
     def abort(self, reason: str) -> None: ...
-    def reduce_scatter(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
-        """Leave the sum of all ranks' flat `tensor`, scaled, in this rank's shard of it."""
+    def reduce_scatter(
+        self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
+    ) -> None:
+        """Leave the sum of all ranks' flat `tensor`, scaled, in this rank's shard of it.
 
-    def all_gather(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
+        `ends`: where each rank's shard ends; by default all are equally long.
+        """
+
+    def all_gather(
+        self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
+    ) -> None:
         """Fill every shard of the flat `tensor` with its owner's."""
 
-    def all_reduce(self, tensor: Tensor, postscale: float = 1.0, step: int = 0) -> None:
+    def all_reduce(
+        self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
+    ) -> None:
         """Fill the flat `tensor` with the scaled sum of all ranks'."""
 
 class DirectTransport(Transport):
@@ -130,11 +139,12 @@ class Engine:
         postscale: float = 1.0,
         needs_update: bool = False,
         name: str = "",
+        ends: Sequence[int] = (),
     ) -> int:
         """Add a bucket and return its number. Call it between steps only.
 
-        `reduce` is the flat gradient buffer, its length a multiple of the number of ranks;
-        `gather` is the buffer that the AG fills (default: `reduce`).
+        `reduce` is the flat gradient buffer, its length a multiple of the number of ranks unless `ends` says
+        where each rank's part ends; `gather` is the buffer that the AG fills (default: `reduce`).
         """
 
     def clear_buckets(self) -> None: ...

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.optimizer.distributed import *
     from commsched.optimizer.explanation import *
     from commsched.optimizer.shards import *
+    from commsched.optimizer.whole_matrix import *
 
 # Module -> the public names that it defines.
 _HOMES = {
@@ -54,6 +55,7 @@ _HOMES = {
     "commsched.optimizer.distributed": "DistributedOptimizer",
     "commsched.optimizer.explanation": "explain operations",
     "commsched.optimizer.shards": "register_elementwise",
+    "commsched.optimizer.whole_matrix": "register_whole_matrix",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -55,6 +55,7 @@ class EngineBackend(Backend):
 
     def __init__(self, ranks: Ranks, name: str, transport: Any, timeout: float) -> None:
         self.ranks, self.name, self.timeout, self._transport = ranks, name, timeout, transport
+        self.uneven_parts = name != "horovod"
         self._outside = 0  # all-gathers outside of the steps
         with translated:
             self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
@@ -74,6 +75,7 @@ class EngineBackend(Backend):
                     postscale=scaling.after,
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
+                    ends=piece.ends,
                 )
             for number, flags in enumerate(work.flags):
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")
@@ -109,11 +111,11 @@ class EngineBackend(Backend):
         with translated:
             return self.engine.ag_done(bucket)
 
-    def gather_now(self, buffer: torch.Tensor) -> None:
+    def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
         self._outside += 1
         with translated:
-            self._transport.all_gather(buffer, step=-self._outside)
+            self._transport.all_gather(buffer, step=-self._outside, ends=list(ends))
 
     def exchange_seconds(self, size: int) -> float:
         transport, unit = self._transport, self.ranks.size * 64

@@ -206,7 +206,7 @@ class StreamBackend(Backend):
 
     # -- outside of the steps --------------------------------------------------------------------------------
 
-    def gather_now(self, buffer: torch.Tensor) -> None:
+    def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         self._check()
         if buffer.device.type == self.device.type:
             self.schedule.gather_now(buffer)

@@ -95,6 +95,7 @@ class Backend(ABC):
     ranks: Ranks
     device: torch.device
     can_step_early = True  # whether a thread of its own may update shards
+    uneven_parts = False  # whether the ranks' parts of a bucket may differ in length
 
     def room(self) -> AbstractContextManager[Any]:
         """Return the context in which the memory of the next buckets is allocated."""
@@ -146,8 +147,8 @@ class Backend(ABC):
     # -- outside of the steps --------------------------------------------------------------------------------
 
     @abstractmethod
-    def gather_now(self, buffer: torch.Tensor) -> None:
-        """Run an all-gather outside of the step's operations. Collective."""
+    def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
+        """Run an all-gather outside of the step's operations; ``ends``: of each rank's part. Collective."""
 
     def gather_scalars(self, value: torch.Tensor) -> torch.Tensor:
         """Return every rank's number, in rank order, on the number's device. Collective."""

@@ -22,6 +22,10 @@ class Ranks:
         # Root ranks are global ones, as in Horovod.
         self._root = min(process_set.ranks) if process_set.ranks else 0
 
+    def global_rank(self, rank: int) -> int:
+        """Return the rank in the whole job of a rank of the process set."""
+        return self.process_set.ranks[rank] if self.process_set.ranks else rank
+
     def share(self, value: Any) -> Any:
         """Return rank 0's value, on every rank."""
         return broadcast_object(value, self._root, "commsched.agreement", self.process_set)

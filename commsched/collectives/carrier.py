@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -144,8 +144,14 @@ class Carrier(ABC):
         """Wait for every rank of the process set."""
 
     @abstractmethod
-    def join(self, device: int) -> int:
-        """Contribute zeros to the others' all-reduces until every rank has joined; return the last rank."""
+    def start_join(self, device: int) -> Callable[[], int]:
+        """Contribute zeros to the others' all-reduces until every rank has joined.
+
+        Returns a function that waits for that and returns the rank that joined last.
+        """
+
+    def report_progress(self) -> None:
+        """Keep a join from timing out while the others go on without operations of this carrier."""
 
     @abstractmethod
     def start_timeline(self, path: str, mark_cycles: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -165,11 +165,14 @@ class HorovodCarrier(Carrier):
         with _own_errors(self._horovod):
             self._horovod.barrier(process_set=self._set(set_id))
 
-    def join(self, device: int) -> int:
-        with _own_errors(self._horovod):
-            last = int(self._horovod.join(device))
-        self._names.restart()
-        return last
+    def start_join(self, device: int) -> Callable[[], int]:
+        def join() -> int:
+            with _own_errors(self._horovod):
+                last = int(self._horovod.join(device))
+            self._names.restart()
+            return last
+
+        return join  # Horovod's join blocks, and allows no other operation of this rank
 
     def poll(self, handle: int) -> bool:
         return bool(self._horovod.poll(handle))

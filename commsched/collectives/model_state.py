@@ -12,9 +12,12 @@ from commsched.collectives.data_movement import broadcast_async_
 from commsched.collectives.handles import synchronize
 from commsched.collectives.initialization import rank
 from commsched.collectives.objects import broadcast_object
+from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
+def broadcast_parameters(
+    params: Any, root_rank: int, *, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrite parameters with rank `root_rank`'s.
 
     `params` is a ``state_dict()``, ``named_parameters()`` or a list of tensors.
@@ -29,17 +32,20 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"but got {type(params).__name__}"
         )
     with torch.no_grad():
-        _broadcast_tensors(
-            [(name, tensor) for name, tensor in pairs if isinstance(tensor, torch.Tensor)], root_rank
-        )
+        tensors = [(name, tensor) for name, tensor in pairs if isinstance(tensor, torch.Tensor)]
+        _broadcast_tensors(tensors, root_rank, process_set)
 
 
-def _broadcast_tensors(pairs: list[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
+def _broadcast_tensors(
+    pairs: list[tuple[str | None, torch.Tensor]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Broadcast all tensors at the same time; a tensor that is not contiguous is sent as a copy."""
     started = []
     for name, tensor in pairs:
         contiguous = tensor.detach().contiguous()
-        started.append((tensor, contiguous, broadcast_async_(contiguous, root_rank, name)))
+        started.append((tensor, contiguous, broadcast_async_(contiguous, root_rank, name, process_set)))
     for tensor, contiguous, handle in started:
         synchronize(handle)
         if contiguous.data_ptr() != tensor.data_ptr():

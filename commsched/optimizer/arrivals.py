@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.layer_timing import Watch, profiled
 from commsched.optimizer.pending import can_pend, clear_pending, has_alias, mark_pending
-from commsched.optimizer.step_state import LATE, SPARSE, Phase, StepState
+from commsched.optimizer.step_state import JOINED, LATE, SPARSE, Phase, StepState
 from scheduler.ir.program import Program
 
 
@@ -100,10 +100,13 @@ class Arrivals:
         if now.used:
             return
         self.timed("the flags", self.backend.wait_gathered, state.flags_bucket)
-        tail = len(state.params) + 1
-        now.used = state.flags[: tail + self.backend.ranks.size].tolist()
-        self._check_steps(now.used[tail:])
-        used = now.used[:tail]
+        tail, size = len(state.params) + 1, self.backend.ranks.size
+        flags = state.flags[: tail + size + 2].tolist()
+        now.used = used = flags[:tail]
+        before, now.joined = state.joined, [r for r in range(size) if flags[tail + r] == JOINED]
+        state.joined = now.joined
+        self._check_steps({r: flags[tail + r] for r in range(size) if r not in now.joined}, bool(before))
+        self._weigh(*flags[tail + size :])
         late = any(flag >= LATE for flag in used)
         if late:
             now.used = used = [flag % LATE for flag in used]
@@ -111,18 +114,41 @@ class Arrivals:
         if late or sparse:
             self.gathering.reduce_outside(late, sparse)
 
-    def _check_steps(self, stepped: Sequence[int]) -> None:
-        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ."""
+    def _check_steps(self, stepped: Mapping[int, int], some_joined: bool) -> None:
+        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ.
+
+        Where ranks had joined by the last round, and took a step after it, none is an error, too.
+        """
         ranks = self.backend.ranks
-        if 0 < sum(stepped) < ranks.size:
-            did = ranks_text([rank for rank, flag in enumerate(stepped) if flag])
-            did_not = ranks_text([rank for rank, flag in enumerate(stepped) if not flag])
+        if some_joined and self.gathering.steps_after_each_round and stepped and not any(stepped.values()):
+            self.gathering.finish_round()
+            raise CommError(
+                f"rank {ranks.rank}: some ranks have joined, and between the last two backward passes"
+                f" {ranks_text(sorted(stepped))} did not call step(); after join() on any rank, call step()"
+                " after each backward pass (accumulate with set_backward_passes_per_step() or no_sync())"
+            )
+        if 0 < sum(stepped.values()) < len(stepped):
+            did = ranks_text([rank for rank, flag in stepped.items() if flag])
+            did_not = ranks_text([rank for rank, flag in stepped.items() if not flag])
             self.gathering.finish_round()  # so that the other ranks raise this error too
             raise CommError(
                 f"rank {ranks.rank}: between the last two backward passes {did} called step() and"
                 f" {did_not} did not (the flags of round {self.state.rounds} say so); call step() on all"
                 " ranks or on none, also on a rank that has no data"
             )
+
+    def _weigh(self, samples: int, unweighted: int) -> None:
+        """Let gradients be sums over samples, which are to be divided by the samples of all ranks."""
+        ranks = self.backend.ranks
+        if samples and unweighted:
+            self.gathering.finish_round()  # as above
+            raise CommError(
+                f"rank {ranks.rank}: in round {self.state.rounds} {unweighted} of {ranks.size} ranks had"
+                " gradients of a loss that was not passed through optimizer.weighted(), and the others"
+                f" counted {samples} samples; call weighted() on all ranks or on none"
+            )
+        if samples:
+            self.gathering.weigh(ranks.size / samples)
 
     def mark(self, name: str) -> None:
         if self.watch is not None:
@@ -175,6 +201,9 @@ class Gathering(ABC):
     def __init__(self, state: StepState, backend: Backend) -> None:
         self.state, self.backend = state, backend
 
+    # Whether a rank that has joined takes a step after each round without being told that the others do.
+    steps_after_each_round = True
+
     def attach(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
 
@@ -202,6 +231,10 @@ class Gathering(ABC):
     def show(self, i: int) -> None:
         """Set ``p.grad`` of a completed parameter that some rank used."""
 
+    def weigh(self, factor: float) -> None:
+        """Multiply this round's gradients by a factor before anybody reads them."""
+        self.state.round.factor = factor
+
     @abstractmethod
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         """Reduce gradients that no bucket contained: late and sparse ones."""
@@ -223,6 +256,17 @@ class Gathering(ABC):
         with self.state.lock:
             self.state.finish_step(stepped)
             self.backend.step_ended()
+
+    def check_can_join(self) -> None:
+        """Raise where a rank that has joined cannot take part in the others' steps."""
+
+    @abstractmethod
+    def follow(self) -> bool:
+        """Take part in the others' step, on a rank that has joined; return whether there was one."""
+
+    @abstractmethod
+    def share(self, optimizer: Any, root: int) -> None:
+        """Give all ranks what the ranks that joined earlier lack, from rank ``root``. Collective."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -2,7 +2,9 @@
 
 Each group (dtype and device) has one flat buffer. It holds the parameters in the order in which the buckets
 name them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A
-bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r.
+bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r. Where
+parameters have owners, a bucket holds the parameters of rank 0, then those of rank 1 and so on, and its
+shards differ in length.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Slice:
     start: int
     stop: int
     params: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # of each rank's shard, from ``start`` on; empty: all shards are equally long
 
     @property
     def numel(self) -> int:
@@ -48,6 +51,8 @@ class Slice:
 
     def shard(self, rank: int, size: int) -> tuple[int, int]:
         """Return the elements of the flat buffer that ``rank`` owns."""
+        if self.ends:
+            return self.start + (self.ends[rank - 1] if rank else 0), self.start + self.ends[rank]
         part = self.numel // size
         return self.start + rank * part, self.start + (rank + 1) * part
 
@@ -62,18 +67,60 @@ class Layout:
 
 
 def build_layout(
-    numels: Sequence[int], itemsizes: Sequence[int], buckets: Sequence[Bucket], ranks: int
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    buckets: Sequence[Bucket],
+    ranks: int,
+    owners: Sequence[int] | None = None,
 ) -> Layout:
     """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
     A cut inside a tensor moves to where the bucket's length is a multiple of the ranks, because padding would
-    tear the tensor apart. Parameters without elements have no slot.
+    tear the tensor apart. With ``owners`` (ranks by parameter), no tensor may be cut. Parameters without
+    elements have no slot.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
     for group, members in groupby(numbered, key=lambda item: item[1].group):
-        _lay_out_group(layout, group, list(members), numels, itemsizes, ranks)
+        if owners is None:
+            _lay_out_group(layout, group, list(members), numels, itemsizes, ranks)
+        else:
+            _check_whole(buckets, numels, itemsizes)
+            _lay_out_owned(layout, group, list(members), numels, owners, ranks)
     return layout
+
+
+def _check_whole(buckets: Sequence[Bucket], numels: Sequence[int], itemsizes: Sequence[int]) -> None:
+    for number, bucket in enumerate(buckets):
+        for piece in bucket.pieces:
+            if piece.bytes != numels[piece.layer] * itemsizes[piece.layer]:
+                size = numels[piece.layer] * itemsizes[piece.layer]
+                raise ValueError(
+                    f"bucket {number} holds bytes {piece.start}..{piece.stop} of the {size} of tensor"
+                    f" {piece.layer}; this optimizer updates whole tensors, so pass a program that cuts none"
+                )
+
+
+def _lay_out_owned(
+    layout: Layout,
+    group: int,
+    buckets: list[tuple[int, Bucket]],
+    numels: Sequence[int],
+    owners: Sequence[int],
+    ranks: int,
+) -> None:
+    start = 0
+    for number, bucket in buckets:
+        cursor, ends = start, []
+        for rank in range(ranks):
+            for i in (piece.layer for piece in bucket.pieces if owners[piece.layer] == rank):
+                layout.slots[i] = Slot(i, group, cursor, numels[i])
+                cursor += _round_up(numels[i], ALIGN)
+            ends.append(cursor - start)
+        layout.slices[number] = Slice(number, group, start, cursor, ends=tuple(ends))
+        start = cursor
+    layout.lengths[group] = start
+    _register(layout, group)
 
 
 def _lay_out_group(

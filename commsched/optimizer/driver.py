@@ -23,6 +23,7 @@ from typing import Any
 
 from commsched.backends.choice import backend_for
 from commsched.backends.interface import Backend, Scaling
+from commsched.collectives.handles import register_joiner
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.arrivals import Gathering
@@ -31,6 +32,7 @@ from commsched.optimizer.drift import Measured, StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.joining import Joining
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
@@ -38,6 +40,7 @@ from commsched.optimizer.profiling import Sample, across_ranks, combine, iterati
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
+from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
@@ -66,13 +69,15 @@ class Driver:
         ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         self.model = Model(tuple(names), numels, dtypes)
-        self.planner = Planner(self.model, self.backend, options)
+        sharded = options.gather == "parameters"
+        self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
+        self.planner = Planner(self.model, self.backend, options, self._owners)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
         self.gathering: Gathering = (
             ParameterGathering(state, self.backend, optimizer, options.master_weights)
-            if options.gather == "parameters"
+            if sharded
             else GradientGathering(state, self.backend)
         )
         self.reducer = Reducer(state, self.backend, self.gathering)
@@ -88,6 +93,8 @@ class Driver:
         self._finalizer = weakref.finalize(
             self, _close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline
         )
+        self._optimizer = weakref.proxy(optimizer)
+        register_joiner(self)
         _drivers.add(self)
         _close_all_at_exit()
         if self.planner.adapts:
@@ -100,7 +107,8 @@ class Driver:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         buckets = plan.buckets(self.model.itemsizes)
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, self.backend.ranks.size)
+        size = self.backend.ranks.size
+        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
         kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()
@@ -166,7 +174,9 @@ class Driver:
             if sample is not None:
                 now.samples.append(sample)
         elif now.alone:
-            self.order = self.backend.ranks.share(self.hooks.forward_order())
+            seen = self.hooks.forward_order() if self.hooks.order else None  # None on ranks that have joined
+            orders = self.backend.ranks.all_values(seen)
+            self.order = next((order for order in orders if order), self.hooks.forward_order())
         if now.seen < WARM_UP + SAMPLES:
             self.reducer.hold = now.alone
             self._watch_next()
@@ -180,9 +190,8 @@ class Driver:
             self._watch_next()
 
     def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
-        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
-        measured = all(row is not None for row in rows)
-        if not measured:
+        rows = self._samples_of_all(samples)
+        if not rows:
             warnings.warn(
                 "commsched could not time the forward of this model (no module's forward was seen before the"
                 " backward); it plans from sizes alone",
@@ -190,21 +199,26 @@ class Driver:
             )
             profile = self.model.guess(self.order, self.planner.link)
         else:
-            profile = self.model.profile(self.order, *across_ranks(rows), "measured in this run")
+            profile = self.model.profile(self.order, *across_ranks(rows, self.order), "measured in this run")
         self.profile = profile
         self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
-        if measured and self.backend.watch().sees_waits:
+        if rows and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
+
+    def _samples_of_all(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the times of each rank that has some: ranks that have joined have none."""
+        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
+        return [row for row in rows if row is not None]
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
         """Plan again from the times beside traffic, if they differ from those without."""
         self.arrivals.settle()
-        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
-        if any(row is None for row in rows) or self.profile is None:
+        rows = self._samples_of_all(samples)
+        if not rows or self.profile is None:
             return
         source = "measured in this run, beside the traffic"
-        profile = self.model.profile(self.order, *across_ranks(rows), source)
+        profile = self.model.profile(self.order, *across_ranks(rows, self.order), source)
         slower = profile.compute / self.profile.compute - 1
         self.profile = profile
         if abs(slower) > SAME:
@@ -216,13 +230,19 @@ class Driver:
         """Return bytes and median seconds of each bucket's RS and AG, timed without other traffic."""
         events = self.backend.events()
         self._record_operations(events)
-        times = []
+        times: list[tuple[int, float]] = []
+        if self.reducer.joined:
+            return times  # this rank's operations last until the others have computed
         for number, bucket in enumerate(self.plan.program.buckets):
             for op in (0, 1):
                 took = events[(events["bucket"] == number) & (events["op"] == op)]
                 if len(took):
                     times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
         return times
+
+    def start_join(self) -> Joining | None:
+        """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
+        return Joining(self.reducer, self.after_step, self._optimizer) if self._finalizer.alive else None
 
     def close(self) -> None:
         self._finalizer()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from commsched.collectives.model_state import broadcast_parameters
+from commsched.collectives.objects import broadcast_object
 from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
 from commsched.optimizer.pending import set_raw_grad
@@ -22,7 +24,10 @@ class GradientGathering(Gathering):
     def _reduced(self, i: int) -> torch.Tensor:
         state, view = self.state, self.state.views[i]
         only_sparse = state.round.used[i] % SPARSE == 0  # no rank's gradient was dense
-        sparse = state.round.sparse.get(i)
+        sparse, factor = state.round.sparse.get(i), state.round.factor
+        if factor != 1.0:
+            view.mul_(factor)
+            sparse = None if sparse is None else sparse * factor
         if state.sparse_as_dense and only_sparse:
             sparse = view.to_sparse(state.sparse_dims.get(i, 1))
         if sparse is not None and only_sparse:
@@ -93,6 +98,22 @@ class GradientGathering(Gathering):
             due = sorted(hurry | set(arrivals.arrived()))
             if due:  # else not even the flags are waited for
                 arrivals.complete_buckets(due)
+
+    def follow(self) -> bool:
+        """Do without the update: the others may clip, or schedule the learning rate (see ``share``)."""
+        self.arrivals.complete_all()
+        self.finish_step()
+        return True
+
+    def share(self, optimizer: Any, root: int) -> None:
+        state, ranks = self.state, self.backend.ranks
+        process_set, mine = ranks.process_set, ranks.global_rank(ranks.rank) == root
+        named = [(f"commsched.join.{i}", p) for i, p in enumerate(state.params)]
+        broadcast_parameters(named, root, process_set=process_set)
+        whole = optimizer.state_dict() if mine else None
+        whole = broadcast_object(whole, root, "commsched.join", process_set)
+        if not mine:
+            optimizer.load_state_dict(whole)
 
     def finish_round(self) -> None:
         for bucket in range(self.state.flags_bucket):

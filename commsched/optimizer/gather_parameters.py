@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from commsched.backends.interface import Backend
-from commsched.errors import CommError
+from commsched.optimizer import sharded_errors as refusals
+from commsched.optimizer.absent_ranks import AbsentRanks, options_of, set_options, share_options
 from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.clipping import factor_for, total_norm
@@ -23,6 +24,7 @@ from commsched.optimizer.early_update import EarlyUpdates
 from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.shards import Shards, check_elementwise
 from commsched.optimizer.step_state import Kept, Phase, StepState
+from commsched.optimizer.whole_matrix import WHOLE
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
 
@@ -32,17 +34,16 @@ class ParameterGathering(Gathering):
 
     def __init__(self, state: StepState, backend: Backend, optimizer: Any, masters: bool) -> None:
         super().__init__(state, backend)
-        check_elementwise(optimizer._base)
+        if optimizer._base not in WHOLE:
+            check_elementwise(optimizer._base)
         backend.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
         for name, param in zip(state.names, state.params, strict=True):
             if not can_pend(param):
-                raise ValueError(
-                    f"gather='parameters' moves parameters into flat buffers, and {name} is of a class of its"
-                    f" own ({type(param).__name__}); use gather='gradients'"
-                )
+                raise refusals.own_class(name, type(param).__name__)
         # The optimizer owns this object: a strong reference back would be a cycle that delays their end.
         self._optimizer, self._masters = weakref.proxy(optimizer), masters
         self._rank = backend.ranks.rank
+        self.absent = AbsentRanks(state, backend.ranks)
         self._whole = False  # the user has had this round's gradients gathered
         self._consumed = False  # the last step left no gradients
         self._refusals = [partial(self._refuse, i) for i in range(len(state.params))]
@@ -53,16 +54,11 @@ class ParameterGathering(Gathering):
 
     def prepare(self, program: Program, buffers: Buffers) -> Buffers:
         if program.early_step and not self.backend.can_step_early:
-            raise ValueError(
-                "early_step=True updates from a thread of its own, which has no place in a GPU's streams; use"
-                " early_step=False"
-            )
+            raise refusals.early_on_gpu()
         if self._buckets:
             self._optimizer.__dict__["state"].update(self.whole_state())
-        ranks = self.backend.ranks
-        self.shards = Shards(
-            self._optimizer, self.state.params, buffers, ranks.rank, ranks.size, self._masters
-        )
+        ranks, params = self.backend.ranks, self.state.params
+        self.shards = Shards(self._optimizer, params, buffers, ranks.rank, ranks.size, self._masters)
         self.take_state()
         return self.shards.buffers
 
@@ -89,33 +85,25 @@ class ParameterGathering(Gathering):
         if self.state.phase is Phase.SENT:
             # A second backward without a step adds to the first one's result, as in plain PyTorch.
             if self._early is not None:
-                raise ValueError(
-                    "with early_step=True every backward is a step; call optimizer.step() after each backward"
-                )
+                raise refusals.early_accumulation()
             self.gather_gradients()
             self.discard()
         self.arrivals.settle()
         if self._consumed:
-            raise ValueError(
-                "with gather='parameters' step() leaves no gradients that a further backward could add to;"
-                " call optimizer.zero_grad() between step() and the next backward"
-            )
+            raise refusals.no_gradients_left()
 
     def round_begun(self) -> None:
+        self.shards.factor = None  # a discarded round may have left it
         if self._early is not None:
             self._early.begin()
 
+    def weigh(self, factor: float) -> None:
+        self.shards.factor = torch.tensor(factor, dtype=torch.float64, device=self.shards.device)
+
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         if late:
-            raise CommError(
-                f"rank {self._rank}: a parameter received a second gradient in one backward after its bucket"
-                " had been sent (reentrant checkpointing of a module that is used twice?); use"
-                " gather='gradients' or use_reentrant=False"
-            )
-        raise ValueError(
-            f"the gradient of {self.state.names[sparse[0]]} is sparse, and gather='parameters' reduces dense"
-            " buckets; use sparse_as_dense=True or gather='gradients'"
-        )
+            raise refusals.late_gradient(self._rank)
+        raise refusals.sparse_gradient(self.state.names[sparse[0]])
 
     def finish_round(self) -> None:
         for bucket in self._buckets:
@@ -125,30 +113,19 @@ class ParameterGathering(Gathering):
 
     def check_readable(self) -> None:
         if not self._whole:
-            raise CommError(
-                f"rank {self._rank}: with gather='parameters' no rank holds a whole gradient after backward()"
-                "; call optimizer.synchronize() on all ranks before p.grad is read, or"
-                " optimizer.clip_grad_norm_() to clip"
-            )
+            raise refusals.not_gathered(self._rank)
 
     def show(self, i: int) -> None:
         if self._consumed and self.state.clear is None:
             mark_pending(self.state.params[i], self._refusals[i], only_grad=True)
 
     def _refuse(self, i: int) -> None:
-        raise CommError(
-            f"rank {self._rank}: the gradient of {self.state.names[i]} is gone: with gather='parameters'"
-            " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
-            " optimizer.zero_grad() (not the model's) before the next backward"
-        )
+        raise refusals.gradient_gone(self._rank, self.state.names[i])
 
     def refuse_early(self, what: str) -> None:
         """Raise for calls that need all gradients before the update: ``early_step`` does not wait."""
         if self._early is not None:
-            raise ValueError(
-                f"early_step=True updates inside the backward, before {what} could do anything; use"
-                " early_step=False"
-            )
+            raise refusals.before_early_step(what)
 
     def gather_gradients(self) -> None:
         self.refuse_early("synchronize()")
@@ -157,9 +134,11 @@ class ParameterGathering(Gathering):
             if self._whole or state.phase is not Phase.SENT:
                 return
             self._wait_all_reduced()
+            self.absent.check_none("synchronize()")
             self.shards.scale_gradients()
             for bucket in range(state.flags_bucket):
-                self.backend.gather_now(state.buffers.bucket(bucket))
+                ends = state.buffers.layout.slices[bucket].ends
+                self.backend.gather_now(state.buffers.bucket(bucket), ends)
             self._whole = True
             for i, view in state.views.items():
                 clear_pending(state.params[i])
@@ -201,6 +180,7 @@ class ParameterGathering(Gathering):
             arrivals.timed("early updates", self._early.finish)
         with state.lock:
             arrivals.wait_for_flags()
+            self.absent.tell("step", options_of(self._optimizer))
             self._take_changes()
             for bucket in self._buckets if self._early is None else ():
                 self._wait_reduced(bucket)
@@ -210,6 +190,27 @@ class ParameterGathering(Gathering):
             self._end_round(stepped=True)
         if synchronous:
             arrivals.settle()
+
+    # -- ranks that have joined ------------------------------------------------------------------------------
+
+    def check_can_join(self) -> None:
+        self.refuse_early("join()")
+
+    def follow(self) -> bool:
+        while True:
+            what, value = self.absent.listen()
+            if what == "clip":
+                self.clip_grad_norm_(*value)
+            elif what == "step":
+                set_options(self._optimizer, value)
+                self.step(self._optimizer, synchronous=True)
+                return True
+            else:
+                self.discard()
+                return False
+
+    def share(self, optimizer: Any, root: int) -> None:
+        share_options(optimizer, root, self.backend.ranks)  # every rank's shards are up to date
 
     def _wait_reduced(self, bucket: int) -> None:
         self.arrivals.timed(f"the sums of bucket {bucket}", self.backend.wait_reduced, bucket)
@@ -239,6 +240,9 @@ class ParameterGathering(Gathering):
         """End the round and gather the parameters without an update."""
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
+        else:
+            self.arrivals.wait_for_flags()
+            self.absent.tell("discard")
         for bucket in self._buckets:
             self.backend.wait_reduced(bucket)
             if self._early is None:
@@ -268,6 +272,7 @@ class ParameterGathering(Gathering):
         state, shards = self.state, self.shards
         with state.lock:
             self._wait_all_reduced()
+            self.absent.tell("clip", (max_norm, norm_type, error_if_nonfinite))
             self._take_changes()
             shards.scale_gradients()
             grads = shards.owned_gradients(state.round.used)

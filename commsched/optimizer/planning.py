@@ -11,6 +11,7 @@ from commsched.backends.interface import Backend
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planner_process import plan_in_child
+from commsched.optimizer.whole_matrix import BUCKET_BYTES, whole_buckets
 from scheduler import policies
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
@@ -55,8 +56,9 @@ class Planner:
         model: Model,
         backend: Backend,
         asked: Options,
+        owners: Sequence[int] | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.owners = model, owners
         self.backend, self.ranks = backend, backend.ranks
         self.schedule = schedule = asked.schedule
         options: dict[str, Any] = {"gather": asked.gather, "early_step": asked.early_step}
@@ -102,7 +104,7 @@ class Planner:
         self.link = replace(fitted, beta=rest / total) if rest > 0 and total else fitted
 
     def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        rows = self.ranks.all_values(list(mine))
+        rows = [row for row in self.ranks.all_values(list(mine)) if row]
         return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
 
     def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
@@ -137,10 +139,16 @@ class Planner:
         return plan
 
     def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
-        """Return the policy's options; with the user's groups, the buckets are given."""
-        if self.groups is None:
+        """Return the policy's options; with the user's groups or owners, the buckets are given."""
+        if self.groups is None and self.owners is None:
             return self.options
         options = {key: value for key, value in self.options.items() if key != "bucket_bytes"}
+        if self.groups is None:
+            assert self.owners is not None
+            owners = [0, *(self.owners[i] for i in order)]
+            kinds, limit = [layer.group for layer in profile.layers], self.options.get("bucket_bytes")
+            whole = whole_buckets(profile.sizes, kinds, owners, self.ranks.size, limit or BUCKET_BYTES)
+            return {**options, "buckets": in_backward_order(whole)}
         layer_of = {i: place + 1 for place, i in enumerate(order)}
         kinds = [layer.group for layer in profile.layers]
         grouped = [sorted((layer_of[i] for i in group), reverse=True) for group in self.groups]

@@ -71,11 +71,20 @@ def combine(samples: Sequence[Sample]) -> Sample:
     return forward, backward, median(s[2] for s in samples)
 
 
-def across_ranks(rows: Sequence[Sample]) -> Sample:
-    """Return the mean over ranks, scaled to the total of the slowest rank, for which the others wait."""
-    totals = [sum(f) + sum(b) + o for f, b, o in rows]
-    scale = max(totals) * len(rows) / sum(totals) if sum(totals) else 1.0
-    size = len(rows)
-    forward = [sum(values) / size * scale for values in zip(*(r[0] for r in rows), strict=True)]
-    backward = [sum(values) / size * scale for values in zip(*(r[1] for r in rows), strict=True)]
-    return forward, backward, sum(r[2] for r in rows) / size * scale
+def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:
+    """Return the times of the rank that is slowest at each layer: for it the others wait.
+
+    The ranks begin an iteration together. A layer ends when the last rank has come through it, and lasts from
+    the end of the layer before it. ``order`` is that of the forward.
+    """
+    forward, backward = [0.0] * len(order), [0.0] * len(order)
+    reached, last = [0.0] * len(rows), 0.0
+    for times, by_rank, layers in (
+        (forward, [row[0] for row in rows], order),
+        (backward, [row[1] for row in rows], order[::-1]),
+    ):
+        for i in layers:
+            reached = [moment + row[i] for moment, row in zip(reached, by_rank, strict=True)]
+            times[i], last = max(reached) - last, max(reached)
+    end = max(moment + row[2] for moment, row in zip(reached, rows, strict=True))
+    return forward, backward, end - last

@@ -15,7 +15,7 @@ from commsched.optimizer.arrivals import Arrivals, Gathering
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.nested_backwards import inside_a_backward
 from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, set_raw_grad
-from commsched.optimizer.step_state import DENSE, LATE, SPARSE, Phase, Round, StepState
+from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, Phase, Round, StepState
 from scheduler.ir.program import Program
 
 
@@ -30,6 +30,8 @@ class Reducer:
         self.paused = False
         # Nothing is sent before the end of the backward; so in the first round, to see what fires twice.
         self.hold = True
+        self.joined = False  # this rank takes part with zeros until every rank has joined
+        self.samples = 0  # that weighted losses have counted since the last round
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
         self.fired_twice: set[int] = set()
@@ -42,7 +44,10 @@ class Reducer:
             if state.views:
                 self.arrivals.complete_all()
             gathered = self.gathering.prepare(program, buffers)
-            work = step_work(program, buffers, len(self.params) + 1 + size, size, gathered, state.scaling)
+            # Behind one flag for each parameter: the votes, each rank's steps since the last round, the
+            # samples that weighted losses have counted, and the ranks with gradients that counted none.
+            flags = len(self.params) + 1 + size + 2
+            work = step_work(program, buffers, flags, size, gathered, state.scaling)
             state.install(buffers, work.flags)
             self.backend.install(work)
             self.gathering.installed(program)
@@ -232,10 +237,12 @@ class Reducer:
             for bucket, sent in enumerate(state.round.sent):
                 if not sent:
                     self._send(bucket)
-            tail = len(self.params)
+            tail, end = len(self.params), len(self.params) + 1 + self.backend.ranks.size
+            state.flag[end] = self.samples
+            state.flag[end + 1] = int(not self.samples and state.flag[:tail].any())
             state.flag[tail] = self.vote
-            state.flag[tail + 1 + self.backend.ranks.rank] = int(state.stepped)
-            state.stepped = False
+            state.flag[tail + 1 + self.backend.ranks.rank] = JOINED if self.joined else int(state.stepped)
+            state.stepped, self.samples = False, 0
             self.backend.mark_ready(state.flags_bucket)
             state.phase = Phase.SENT
             self.hold = False
@@ -262,7 +269,7 @@ class Reducer:
                 if state.phase is Phase.FILLING:
                     self.seal()
                 self.gathering.discard()
-            state.passes = [0] * len(self.params)
+            state.passes, self.samples = [0] * len(self.params), 0
             state.clear = "none" if set_to_none else "zero"
             state.apply_clear(i for i, exposed in enumerate(state.round.exposed) if exposed)
             self.gathering.cleared()
@@ -270,6 +277,7 @@ class Reducer:
     def inherit(self, before: Reducer) -> None:
         """Continue from a finished reducer of other parameters."""
         self.backward_passes, self.paused = before.backward_passes, before.paused
+        self.samples = before.samples
         place = {id(param): i for i, param in enumerate(self.params)}
         for j, kept in before.state.kept.items():
             i = place.get(id(before.params[j]))

@@ -3,13 +3,15 @@
 Parameters are views of flat buffers laid out like the gradients, so a rank's shard of a bucket is the same
 range of both. The optimizer sees each overlap of a parameter with a shard as a small parameter of its own,
 with the hyperparameters of the parameter's group; its state exists only for those. That is exact for
-optimizers that treat every element by itself, and only those are accepted.
+optimizers that treat every element by itself. For others each parameter lies in one rank's shard, as a whole
+(``whole_matrix``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +35,8 @@ def check_elementwise(cls: type[Optimizer]) -> None:
         raise ValueError(
             f"gather='parameters' updates shards of flat buffers, and {cls.__name__} is not known to update"
             f" every element by itself (known: {', '.join(sorted(c.__name__ for c in ELEMENTWISE))}); use"
-            " gather='gradients', or declare it with commsched.register_elementwise"
+            " gather='gradients', or declare it with commsched.register_elementwise (for DistributedOptimizer"
+            " also commsched.register_whole_matrix)"
         )
 
 
@@ -105,7 +108,11 @@ class Shards:
             slot = self.layout.slots[i]
             start, stop = max(first, slot.offset), min(last, slot.offset + slot.numel)
             if start < stop:
-                weight, grad = (b.flat[slot.group][start:stop] for b in (self.buffers, grads))
+                # Optimizers that get whole parameters need their shape, too.
+                weight, grad = (
+                    b.view(self.params[i], slot) if piece.ends else b.flat[slot.group][start:stop]
+                    for b in (self.buffers, grads)
+                )
                 leaf = leaf_on(weight, masters)
                 yield Part(i, start - slot.offset, stop - slot.offset, leaf, weight, grad)
 
@@ -194,11 +201,14 @@ class Shards:
 
     def _cut(self, key: str, value: Any, param: nn.Parameter, part: Part) -> Any:
         if _by_element(key, value, param):
-            cut = memory_order(value, param)[part.start : part.stop]
+            if part.leaf.shape == param.shape:
+                cut = value
+            else:
+                cut = memory_order(value, param)[part.start : part.stop]
             widened = part.master is not None and cut.is_floating_point()
             return cut.to(torch.float32 if widened else cut.dtype, copy=True)
         if not isinstance(value, torch.Tensor):
-            return value
+            return deepcopy(value)
         # A GPU's count may have come from another rank, where it lay on that rank's GPU.
         return value.clone() if value.device.type == "cpu" else value.to(part.leaf.device, copy=True)
 
@@ -213,22 +223,23 @@ class Shards:
         return described
 
     def gathered_state(
-        self, all_values: Callable[[Any], list[Any]], all_gather: Callable[[torch.Tensor], None]
+        self, all_values: Callable[[Any], list[Any]], all_gather: Callable[..., None]
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the state of whole parameters, on every rank. Collective."""
         rows = all_values(self.described_state())
         full: dict[nn.Parameter, dict[str, Any]] = {}
-        wanted: set[tuple[str, torch.dtype]] = set()
+        wanted: defaultdict[tuple[str, torch.dtype], set[int]] = defaultdict(set)
         for row in rows:
             for i, entries in row.items():
                 for key, value in entries.items():
                     if isinstance(value, _ByElement):
-                        wanted.add((key, value.dtype))
+                        wanted[key, value.dtype].add(i)
                         value = torch.empty_like(self.params[i], dtype=value.dtype, requires_grad=False)
                     full.setdefault(self.params[i], {}).setdefault(key, value)
-        for key, dtype in sorted(wanted, key=str):
+        for (key, dtype), params in sorted(wanted.items(), key=str):
+            targets = {i: full[self.params[i]][key] for i in params}
             for piece in self.layout.slices:
-                self._gather_bucket(piece.number, key, dtype, full, all_gather)
+                self._gather_bucket(piece.number, key, dtype, targets, all_gather)
         return full
 
     def _gather_bucket(
@@ -236,24 +247,24 @@ class Shards:
         bucket: int,
         key: str,
         dtype: torch.dtype,
-        full: dict[nn.Parameter, dict[str, Any]],
+        targets: Mapping[int, torch.Tensor],
         all_gather: Callable[..., None],
     ) -> None:
+        """Gather one entry of the state of the parameters in a bucket into ``targets``."""
         piece = self.layout.slices[bucket]
         data = torch.zeros(piece.numel, dtype=dtype)
         for part in self.parts[bucket]:
             value = self.state.get(part.leaf, {}).get(key)
-            if value is not None:
+            if part.param in targets and value is not None:
                 start = self.layout.slots[part.param].offset + part.start - piece.start
-                data[start : start + part.stop - part.start].copy_(value)
-        all_gather(data)
+                data[start : start + part.stop - part.start].copy_(memory_order(value, part.leaf))
+        all_gather(data, piece.ends)
         for i in piece.params:
-            target = full.get(self.params[i], {}).get(key)
-            if target is None or target.dtype != dtype:
+            if i not in targets:
                 continue
             slot = self.layout.slots[i]
             start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
-            vector = target.as_strided((slot.numel,), (1,))
+            vector = targets[i].as_strided((slot.numel,), (1,))
             vector[start - slot.offset : stop - slot.offset].copy_(
                 data[start - piece.start : stop - piece.start]
             )

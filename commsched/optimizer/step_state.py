@@ -24,6 +24,8 @@ DENSE = 1
 SPARSE = 1 << 10
 LATE = 1 << 20
 
+JOINED = 1 << 10  # in the place of a rank's count of steps: it has joined and takes part with zeros
+
 Update = Callable[[list[int]], None]
 """Applies the optimizer to the parameters with these indices."""
 
@@ -60,6 +62,8 @@ class Round:
         self.used: list[int] = []  # the summed flags, once they have arrived
         self.sparse: dict[int, torch.Tensor] = {}
         self.late: dict[int, torch.Tensor] = {}
+        self.joined: list[int] = []  # ranks that have joined, once the flags have arrived
+        self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
 
     @classmethod
     def finished(cls, layout: Layout, params: int) -> Round:
@@ -104,6 +108,7 @@ class StepState:
         self.deferred: Update | None = None
         self.clear: str | None = None  # what zero_grad() leaves, "none" or "zero", since the round began
         self.stepped = False  # since the last round
+        self.joined: list[int] = []  # ranks that had joined by the last round whose flags have arrived
 
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
         """Take new buckets into use. Gradients that are there keep their values."""

@@ -20,6 +20,7 @@ from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
 from commsched.optimizer.unplanned import Unplanned
+from commsched.optimizer.weighted_loss import divide_alone, weighted_loss
 from scheduler.ir.profile import Profile
 
 
@@ -38,6 +39,7 @@ class DistributedMethods(Optimizer):
     _parameter_names: dict[nn.Parameter, str]  # Horovod's attribute
     _skip = False
     _synchronized = False
+    _samples = 0  # counted on a rank alone
     backward_passes_per_step = 1
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -59,7 +61,8 @@ class DistributedMethods(Optimizer):
         if self._unplanned is not None and self._unplanned.op == Adasum:
             return self._unplanned.adasum_step(self._named_trained(), partial(self._update, closure))
         if self._driver is None and self._unplanned is None:
-            return self._update(*(() if closure is None else (closure,)))
+            divide_alone(self)
+            return self._update(*(() if closure is None else (self._divided(closure),)))
         if closure is not None:
             return self._step_with_closure(closure)
         if self._driver is None:
@@ -82,6 +85,14 @@ class DistributedMethods(Optimizer):
 
     def _update(self, *args: Any) -> Any:
         return plain_step(self._base)(self, *args)
+
+    def _divided(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            divide_alone(self)
+            return loss
+
+        return run
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """Reduce the gradients after each backward of the closure, which may run several times."""
@@ -112,6 +123,7 @@ class DistributedMethods(Optimizer):
         self._synchronized = self._options.gather == "gradients"
 
     def _synchronize(self) -> None:
+        divide_alone(self)
         if self._unplanned is not None:
             self._unplanned.reduce(self._named_trained())
         elif self._driver is not None:
@@ -158,6 +170,7 @@ class DistributedMethods(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of pending updates."""
         if self._driver is None:
+            self._samples = 0
             self._base.zero_grad(self, set_to_none)
             return
         self._driver.reducer.clear_grads(set_to_none)
@@ -166,6 +179,14 @@ class DistributedMethods(Optimizer):
             for param in group["params"]:
                 if id(param) not in known and param.grad is not None:
                     param.grad = None if set_to_none else param.grad.detach().zero_()
+
+    def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return a loss for ``backward()`` from the mean loss of this rank's samples.
+
+        The step's gradients become those of the mean over all samples that were counted in it, on all ranks
+        and in all accumulated backward passes. ``samples`` may count anything: sequences, tokens, pixels.
+        """
+        return weighted_loss(self, loss, samples)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -212,6 +233,7 @@ class DistributedMethods(Optimizer):
         self._settle()
         own = self.__dict__["state"]
         if self._shards is not None:
+            self._shards.absent.check_none("state_dict()")
             self.__dict__["state"] = self._shards.whole_state()
         try:
             return self._base.state_dict(self)

@@ -104,16 +104,21 @@ struct Job {
   int size;
   bool ring;
   std::vector<size_t> counts;
+  std::vector<std::vector<size_t>> ends;  // of the ranks' parts; empty: equal parts
   std::vector<bool> updated;
   std::vector<PlanOp> plan;
 };
 
 Job random_job(Random& random, bool ring) {
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  Job job{pick(1, 4), ring, {}, {}, {}};
+  Job job{pick(1, 4), ring, {}, {}, {}, {}};
   const int buckets = pick(1, 5);
   for (int b = 0; b < buckets; ++b) {
     job.counts.push_back(static_cast<size_t>(job.size) * pick(0, 700));
+    job.ends.emplace_back();
+    for (int r = 0; b % 2 == 1 && r < job.size; ++r) job.ends[b].push_back(pick(0, static_cast<int>(job.counts[b])));
+    std::sort(job.ends[b].begin(), job.ends[b].end());
+    if (!job.ends[b].empty()) job.ends[b].back() = job.counts[b];
     job.updated.push_back(pick(0, 2) == 0);
     job.plan.push_back({!job.updated.back() && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
   }
@@ -136,6 +141,7 @@ void describe_buckets(Engine& engine, const Job& job, Buffers& buffers) {
     spec.reduce_ptr = buffers.gradients[b].data();
     spec.gather_ptr = job.updated[b] ? buffers.parameters[b].data() : spec.reduce_ptr;
     spec.count = job.counts[b];
+    spec.ends = job.ends[b];
     spec.wire_dtype = b % 2 == 1 ? DType::bf16 : DType::f32;
     spec.needs_update = job.updated[b];
     engine->add_bucket(spec);
@@ -171,8 +177,12 @@ void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps
       const size_t b = op.bucket;
       if (op.op != Op::RS || !job.updated[b]) continue;
       engine->wait(op.bucket, Stage::reduced);
-      const size_t shard = job.counts[b] / job.size;
-      for (size_t i = rank * shard; i < (rank + 1) * shard; ++i) buffers.parameters[b][i] = buffers.gradients[b][i];
+      BucketSpec spec;
+      spec.count = job.counts[b];
+      spec.ends = job.ends[b];
+      for (size_t i = spec.part_begin(rank, job.size); i < spec.part_end(rank, job.size); ++i) {
+        buffers.parameters[b][i] = buffers.gradients[b][i];
+      }
       engine->mark_updated(op.bucket);
     }
     for (size_t b = 0; b < job.counts.size(); ++b) {

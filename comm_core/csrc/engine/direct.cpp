@@ -20,73 +20,83 @@ void DirectTransport::finish_sends(size_t segments) {
   }
 }
 
-// Reduce-scatter: sends segment k of every peer's shard, receives segment k of its own shard from every peer.
+// Reduce-scatter: sends segment k of every peer's part, receives segment k of its own part from every peer.
 void DirectTransport::post_scatter(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
-  const size_t bytes = work.cut.size(k) * dtype_size(work.wire);
+  const size_t mine = part(work, rank_).size(k);
   const MessageTag tag = message(work.tag, 0, k);
-  for (int d = 1; d < size_; ++d) {
+  for (int d = 1; mine > 0 && d < size_; ++d) {
     const int from = peer(d);
-    request(receives_, from, k) = channel_->irecv(received_.slot(from, k), bytes, from, tag);
+    request(receives_, from, k) = channel_->irecv(received_.slot(from, k), mine * dtype_size(work.wire), from, tag);
   }
   for (int d = 1; d < size_; ++d) {
     const int to = peer(d);
     wait_for(sends_, to, k);  // the previous use of this slot
-    const char* data = at(b.reduce_ptr, b.dtype, to * work.cut.length + work.cut.begin(k));
+    const Cut theirs = part(work, to);
+    const size_t n = theirs.size(k);
+    if (n == 0) continue;
+    const char* data = at(b.reduce_ptr, b.dtype, theirs.begin(k));
     if (work.wire != work.type) {
       char* staged = outgoing_.slot(to, k);
-      convert(data, work.type, staged, work.wire, work.cut.size(k), b.prescale);
+      convert(data, work.type, staged, work.wire, n, b.prescale);
       data = staged;
     }
-    pass_gate(bytes);
-    request(sends_, to, k) = channel_->isend(data, bytes, to, tag);
+    pass_gate(n * dtype_size(work.wire));
+    request(sends_, to, k) = channel_->isend(data, n * dtype_size(work.wire), to, tag);
   }
 }
 
 void DirectTransport::reduce(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
+  const Cut own = part(work, rank_);
+  const size_t n = own.size(k);
+  if (n == 0) return;
   for (int d = 1; d < size_; ++d) {
     const int from = peer(d);
     wait_for(receives_, from, k);
     parts_[from] = received_.slot(from, k);
   }
-  char* mine = at(b.reduce_ptr, b.dtype, rank_ * work.cut.length + work.cut.begin(k));
+  char* mine = at(b.reduce_ptr, b.dtype, own.begin(k));
   parts_[rank_] = mine;
   if (work.wire != work.type) {
     // Round this rank's own part to the wire type too, so that the sum does not depend on who owns the shard.
     char* staged = outgoing_.slot(rank_, k);
-    convert(mine, work.type, staged, work.wire, work.cut.size(k), b.prescale);
+    convert(mine, work.type, staged, work.wire, n, b.prescale);
     parts_[rank_] = staged;
   }
-  sum_in_order(parts_.data(), size_, work.wire, mine, work.type, work.cut.size(k), b.postscale);
+  sum_in_order(parts_.data(), size_, work.wire, mine, work.type, n, b.postscale);
 }
 
 void DirectTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return scale_alone(b);
   apply_prescale(b);
-  const Work work{b, tag, cut(shard_size(b), b.wire_dtype), b.dtype, b.wire_dtype};
-  const size_t segments = work.cut.segments();
+  const Work work{b, tag, b.dtype, b.wire_dtype};
+  const size_t all = segments(b, work.wire);
   size_t posted = 0;
-  for (size_t k = 0; k < segments; ++k) {
-    for (; posted < std::min(segments, k + ahead()); ++posted) post_scatter(work, posted);
+  for (size_t k = 0; k < all; ++k) {
+    for (; posted < std::min(all, k + ahead()); ++posted) post_scatter(work, posted);
     reduce(work, k);
   }
-  finish_sends(segments);
+  finish_sends(all);
 }
 
-// All-gather: sends segment k of its own shard to every peer, receives segment k of every peer's shard.
+// All-gather: sends segment k of its own part to every peer, receives segment k of every peer's part.
 void DirectTransport::post_gather(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const bool cast = work.wire != work.type;
-  const size_t n = work.cut.size(k);
   const MessageTag tag = message(work.tag, 1, k);
   for (int d = 1; d < size_; ++d) {
     const int from = peer(d);
-    char* place = cast ? received_.slot(from, k) : at(b.gather_ptr, work.type, from * work.cut.length + work.cut.begin(k));
-    request(receives_, from, k) = channel_->irecv(place, n * dtype_size(work.wire), from, tag);
+    const Cut theirs = part(work, from);
+    if (theirs.size(k) == 0) continue;
+    char* place = cast ? received_.slot(from, k) : at(b.gather_ptr, work.type, theirs.begin(k));
+    request(receives_, from, k) = channel_->irecv(place, theirs.size(k) * dtype_size(work.wire), from, tag);
   }
   for (int d = 1; d < size_; ++d) wait_for(sends_, peer(d), k);
-  char* data = at(b.gather_ptr, work.type, rank_ * work.cut.length + work.cut.begin(k));
+  const Cut own = part(work, rank_);
+  const size_t n = own.size(k);
+  if (n == 0) return;
+  char* data = at(b.gather_ptr, work.type, own.begin(k));
   if (cast) {
     char* staged = outgoing_.slot(rank_, k);
     convert(data, work.type, staged, work.wire, n, 1.0);
@@ -102,23 +112,25 @@ void DirectTransport::post_gather(const Work& work, size_t k) {
 void DirectTransport::place(const Work& work, size_t k) {
   for (int d = 1; d < size_; ++d) {
     const int from = peer(d);
+    const Cut theirs = part(work, from);
+    if (theirs.size(k) == 0) continue;
     wait_for(receives_, from, k);
     if (work.wire == work.type) continue;
-    char* data = at(work.bucket.gather_ptr, work.type, from * work.cut.length + work.cut.begin(k));
-    convert(received_.slot(from, k), work.wire, data, work.type, work.cut.size(k), 1.0);
+    char* data = at(work.bucket.gather_ptr, work.type, theirs.begin(k));
+    convert(received_.slot(from, k), work.wire, data, work.type, theirs.size(k), 1.0);
   }
 }
 
 void DirectTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return;
-  const Work work{b, tag, cut(shard_size(b), gather_wire(b)), gather_type(b), gather_wire(b)};
-  const size_t segments = work.cut.segments();
+  const Work work{b, tag, gather_type(b), gather_wire(b)};
+  const size_t all = segments(b, work.wire);
   size_t posted = 0;
-  for (size_t k = 0; k < segments; ++k) {
-    for (; posted < std::min(segments, k + ahead()); ++posted) post_gather(work, posted);
+  for (size_t k = 0; k < all; ++k) {
+    for (; posted < std::min(all, k + ahead()); ++posted) post_gather(work, posted);
     place(work, k);
   }
-  finish_sends(segments);
+  finish_sends(all);
 }
 
 }  // namespace commsched

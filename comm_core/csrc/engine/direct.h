@@ -13,15 +13,15 @@ class DirectTransport : public ExchangeTransport {
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
 
  private:
-  // The operation in progress: its bucket, its segments and its tag.
+  // The operation in progress.
   struct Work {
     const BucketSpec& bucket;
     const OpTag& tag;
-    Cut cut;
     DType type;  // in the buffer
     DType wire;  // in messages
   };
 
+  Cut part(const Work& work, int rank) const { return cut(work.bucket, rank, work.wire); }
   int peer(int distance) const { return (rank_ + distance) % size_; }
   Request& request(std::vector<Request>& all, int peer, size_t k) { return all[peer * depth_ + k % depth_]; }
   void wait_for(std::vector<Request>& all, int peer, size_t k);

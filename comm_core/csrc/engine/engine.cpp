@@ -22,11 +22,7 @@ EngineCore::EngineCore(std::shared_ptr<Transport> transport, double timeout_seco
 int EngineCore::add_bucket(const BucketSpec& spec) {
   const Lock lock(mutex_);
   check_idle("add_bucket()");
-  if (spec.count % transport_->size() != 0) {
-    throw usage("a bucket's elements must divide by the number of ranks: bucket '" + spec.name + "' has " +
-                std::to_string(spec.count) + " elements, but there are " + std::to_string(transport_->size()) +
-                " ranks; pad it");
-  }
+  check_parts(spec, transport_->size());
   if (spec.count > 0 && (spec.reduce_ptr == nullptr || spec.gather_ptr == nullptr)) {
     throw usage("bucket '" + spec.name + "' has elements but no memory");
   }

@@ -114,11 +114,12 @@ void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::tim
 }
 
 int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
-  const int n = transport_->size();
-  const int64_t others = static_cast<int64_t>(spec.count / n) * (n - 1);
+  const int n = transport_->size(), rank = transport_->rank();
+  const auto mine = static_cast<int64_t>(spec.part_end(rank, n) - spec.part_begin(rank, n));
+  const int64_t others = static_cast<int64_t>(spec.count) - mine;
   const int64_t scattered = others * static_cast<int64_t>(dtype_size(spec.wire_dtype));
   const DType gathered = spec.gathers_gradients() ? spec.wire_dtype : spec.gather_dtype;
-  return (op != Op::AG ? scattered : 0) + (op != Op::RS ? others * static_cast<int64_t>(dtype_size(gathered)) : 0);
+  return (op != Op::AG ? scattered : 0) + (op != Op::RS ? mine * (n - 1) * static_cast<int64_t>(dtype_size(gathered)) : 0);
 }
 
 // Adds the operation, the bucket and advice to a channel's error.

@@ -14,14 +14,16 @@
 
 namespace commsched {
 
-// A shard of `length` elements as segments of `step` elements; an empty shard has none.
+// One rank's part of a bucket, from element `start` on, as segments of `step` elements. Parts may differ in length: a segment
+// behind the end of a part has no elements and is not sent.
 struct Cut {
+  size_t start;
   size_t length;
   size_t step;
 
   size_t segments() const { return (length + step - 1) / step; }
-  size_t begin(size_t k) const { return k * step; }
-  size_t size(size_t k) const { return std::min(step, length - begin(k)); }
+  size_t begin(size_t k) const { return start + k * step; }
+  size_t size(size_t k) const { return k < segments() ? std::min(step, length - k * step) : 0; }
 };
 
 // Rows of segment-sized slots, used in turn: segment k of a row lies in slot k % depth.
@@ -53,8 +55,17 @@ class ExchangeTransport : public Transport {
   int size() const override { return size_; }
 
  protected:
-  size_t shard_size(const BucketSpec& bucket) const { return bucket.count / size_; }
-  Cut cut(size_t length, DType wire) const { return {length, segment_bytes_ / dtype_size(wire)}; }
+  Cut cut(const BucketSpec& b, int rank, DType wire) const {
+    const size_t start = b.part_begin(rank, size_);
+    return {start, b.part_end(rank, size_) - start, segment_bytes_ / dtype_size(wire)};
+  }
+
+  // Of the longest part.
+  size_t segments(const BucketSpec& b, DType wire) const {
+    size_t most = 0;
+    for (int rank = 0; rank < size_; ++rank) most = std::max(most, cut(b, rank, wire).segments());
+    return most;
+  }
   static char* at(void* base, DType type, size_t element) { return static_cast<char*>(base) + element * dtype_size(type); }
 
   // The wire type of AG: the bucket's for gradients, the parameters' own type for parameters.

@@ -19,13 +19,13 @@ class RingTransport : public ExchangeTransport {
   struct Work {
     const BucketSpec& bucket;
     const OpTag& tag;
-    Cut cut;
     DType type;
     DType wire;
     bool reducing;
+    size_t segments;
 
-    size_t round(size_t m) const { return m / cut.segments(); }
-    size_t segment(size_t m) const { return m % cut.segments(); }
+    size_t round(size_t m) const { return m / segments; }
+    size_t segment(size_t m) const { return m % segments; }
     bool cast() const { return wire != type; }
   };
 
@@ -35,9 +35,10 @@ class RingTransport : public ExchangeTransport {
   void accept(const Work& work, size_t m);
   void add(const Work& work, size_t m, char* data);
 
-  size_t shard_sent(const Work& work, size_t m) const;
-  char* data(const Work& work, size_t shard, size_t m) const;
-  size_t bytes(const Work& work, size_t m) const;
+  int shard_sent(const Work& work, size_t m) const;
+  int shard_received(const Work& work, size_t m) const { return (shard_sent(work, m) + size_ - 1) % size_; }
+  char* data(const Work& work, int shard, size_t m) const;
+  size_t elements(const Work& work, int shard, size_t m) const;
 
   std::vector<Request> sends_;
   std::vector<Request> receives_;

@@ -1,12 +1,30 @@
 // Runs one operation on one bucket. The engine moves bytes through this interface only.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "types.h"
 
 namespace commsched {
+
+// Throws unless every element of the bucket belongs to one of `size` ranks.
+inline void check_parts(const BucketSpec& spec, int size) {
+  const std::string bucket = "bucket '" + spec.name + "' has " + std::to_string(spec.count) + " elements, but ";
+  if (spec.ends.empty() && spec.count % size != 0) {
+    throw EngineError(ErrorKind::usage, "a bucket's elements must divide by the number of ranks: " + bucket + "there are " +
+                                            std::to_string(size) + " ranks; pad it");
+  }
+  if (spec.ends.empty()) return;
+  if (spec.ends.size() != static_cast<size_t>(size) || !std::is_sorted(spec.ends.begin(), spec.ends.end()) ||
+      spec.ends.back() != spec.count) {
+    std::string text;
+    for (const size_t end : spec.ends) text += (text.empty() ? "" : ", ") + std::to_string(end);
+    throw EngineError(ErrorKind::usage, "the ends of a bucket's parts must ascend to its length, one for each of " +
+                                            std::to_string(size) + " ranks: " + bucket + "the ends are " + text);
+  }
+}
 
 class Transport {
  public:

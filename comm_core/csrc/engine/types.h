@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace commsched {
 
@@ -46,7 +47,8 @@ struct BucketSpec {
   std::string name;             // for errors and the event log
   void* reduce_ptr = nullptr;   // the gradients: `count` elements of `dtype`, summed in place
   void* gather_ptr = nullptr;   // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
-  size_t count = 0;             // a multiple of the number of ranks; rank r owns [r*count/N, (r+1)*count/N)
+  size_t count = 0;             // elements
+  std::vector<size_t> ends;     // where each rank's part ends; empty: all parts have count / N elements
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;
   DType wire_dtype = DType::f32;  // what gradients travel as; sums are formed in the wider of this and `dtype`
@@ -56,6 +58,10 @@ struct BucketSpec {
   std::shared_ptr<void> owner;    // keeps the memory alive
 
   bool gathers_gradients() const { return gather_ptr == reduce_ptr; }
+
+  // Rank r of N owns the elements [part_begin(r, N), part_end(r, N)).
+  size_t part_begin(int rank, int size) const { return rank == 0 ? 0 : part_end(rank - 1, size); }
+  size_t part_end(int rank, int size) const { return ends.empty() ? count / size * (rank + 1) : ends[rank]; }
 };
 
 // The operation and step in progress. Sent with every message, so that ranks with different plans notice it.

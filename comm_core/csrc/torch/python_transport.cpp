@@ -39,6 +39,12 @@ PythonTransport::~PythonTransport() {
   collectives_ = py::object();
 }
 
+void PythonTransport::prepare(const BucketSpec& bucket) {
+  if (bucket.ends.empty()) return;
+  throw EngineError(ErrorKind::usage, "a Python transport reduces and gathers parts of equal length, but those of bucket '" +
+                                          bucket.name + "' differ; use the direct or the ring exchange");
+}
+
 template <typename... Args>
 void PythonTransport::call(const char* method, const Args&... args) {
   if (aborted_) throw EngineError(ErrorKind::aborted, "the engine was aborted");

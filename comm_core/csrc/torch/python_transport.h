@@ -18,6 +18,7 @@ class PythonTransport : public Transport {
   explicit PythonTransport(py::object collectives);
   ~PythonTransport() override;
 
+  void prepare(const BucketSpec& bucket) override;
   void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
   void all_reduce(const BucketSpec& bucket, const OpTag& tag) override;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,10 +125,18 @@ class TorchCarrier(Carrier):
     def barrier(self, set_id: int) -> None:
         self.synchronize(self._submit(Operation("barrier", "", set_id)))
 
-    def join(self, device: int) -> int:
-        last = self._queue.join(torch.device("cpu") if device < 0 else torch.device("cuda", device))
-        self._names.restart()
-        return last
+    def start_join(self, device: int) -> Callable[[], int]:
+        wait = self._queue.start_join(torch.device("cpu") if device < 0 else torch.device("cuda", device))
+
+        def end() -> int:
+            last = wait()
+            self._names.restart()
+            return last
+
+        return end
+
+    def report_progress(self) -> None:
+        self._queue.report_progress()
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         self.stop_timeline()

@@ -156,6 +156,8 @@ class Coordinator(threading.Thread):
             self._send(self._negotiator.submit(rank, message))
         elif kind == "join":
             self._send(self._negotiator.join(rank, message["device"]))
+        elif kind == "progress":
+            self._negotiator.hear()
         elif kind == "failed":
             self._negotiator.fail(message["message"])
         elif kind == "bye":

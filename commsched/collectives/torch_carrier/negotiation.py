@@ -1,7 +1,9 @@
 """Decides which operation runs next: the pure half of the coordinator, without sockets and tensors.
 
 Ranks submit requests in any order. A request is complete when every rank of its process set has submitted it
-or has joined. All ranks run operations in the order of completion. A reply is a pair: ``(ranks, message)``.
+or has joined. commsched's own requests are complete when every rank has submitted them: an optimizer takes
+part in those for a rank that has joined. All ranks run operations in the order of completion. A reply is a
+pair: ``(ranks, message)``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ Key = tuple[int, str]
 # Wait this long for the root cause before reporting a failed operation: ranks often report a broken
 # connection before rank 0 notices the death that broke it.
 _CAUSE_SECONDS = 5.0
+
+
+_OWN = "commsched."  # how commsched's own operations are named, behind their kind
 
 
 @dataclass
@@ -68,6 +73,10 @@ class Negotiator:
             replies.append((list(range(self._size)), {"type": "joined", "last": rank}))
             self._joined = []
         return replies
+
+    def hear(self) -> None:
+        """Note that ranks that have not joined go on: optimizers exchange gradients without requests."""
+        self._last_news = self._clock()
 
     def leave(self, rank: int, reason: str, alarm: bool) -> list[Reply]:
         """Fail all operations that wait for a rank that has ended; with `alarm` also the running ones."""
@@ -143,7 +152,7 @@ class Negotiator:
         return "; ".join(self._gone[rank] for rank in self._sets[set_id] if rank in self._gone)
 
     def _why_late(self, key: Key, entry: _Pending) -> str:
-        absent = [r for r in self._sets[key[0]] if r not in entry.requests and r not in self._joined]
+        absent = self._awaited(key, entry)
         doing = []
         for rank in absent:
             names = [name for (_, name), other in self._pending.items() if rank in other.requests]
@@ -157,11 +166,16 @@ class Negotiator:
             "names"
         )
 
+    def _awaited(self, key: Key, entry: _Pending) -> list[int]:
+        """Return the ranks whose requests the operation waits for."""
+        joined = [] if key[1].partition(".")[2].startswith(_OWN) else self._joined
+        return [r for r in self._sets[key[0]] if r not in entry.requests and r not in joined]
+
     def _complete(self, key: Key) -> list[Reply]:
         entry, members = self._pending[key], self._sets[key[0]]
-        absent = [rank for rank in members if rank not in entry.requests]
-        if any(rank not in self._joined for rank in absent):
+        if self._awaited(key, entry):
             return []
+        absent = [rank for rank in members if rank not in entry.requests]
         del self._pending[key]
         complaint = disagreement(entry.requests, absent)
         if complaint:

@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -119,10 +120,10 @@ class OperationQueue:
             raise operation.error
         return operation.result
 
-    def join(self, device: torch.device) -> int:
-        """Contribute zeros on `device` until every rank has joined; return the last one's rank."""
+    def start_join(self, device: torch.device) -> Callable[[], int]:
+        """Contribute zeros on `device` until every rank has joined; return a wait for the last one's rank."""
         if self._alone:
-            return 0
+            return lambda: 0
         self._check_process("join")
         operation = Operation("join", "join", 0)
         self._runner.joined_on = device
@@ -131,11 +132,19 @@ class OperationQueue:
         with self._lock:
             self._announce(operation, {"type": "join", "device": where})
             self._join = operation
-        while not operation.done.wait(5.0):
-            pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
-        if operation.error is not None:
-            raise operation.error
-        return int(operation.result)
+
+        def wait() -> int:
+            while not operation.done.wait(5.0):
+                pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
+            if operation.error is not None:
+                raise operation.error
+            return int(operation.result)
+
+        return wait
+
+    def report_progress(self) -> None:
+        if not self._alone:
+            self._tell({"type": "progress"})
 
     def close(self) -> None:
         """Leave the job: finish the running operation, tell the coordinator, stop the threads."""

@@ -169,6 +169,8 @@ def test_without_marks_a_wait_ends_by_the_engines_time_out_and_the_failure_is_ke
         (lambda e: e.install([("XX", 0)]), "made of RS, AG and AR"),
         (lambda e: e.install([("RS", 2)]), "no bucket 2"),
         (lambda e: e.add_bucket(torch.ones(2, 2)), "one-dimensional contiguous"),
+        (lambda e: e.add_bucket(torch.ones(4), ends=[3]), "ascend to its length"),
+        (lambda e: e.add_bucket(torch.ones(4), ends=[2, 4]), "one for each of 1 ranks"),
         (lambda e: e.add_bucket(torch.ones(4)[::2]), "one-dimensional contiguous"),
         (lambda e: e.add_bucket(torch.ones(2), gather=torch.ones(3)), "same number of elements"),
         (lambda e: e.add_bucket(torch.ones(2, dtype=torch.bool)), "has type Bool"),

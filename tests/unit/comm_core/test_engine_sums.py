@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -45,12 +46,15 @@ def reduce_all(
     scale: float = 1.0,
     ring: bool = False,
     prescale: float = 1.0,
+    ends: Sequence[int] = (),
 ) -> list[torch.Tensor]:
     """Every rank's one bucket after a step."""
 
     def one(engine: Engine, rank: int) -> torch.Tensor:
         buffer = data[rank].clone()
-        bucket = engine.add_bucket(buffer, wire_dtype=wire, prescale=prescale, postscale=scale, name="all")
+        bucket = engine.add_bucket(
+            buffer, wire_dtype=wire, prescale=prescale, postscale=scale, name="all", ends=ends
+        )
         engine.install([(op, bucket) for op, _ in plan])
         run_step(engine, [bucket])
         return buffer
@@ -73,6 +77,25 @@ def test_direct_sums_in_rank_order_to_the_bit(
     data = values(size, size * per_rank, dtype)
     for result in reduce_all(size, data, plan):
         torch.testing.assert_close(result, ordered_sum(data), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["direct", "ring"])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(0, 50), (131, 1), (0, 0, 70), (1, 97, 0), (40, 0, 0, 33), (3, 200, 17, 64)], ids=str
+)
+def test_parts_of_unequal_length_give_the_same_sums(
+    lengths: tuple[int, ...], wire: torch.dtype | None, ring: bool
+) -> None:
+    """Among them ranks without a part, and parts of several segments beside parts of one."""
+    size, ends = len(lengths), [sum(lengths[: n + 1]) for n in range(len(lengths))]
+    data = values(size, ends[-1], torch.float32)
+    results = reduce_all(size, data, SPLIT, wire=wire, scale=1 / size, ring=ring, ends=ends)
+    if wire is None and not ring:
+        assert torch.equal(results[0], ordered_sum(data, 1 / size))
+    for result in results:
+        assert torch.equal(result, results[0])
+        assert_rounded(result, ordered_sum(data, 1 / size), data, wire or torch.float32, 2 * size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

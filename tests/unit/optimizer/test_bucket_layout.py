@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.optimizer.bucket_layout import ALIGN, Buffers, build_layout
-from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes
+from commsched.optimizer.whole_matrix import balanced, whole_buckets
+from scheduler.ir.buckets import Bucket, Piece, check_cover, fuse_by_bytes
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
 
@@ -117,3 +119,44 @@ def test_a_torn_tensor_is_refused() -> None:
         build_layout([100, 10], [4, 4], torn, 2)
     with pytest.raises(ValueError, match="in order of its bytes"):
         build_layout([100], [4], (Bucket((Piece(0, 64, 400),)), Bucket((Piece(0, 0, 64),))), 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 100), st.integers(1, 5))
+def test_owned_parameters_lie_whole_in_their_owners_shard(numels: list[int], wanted: int, ranks: int) -> None:
+    """And shards hold nothing else but the gaps that align parameters."""
+    sizes, owners = [4 * n for n in numels], balanced([float(n) for n in numels], ranks)
+    buckets = whole_buckets(sizes, [0] * len(sizes), owners, ranks, 40 * wanted)
+    check_cover(buckets, sizes)
+    layout = build_layout(numels, [4] * len(numels), buckets, ranks, owners)
+    for i, slot in layout.slots.items():
+        (number,) = slot.buckets
+        start, stop = layout.slices[number].shard(owners[i], ranks)
+        assert start <= slot.offset and slot.offset + slot.numel <= stop
+    assert layout.lengths.get(0, 0) == sum(-(-n // ALIGN) * ALIGN for n in numels)
+    for piece in layout.slices:
+        bounds = [piece.shard(rank, ranks) for rank in range(ranks)]
+        assert bounds[0][0] == piece.start and bounds[-1][1] == piece.stop
+        assert all(a[1] == b[0] for a, b in pairwise(bounds))
+
+
+def test_owners_share_the_work_and_neighbours_have_different_ones() -> None:
+    assert balanced([5.0, 1.0, 4.0, 1.0, 3.0], 2) == [0, 0, 1, 0, 1]
+    assert balanced([2.0] * 6, 3) == [2, 1, 0, 2, 1, 0]
+    costs = [float(n % 7 + 1) for n in range(60)]
+    load = [sum(c for c, o in zip(costs, balanced(costs, 4), strict=True) if o == rank) for rank in range(4)]
+    assert max(load) <= sum(costs) / 4 + max(costs) / 4
+
+
+def test_whole_buckets_wait_until_their_parts_are_even() -> None:
+    """Two layers of one owner stay open for a third; a huge layer closes its bucket alone."""
+    buckets = whole_buckets([10, 10, 10], [0] * 3, [1, 0, 0], 2, 20)
+    assert [b.layers for b in buckets] == [(0, 1, 2)]
+    buckets = whole_buckets([10, 10, 100], [0] * 3, [0, 1, 0], 2, 20)
+    assert [b.layers for b in buckets] == [(2,), (0, 1)]
+
+
+def test_owned_parameters_may_not_be_cut() -> None:
+    cut = [Bucket((Piece(0, 0, 64),)), Bucket((Piece(0, 64, 400),))]
+    with pytest.raises(ValueError, match="bytes 0..64 of the 400 of tensor 0; this optimizer updates whole"):
+        build_layout([100], [4], cut, 2, [0])

@@ -64,8 +64,17 @@ def test_what_is_no_whole_iteration_is_no_sample() -> None:
     assert iteration_times(seen, HOOKS, ORDER) is None
 
 
-def test_medians_and_the_slowest_rank() -> None:
+def test_the_slowest_rank_of_each_layer_counts() -> None:
+    """The others wait for it there, and a rank that is slow later may catch up with it."""
+    order = [1, 0]  # of the forward; times are by parameter
+    slow_everywhere = ([2.0, 4.0], [6.0, 8.0], 2.0)
+    fast = ([1.0, 2.0], [3.0, 4.0], 1.0)
+    for rows in ([slow_everywhere, fast], [fast, slow_everywhere]):
+        assert across_ranks(rows, order) == slow_everywhere
+    slow_first, slow_last = ([1.0, 9.0], [1.0, 1.0], 1.0), ([1.0, 1.0], [9.0, 1.0], 1.0)
+    # The layers end at 9, 10, 11 and 12 on one rank, at 1, 2, 11 and 12 on the other.
+    assert across_ranks([slow_first, slow_last], order) == ([1.0, 9.0], [1.0, 1.0], 1.0)
+
+
+def test_medians() -> None:
     assert combine([([1.0], [4.0], 1.0), ([2.0], [9.0], 0.0), ([6.0], [5.0], 2.0)]) == ([2.0], [5.0], 1.0)
-    fast, slow = ([1.0], [2.0], 1.0), ([3.0], [2.0], 3.0)
-    forward, backward, outside = across_ranks([fast, slow])
-    assert forward + backward + [outside] == pytest.approx([2.0 * 8 / 6, 2.0 * 8 / 6, 2.0 * 8 / 6])
