@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.optimizer.deferred_updates import *
     from commsched.optimizer.distributed import *
     from commsched.optimizer.explanation import *
+    from commsched.optimizer.metrics import *
     from commsched.optimizer.shards import *
 
 # Module -> the public names that it defines.
@@ -53,6 +54,7 @@ _HOMES = {
     "commsched.optimizer.deferred_updates": "register_separable",
     "commsched.optimizer.distributed": "DistributedOptimizer",
     "commsched.optimizer.explanation": "explain operations",
+    "commsched.optimizer.metrics": "Metrics log_metrics metrics",
     "commsched.optimizer.shards": "register_elementwise",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

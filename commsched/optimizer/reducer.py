@@ -32,6 +32,7 @@ class Reducer:
         self.hold = True
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
+        self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
         self.fired_twice: set[int] = set()
         self._callback_queued = False
 
@@ -42,7 +43,7 @@ class Reducer:
             if state.views:
                 self.arrivals.complete_all()
             gathered = self.gathering.prepare(program, buffers)
-            work = step_work(program, buffers, len(self.params) + 1 + size, size, gathered, state.scaling)
+            work = step_work(program, buffers, len(self.params) + 1 + 2 * size, size, gathered, state.scaling)
             state.install(buffers, work.flags)
             self.backend.install(work)
             self.gathering.installed(program)
@@ -234,7 +235,9 @@ class Reducer:
                     self._send(bucket)
             tail = len(self.params)
             state.flag[tail] = self.vote
-            state.flag[tail + 1 + self.backend.ranks.rank] = int(state.stepped)
+            rank, size = self.backend.ranks.rank, self.backend.ranks.size
+            state.flag[tail + 1 + rank] = int(state.stepped)
+            state.flag[tail + 1 + size + rank] = self.waited
             state.stepped = False
             self.backend.mark_ready(state.flags_bucket)
             state.phase = Phase.SENT
