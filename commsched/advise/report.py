@@ -55,8 +55,8 @@ def facts(forecast: Forecast) -> str:
     return (
         f"{measured.script} on {measured.ranks} ranks: {measured.profile.total_bytes / 1e6:.1f} MB of"
         f" gradients, compute {measured.profile.compute * 1e3:.1f} ms. A reduce-scatter or all-gather starts"
-        f" in {link.alpha * 1e3:.2f} ms and moves {rate}. All times but DDP's own are simulated from this; int8"
-        " counts bytes only, commsched sends no int8."
+        f" in {link.alpha * 1e3:.2f} ms and moves {rate}. All times but DDP's own are simulated from this;"
+        " int8 counts bytes only, commsched sends no int8."
     )
 
 
