@@ -15,13 +15,15 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 sans-serif; max-width: 75rem; margin: 1rem auto; padding: 0 1rem; color: #222 }}
+body {{ font: 15px/1.5 sans-serif; max-width: 77rem; margin: 1rem auto; padding: 0 1rem; color: #222 }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; width: 100% }}
 td, th {{ padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top }}
-td:first-child, th:first-child {{ text-align: left; padding-left: 0 }}
+td, th {{ white-space: nowrap }}
+td:first-child, th:first-child {{ text-align: left; padding-left: 0; white-space: normal }}
 .bar {{ display: flex; height: 1rem; width: 100%; min-width: 6rem; margin-top: .2rem }}
 .bar b {{ background: #4c78a8 }} .bar i {{ background: #e45756 }}
-.steps {{ overflow-x: auto; border: 1px solid #ddd }}
+.steps {{ overflow-x: auto }} .steps svg {{ display: block }}
 .key b, .key i {{ display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem }}
 .key b {{ background: #4c78a8; margin-left: 0 }} .key i {{ background: #e45756 }}
 @media (max-width: 40rem) {{ .wide {{ display: none }} }}
@@ -51,12 +53,12 @@ def lines(forecast: Forecast) -> Iterator[tuple[str, Times]]:
 def facts(forecast: Forecast) -> str:
     """Describe what was measured, in one paragraph."""
     measured, link = forecast.measured, forecast.measured.link
-    rate = f"{1 / link.beta / 1e6:.1f} MB/s" if link.beta else "without limit"
+    rate = f"{1 / link.beta / 1e6:.1f} MB per second" if link.beta else "any number of bytes at once"
     return (
         f"{measured.script} on {measured.ranks} ranks: {measured.profile.total_bytes / 1e6:.1f} MB of"
         f" gradients, compute {measured.profile.compute * 1e3:.1f} ms. A reduce-scatter or all-gather starts"
-        f" in {link.alpha * 1e3:.2f} ms and moves {rate}. All times but DDP's own are simulated from this;"
-        " int8 counts bytes only, commsched sends no int8."
+        f" in {link.alpha * 1e3:.2f} ms and then works through {rate} of its bucket. All times but DDP's own"
+        " are simulated from this; int8 counts bytes only, commsched sends no int8."
     )
 
 
