@@ -57,6 +57,16 @@ class Settings:
         "",
         "file to which the optimizer writes when each rank computed and communicated (chrome://tracing)",
     )
+    log_every: int = _setting(
+        "COMMSCHED_LOG_EVERY",
+        0,
+        "rank 0 prints what communication costs every so many steps; unset or 0: never",
+    )
+    metrics_port: int = _setting(
+        "COMMSCHED_METRICS_PORT",
+        0,
+        "each rank serves its metrics to Prometheus on this port plus its local rank; unset or 0: none",
+    )
     nccl_register: str = _setting(
         "COMMSCHED_NCCL_REGISTER",
         "",

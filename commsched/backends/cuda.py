@@ -232,6 +232,14 @@ class StreamBackend(Backend):
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         return self.schedule.events(clear)
 
+    def now(self) -> Any:
+        return self.streams.record(self.streams.current())
+
+    def seconds(self, mark: Any) -> float | None:
+        if self.streams.asynchronous and not self.streams.has_passed(mark):
+            return None
+        return self.streams.moment(mark)
+
     def watch(self) -> Watch:
         """Return a recorder whose moments are marks on the stream.
 

@@ -8,6 +8,7 @@ tensors on the host that are summed over the ranks in every step.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -164,6 +165,14 @@ class Backend(ABC):
     @abstractmethod
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""
+
+    def now(self) -> Any:
+        """Return a mark of this moment, where the model computes: on a GPU behind all work so far."""
+        return time.monotonic()
+
+    def seconds(self, mark: Any) -> float | None:
+        """Return a mark's moment on the clock of ``events()``; None before the device has reached it."""
+        return float(mark)
 
     def watch(self) -> Watch:
         """Return a recorder of one iteration's moments, on the clock of ``events()``."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": "measure a model layer by layer",
     "partition": "cut a model into the stages of a pipeline",
     "convert": "write a plan as AshPipe's files, or a plan from them",
+    "advise": "measure a DDP script, and predict its step with commsched",
     "train": "train a model in the stages of a plan",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from commsched.optimizer.pending import can_pend, clear_pending, has_alias, mark
 from commsched.optimizer.step_state import JOINED, LATE, SPARSE, Phase, StepState
 from scheduler.ir.program import Program
 
+_KEPT_WAITS = 4096  # more than one step has
+_KEPT_ROUNDS = 60
+
 
 class Arrivals:
     """Waits for the current round. ``seal`` ends the filling of its buckets."""
@@ -28,7 +32,9 @@ class Arrivals:
     ) -> None:
         self.state, self.backend, self.gathering, self._seal = state, backend, gathering, seal
         self.watch: Watch | None = None
-        self.waited = 0.0  # seconds, over all rounds
+        self._waits: deque[tuple[Any, Any]] = deque(maxlen=_KEPT_WAITS)  # the backend's marks around each
+        # Microseconds that each rank waited in its latest step, plus one (0: none yet), of the last rounds.
+        self.waits_of_ranks: deque[list[int]] = deque(maxlen=_KEPT_ROUNDS)
         gathering.attach(self)
         self._completions = [partial(self.complete, (i,)) for i in range(len(state.params))]
 
@@ -66,7 +72,7 @@ class Arrivals:
             for bucket in buckets:
                 if not now.done[bucket]:
                     if not self.backend.is_gathered(bucket):
-                        self.timed(f"bucket {bucket}", self.backend.wait_gathered, bucket)
+                        self.timed(state.bucket_names[bucket], self.backend.wait_gathered, bucket)
                     now.done[bucket] = True
                     touched.update(dict.fromkeys(state.buffers.layout.slices[bucket].params))
             complete = [
@@ -86,27 +92,33 @@ class Arrivals:
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
         """Wait and measure the time, which is exposed communication."""
-        start = time.monotonic()
-        with profiled(f"commsched: wait for {what}"):
+        mark, start = self.backend.now(), time.monotonic()
+        with profiled(f"commsched wait {what}"):
             wait(*arguments)
-        end = time.monotonic()
-        self.waited += end - start
+        self._waits.append((mark, self.backend.now()))
         if self.watch is not None:
-            self.watch.wait(start, end)
+            self.watch.wait(start, time.monotonic())
+
+    def take_waits(self) -> list[tuple[Any, Any]]:
+        """Return the backend's marks before and after each wait since the last call."""
+        waits = list(self._waits)
+        self._waits.clear()
+        return waits
 
     def wait_for_flags(self) -> None:
         """Wait until ``round.used`` contains which parameters any rank used in this round."""
         state, now = self.state, self.state.round
         if now.used:
             return
-        self.timed("the flags", self.backend.wait_gathered, state.flags_bucket)
-        tail, size = len(state.params) + 1, self.backend.ranks.size
-        flags = state.flags[: tail + size + 2].tolist()
-        now.used = used = flags[:tail]
-        before, now.joined = state.joined, [r for r in range(size) if flags[tail + r] == JOINED]
+        self.timed("flags", self.backend.wait_gathered, state.flags_bucket)
+        places, flags = state.places, state.flags[: state.places.size].tolist()
+        now.used = used = flags[: places.votes + 1]
+        stepped = dict(enumerate(flags[places.steps : places.samples]))
+        before, now.joined = state.joined, [r for r, flag in stepped.items() if flag == JOINED]
         state.joined = now.joined
-        self._check_steps({r: flags[tail + r] for r in range(size) if r not in now.joined}, bool(before))
-        self._weigh(*flags[tail + size :])
+        self.waits_of_ranks.append(flags[places.waits :])
+        self._check_steps({r: flag for r, flag in stepped.items() if flag != JOINED}, bool(before))
+        self._weigh(flags[places.samples], flags[places.unweighted])
         late = any(flag >= LATE for flag in used)
         if late:
             now.used = used = [flag % LATE for flag in used]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from commsched.backends.interface import Backend
 from commsched.optimizer.arrivals import Arrivals
@@ -12,17 +14,27 @@ from commsched.optimizer.arrivals import Arrivals
 DRIFT = 0.2
 SETTLE = 2  # warm-up steps after a new plan, ignored
 WINDOW = 15  # steps whose median is compared
+KEPT = 4 * WINDOW  # steps over which medians are reported
+_MOST_MICROSECONDS = 2**31 - 2
 PATIENCE = 200  # at least so many steps between two new plans; doubled with every one
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the last steps, in seconds; None before there are any."""
+    """Medians over the last steps, in seconds and bytes; None before there are any.
 
-    period: float | None
-    exposed: float | None
-    utilisation: float | None
-    steps: int
+    ``exposed`` is the time in which the compute waited; on a GPU, the time in which its stream waited.
+    ``link_rate``: bytes per second that this rank sent while the link was busy. ``waits``: every rank's
+    ``exposed``.
+    """
+
+    period: float | None = None
+    exposed: float | None = None
+    utilisation: float | None = None
+    bytes: float | None = None
+    link_rate: float | None = None
+    waits: tuple[float, ...] = ()
+    steps: int = 0
 
 
 class StepTimes:
@@ -37,22 +49,42 @@ class StepTimes:
         """Forget all times, because a new plan is installed."""
         self._count = 0
         self._periods: list[float] = []
-        self._waits: list[float] = []
+        self._waits: deque[float] = deque(maxlen=KEPT)
+        # The marks of steps that the device may not have finished.
+        self._unread: deque[list[tuple[Any, Any]]] = deque()
         self._baseline: float | None = None
         self._last = time.monotonic()
-        self._waited = self._arrivals.waited
+        self._arrivals.take_waits()
+        self._arrivals.waits_of_ranks.clear()
 
     def step(self) -> None:
-        now, waited = time.monotonic(), self._arrivals.waited
+        now, waits = time.monotonic(), self._arrivals.take_waits()
         self._count += 1
         if self._count > SETTLE:
             self._periods.append(now - self._last)
-            self._waits.append(waited - self._waited)
-        if len(self._periods) > 4 * WINDOW:
-            del self._periods[:WINDOW], self._waits[:WINDOW]
-        self._last, self._waited = now, waited
+            self._unread.append(waits)
+            self._read_waits()
+        if len(self._periods) > KEPT:
+            del self._periods[:WINDOW]
+        self._last = now
         if self._baseline is None and len(self._periods) == WINDOW:
             self._baseline = median(self._periods)
+
+    def _read_waits(self) -> None:
+        """Read the waits of all steps that the device has finished, without waiting for it."""
+        while self._unread:
+            waited = 0.0
+            for before, after in self._unread[0]:
+                end, start = self._backend.seconds(after), self._backend.seconds(before)
+                if end is None or start is None:
+                    return
+                waited += end - start
+            self._waits.append(waited)
+            self._unread.popleft()
+
+    def last_wait(self) -> int:
+        """Return this rank's entry of ``Arrivals.waits_of_ranks``."""
+        return min(int(self._waits[-1] * 1e6), _MOST_MICROSECONDS) + 1 if self._waits else 0
 
     def has_drifted(self) -> bool:
         """Return whether the steps became so much slower or faster that the plan's times must be wrong."""
@@ -70,14 +102,23 @@ class StepTimes:
 
     def measured(self) -> Measured:
         if not self._periods:
-            return Measured(None, None, None, 0)
-        period = median(self._periods)
-        return Measured(period, median(self._waits), self._utilisation(period), len(self._periods))
+            return Measured()
+        period, exposed = median(self._periods), median(self._waits) if self._waits else None
+        waits = self._waits_of_ranks()
+        traffic = self._traffic()
+        if not traffic:
+            return Measured(period, exposed, waits=waits, steps=len(self._periods))
+        busy, size = (median(column) for column in zip(*traffic, strict=True))
+        rate = size / busy if busy else None
+        return Measured(period, exposed, busy / period, size, rate, waits, len(self._periods))
 
-    def _utilisation(self, period: float) -> float | None:
+    def _waits_of_ranks(self) -> tuple[float, ...]:
+        rows = [row for row in list(self._arrivals.waits_of_ranks) if all(row)]
+        return tuple(median(wait - 1 for wait in column) / 1e6 for column in zip(*rows, strict=True))
+
+    def _traffic(self) -> list[tuple[float, int]]:
+        """Return the link's busy seconds and this rank's bytes in each of the last steps."""
         events = self._backend.events(clear=False)
-        if len(events) == 0:
-            return None
         steps = sorted(set(events["step"].tolist()))[-WINDOW - 1 : -1]
-        busy = [float((e["end"] - e["start"]).sum()) for e in (events[events["step"] == s] for s in steps)]
-        return median(busy) / period if busy else None
+        rows = [events[events["step"] == step] for step in steps]
+        return [(float((row["end"] - row["start"]).sum()), int(row["bytes"].sum())) for row in rows]

@@ -24,11 +24,12 @@ from typing import Any
 from commsched.backends.choice import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.handles import register_joiner
+from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.bucket_layout import Buffers, build_layout
-from commsched.optimizer.drift import Measured, StepTimes
+from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.hooks import Hooks
@@ -38,6 +39,7 @@ from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
 from commsched.optimizer.whole_matrix import owners_of
@@ -90,8 +92,10 @@ class Driver:
         self._measuring: Measuring | None = None
         file = settings().timeline
         self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
+        wanted = settings().log_every or settings().metrics_port
+        self._reports = StepReports(settings(), ranks, local_rank(), self.times) if wanted else None
         self._finalizer = weakref.finalize(
-            self, _close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline
+            self, _close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline, self._reports
         )
         self._optimizer = weakref.proxy(optimizer)
         register_joiner(self)
@@ -118,15 +122,15 @@ class Driver:
         """Whether the step must end with everything in place."""
         return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
 
-    def measured(self) -> Measured:
-        return self.times.measured()
-
     # -- one iteration ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
         """Time the step that is about to return, and plan again where that is due."""
         self.arrivals.mark("end")
         self.times.step()
+        self.reducer.waited = self.times.last_wait()
+        if self._reports is not None:
+            self._reports.step(self.plan)
         self._record()
         if self._measuring is not None:
             self._take_sample(self._measuring)
@@ -170,7 +174,7 @@ class Driver:
         now.seen += 1
         watch = self.arrivals.watch
         if now.seen > WARM_UP and watch is not None:
-            sample = iteration_times(watch, self.hooks, self.order)
+            sample = iteration_times(watch.compute(), self.hooks.owners, self.order)
             if sample is not None:
                 now.samples.append(sample)
         elif now.alone:
@@ -265,9 +269,18 @@ def _close_all_at_exit() -> None:
     atexit.register(close_all)
 
 
-def _close(owner: int, backend: Backend, hooks: Hooks, reducer: Reducer, timeline: Timeline | None) -> None:
+def _close(
+    owner: int,
+    backend: Backend,
+    hooks: Hooks,
+    reducer: Reducer,
+    timeline: Timeline | None,
+    reports: StepReports | None,
+) -> None:
     if os.getpid() != owner:
         return  # a forked child: the backend, and the timeline's file, are its parent's
+    if reports is not None:
+        reports.close()
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
     # script that ends with an exception must not wait: the others find out when the connections close.

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm_core.engine import OPS
-from scheduler.bounds import lower_bound
+from commsched.optimizer.metrics import Metrics, metrics_of, milliseconds
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.simulate.simulator import simulate
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Times in seconds. ``measured`` figures are medians over the steps since the plan was installed."""
+    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``."""
 
     policy: str
     plan: str
@@ -23,31 +22,18 @@ class Explanation:
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
     link: str
     profile_source: str
-    predicted_period: float
-    predicted_exposed: float
-    predicted_utilisation: float
     bound: float
-    measured_period: float | None
-    measured_exposed: float | None
-    measured_utilisation: float | None
-    steps: int
+    metrics: Metrics
     program: Program
     profile: Profile
 
     def __str__(self) -> str:
-        rows = [
-            ("iteration", _ms(self.predicted_period), _ms(self.measured_period)),
-            ("exposed communication", _ms(self.predicted_exposed), _ms(self.measured_exposed)),
-            ("link busy", _percent(self.predicted_utilisation), _percent(self.measured_utilisation)),
-        ]
         lines = [
-            f"policy {self.policy}, plan {self.hash}, {len(self.buckets)} buckets over transport"
-            f" {self.transport}",
+            f"plan {self.hash}, {len(self.buckets)} buckets over transport {self.transport}",
             f"link {self.link}; times: {self.profile_source}",
             f"order: {self.plan}",
-            f"{'':24}{'predicted':>12}{'measured':>12}   ({self.steps} steps)",
-            *(f"{name:24}{left:>12}{right:>12}" for name, left, right in rows),
-            f"{'no schedule is below':24}{_ms(self.bound):>12}",
+            str(self.metrics),
+            f"no schedule is below {milliseconds(self.bound)}",
         ]
         for number, (size, names) in enumerate(self.buckets):
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -70,9 +56,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         return None
     plan = driver.plan
     program, profile, link = plan.program, plan.profile, plan.link
-    result = simulate(program, profile, link)
     names = [layer.name for layer in profile.layers]
-    measured = driver.measured()
     explanation = Explanation(
         policy=program.policy,
         plan=program.plan,
@@ -83,16 +67,8 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         ),
         link=str(link),
         profile_source=profile.source or profile.name,
-        predicted_period=result.period,
-        predicted_exposed=result.exposed,
-        predicted_utilisation=result.link_utilisation,
-        bound=lower_bound(
-            profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
-        ),
-        measured_period=measured.period,
-        measured_exposed=measured.exposed,
-        measured_utilisation=measured.utilisation,
-        steps=measured.steps,
+        bound=plan.prediction.bound,
+        metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,
         profile=profile,
     )
@@ -129,11 +105,3 @@ def operations(optimizer: Any) -> list[Operation]:
         Operation(step, OPS[kind], bucket, ready, start, end, size)
         for step, kind, bucket, ready, start, end, size in (event.tolist() for event in events)
     ]
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
-
-
-def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{part * 100:.0f} %"

@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from commsched.optimizer.reducer import Reducer
 
+Owner = tuple[nn.Module, tuple[int, ...]]
+"""A module, and the indices of the parameters that it owns."""
 
-def owners(
-    params: Sequence[nn.Parameter], model: nn.Module | None = None
-) -> list[tuple[nn.Module, tuple[int, ...]]]:
+
+def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
     """Return the modules that own parameters of the optimizer, each with the indices of these."""
     index = {id(param): i for i, param in enumerate(params)}
     # By type() and not isinstance(), which would call a proxy's own __class__.
@@ -35,6 +36,17 @@ def owners(
             found.append((module, mine))
     # In the order of the parameters, which is the same on all ranks, unlike the garbage collector's.
     return sorted(found, key=lambda item: item[1])
+
+
+def forward_order(used: Sequence[int], count: int) -> list[int]:
+    """Return all parameters by first use; unused ones come after their predecessor in the model."""
+    place = {i: position for position, i in reversed(list(enumerate(used)))}
+    keys = []
+    last = -1
+    for i in range(count):
+        last = place.get(i, last)
+        keys.append((last, i in place, i))
+    return [i for _, _, i in sorted((last, not seen, i) for last, seen, i in keys)]
 
 
 class _BeforeForward:
@@ -102,14 +114,7 @@ class Hooks:
         self._last = max(self._last, place)
 
     def forward_order(self) -> list[int]:
-        """Return all parameters by first use; unused ones come after their predecessor in the model."""
-        place = {i: position for position, i in reversed(list(enumerate(self.order)))}
-        keys = []
-        last = -1
-        for i in range(len(self.reducer.params)):
-            last = place.get(i, last)
-            keys.append((last, i in place, i))
-        return [i for _, _, i in sorted((last, not seen, i) for last, seen, i in keys)]
+        return forward_order(self.order, len(self.reducer.params))
 
     def forget_order(self) -> None:
         self._place.clear()

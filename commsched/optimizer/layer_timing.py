@@ -65,8 +65,16 @@ class Watch:
     def mark(self, name: str) -> None:
         self._marked.marks[name] = self._now()
 
+    def has(self, name: str) -> bool:
+        """Return whether a moment of this name was marked."""
+        return name in self._marked.marks
+
     def wait(self, start: float, end: float) -> None:
         self._marked.waits.append((start, end))
 
     def moments(self) -> Moments:
         return replace(self._marked.mapped(self._seconds), waits=list(self._marked.waits))
+
+    def compute(self) -> Moments:
+        """Return the moments on a clock that stops during waits, if the watch's clock shows waits."""
+        return self.moments().without_waits() if self.sees_waits else self.moments()

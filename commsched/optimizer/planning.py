@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from commsched.backends.interface import Backend
+from commsched.optimizer.link_timing import TimedLink
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
-from commsched.optimizer.planner_process import plan_in_child
+from commsched.optimizer.planner_process import plan_in_child, predict_in_child
 from commsched.optimizer.whole_matrix import BUCKET_BYTES, whole_buckets
 from scheduler import policies
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
-from scheduler.ir.link import Link, fit
+from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-
-# Bytes of the messages that measure the link: six sizes, up to the model's own size.
-_SMALLEST, _LARGEST = 1 << 12, 1 << 21
+from scheduler.policies.prediction import Prediction
 
 # Bytes of a bucket of parameters that are in none of the user's groups.
 _UNGROUPED = 8 << 20
@@ -34,6 +34,16 @@ class Plan:
     profile: Profile
     link: Link
     layers: tuple[int, ...]
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The simulated times of the program; the first access takes about a second."""
+        return predict_in_child(self.program, self.profile, self.link)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether ``prediction`` returns at once."""
+        return "prediction" in self.__dict__
 
     def buckets(self, itemsizes: Sequence[int]) -> list[Bucket]:
         """Return the program's buckets with parameters in the place of layers, cut between elements."""
@@ -77,39 +87,17 @@ class Planner:
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
         )
-        self.link = self.measure_link()
+        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))))
+        self.link = self._timed_link.link
 
     @property
     def adapts(self) -> bool:
         """Whether plans come from times measured in this run."""
         return isinstance(self.schedule, str) and self.given is None
 
-    def measure_link(self) -> Link:
-        """Time RS and AG of six sizes over the optimizer's own backend; fit start-up and rate."""
-        total = sum(map(self.model.bytes, range(len(self.model.names))))
-        largest = min(max(total, 16 * _SMALLEST), _LARGEST)
-        sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
-        self._messages = self._mean([(size, self.backend.exchange_seconds(size)) for size in sizes])
-        return self._fit(self._messages)
-
     def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
-        """Fit again with the times of the buckets, which show the link's rate.
-
-        A shaped link sends small messages at full speed, so their times only show the start-up.
-        """
-        buckets = self._mean(operations)
-        fitted = self._fit(self._messages + buckets)
-        rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
-        total = sum(size for size, _ in buckets)
-        self.link = replace(fitted, beta=rest / total) if rest > 0 and total else fitted
-
-    def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        rows = [row for row in self.ranks.all_values(list(mine)) if row]
-        return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
-
-    def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
-        sizes, seconds = zip(*messages, strict=True)
-        return fit(sizes, seconds, name=f"{self.backend.name}, measured")
+        """Fit the link again with the times of the buckets."""
+        self.link = self._timed_link.refined(operations)
 
     def first(self, order: Sequence[int]) -> Plan:
         """Return the first plan; it communicates after the backward if a measured plan will follow."""

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from commsched.optimizer.hooks import Hooks
-from commsched.optimizer.layer_timing import Moments, Watch
+from commsched.optimizer.hooks import Owner
+from commsched.optimizer.layer_timing import Moments
 
 Sample = tuple[list[float], list[float], float]
 """Forward and backward seconds by parameter, and the seconds outside of both."""
 
 
-def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample | None:
-    """Return the times of one iteration; None where ``watch`` holds no complete one.
+def iteration_times(seen: Moments, owners: Sequence[Owner], order: Sequence[int]) -> Sample | None:
+    """Return the times of one iteration; None where ``seen`` holds no complete one.
 
     A module's forward lasts until the next module's; its time is its last parameter's, since all must be
     there. A gradient's backward lasts from the gradient before it in backward order. Between the last forward
     hook and the first gradient lie the last module's forward, the loss and the first backward: a third counts
     as forward. Where gradients accumulate over several backward passes, the passes between the first forward
     and the last backward count as the last module's forward: nothing waits for them, everything may hide
-    under them. Waits for messages are taken out.
+    under them. Waits for messages must have been taken out.
     """
-    seen = watch.moments()
-    if watch.sees_waits:
-        seen = seen.without_waits()
     if not seen.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(seen.marks):
         return None
     first_grad = seen.grads[0][1]
@@ -34,14 +31,14 @@ def iteration_times(watch: Watch, hooks: Hooks, order: Sequence[int]) -> Sample 
             starts.setdefault(module, moment)
     if not starts:
         return None
-    forward, backward = [0.0] * len(hooks.reducer.params), [0.0] * len(hooks.reducer.params)
+    forward, backward = [0.0] * len(order), [0.0] * len(order)
     sequence = sorted(starts.items(), key=lambda item: item[1])
     ready, last_pass = _last_pass(seen)
     middle = last_pass - first_grad
     turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
     place = {i: position for position, i in enumerate(order)}
     for (module, start), (_, end) in zip(sequence, [*sequence[1:], (-1, turn + middle)], strict=True):
-        forward[max(hooks.owners[module][1], key=lambda i: place[i])] += end - start
+        forward[max(owners[module][1], key=lambda i: place[i])] += end - start
     moment = turn + middle
     for i in reversed(order):
         reached = max(moment, ready.get(i, moment))

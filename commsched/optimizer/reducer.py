@@ -15,7 +15,7 @@ from commsched.optimizer.arrivals import Arrivals, Gathering
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.nested_backwards import inside_a_backward
 from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, set_raw_grad
-from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, Phase, Round, StepState
+from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, FlagPlaces, Phase, Round, StepState
 from scheduler.ir.program import Program
 
 
@@ -25,6 +25,7 @@ class Reducer:
     def __init__(self, state: StepState, backend: Backend, gathering: Gathering) -> None:
         self.state, self.backend, self.gathering = state, backend, gathering
         self.params = state.params
+        state.places = FlagPlaces.of(len(self.params), backend.ranks.size)
         self.arrivals = Arrivals(state, backend, gathering, self.seal)
         self.backward_passes = 1
         self.paused = False
@@ -34,6 +35,7 @@ class Reducer:
         self.samples = 0  # that weighted losses have counted since the last round
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
+        self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
         self.fired_twice: set[int] = set()
         self._callback_queued = False
 
@@ -44,10 +46,7 @@ class Reducer:
             if state.views:
                 self.arrivals.complete_all()
             gathered = self.gathering.prepare(program, buffers)
-            # Behind one flag for each parameter: the votes, each rank's steps since the last round, the
-            # samples that weighted losses have counted, and the ranks with gradients that counted none.
-            flags = len(self.params) + 1 + size + 2
-            work = step_work(program, buffers, flags, size, gathered, state.scaling)
+            work = step_work(program, buffers, state.places.size, size, gathered, state.scaling)
             state.install(buffers, work.flags)
             self.backend.install(work)
             self.gathering.installed(program)
@@ -121,7 +120,7 @@ class Reducer:
         self.gathering.before_round()
         self.arrivals.complete_all()
         state.deferred = state.clear = None
-        self.votes = state.round.used[len(self.params)] if state.rounds and state.round.used else 0
+        self.votes = state.round.used[state.places.votes] if state.rounds and state.round.used else 0
         state.round = Round(state.buffers.layout, len(self.params))
         state.flags.zero_()
         self.backend.begin_step()
@@ -237,11 +236,12 @@ class Reducer:
             for bucket, sent in enumerate(state.round.sent):
                 if not sent:
                     self._send(bucket)
-            tail, end = len(self.params), len(self.params) + 1 + self.backend.ranks.size
-            state.flag[end] = self.samples
-            state.flag[end + 1] = int(not self.samples and state.flag[:tail].any())
-            state.flag[tail] = self.vote
-            state.flag[tail + 1 + self.backend.ranks.rank] = JOINED if self.joined else int(state.stepped)
+            places, rank = state.places, self.backend.ranks.rank
+            state.flag[places.samples] = self.samples
+            state.flag[places.unweighted] = int(not self.samples and state.flag[: places.votes].any())
+            state.flag[places.votes] = self.vote
+            state.flag[places.steps + rank] = JOINED if self.joined else int(state.stepped)
+            state.flag[places.waits + rank] = self.waited
             state.stepped, self.samples = False, 0
             self.backend.mark_ready(state.flags_bucket)
             state.phase = Phase.SENT

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from commsched.backends.interface import Scaling
-from commsched.optimizer.bucket_layout import Buffers, Layout
+from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
 from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
 
 # A parameter's entry in the flags that every round sums over the ranks.
@@ -28,6 +29,25 @@ JOINED = 1 << 10  # in the place of a rank's count of steps: it has joined and t
 
 Update = Callable[[list[int]], None]
 """Applies the optimizer to the parameters with these indices."""
+
+
+class FlagPlaces(NamedTuple):
+    """Where the flags of a round, behind one for each parameter, hold the votes for a new plan; by rank the
+    steps since the last round; the samples that weighted losses have counted, and how many ranks with
+    gradients counted none; by rank how long it waited in its latest step. ``size``: of all flags.
+    """
+
+    votes: int
+    steps: int
+    samples: int
+    unweighted: int
+    waits: int
+    size: int
+
+    @classmethod
+    def of(cls, params: int, ranks: int) -> FlagPlaces:
+        behind = params + 1 + ranks
+        return cls(params, params + 1, behind, behind + 1, behind + 2, behind + 2 + ranks)
 
 
 class Phase(Enum):
@@ -79,9 +99,8 @@ class StepState:
     """The state that the reducer, the arrivals and the gathering share. ``lock`` guards all of it."""
 
     buffers: Buffers
-    flags: (
-        torch.Tensor
-    )  # one for each parameter, the votes for a new plan, one for each rank that has stepped
+    places: FlagPlaces
+    flags: torch.Tensor
     early_flags: Sequence[torch.Tensor]  # with early_step: for each bucket, those of its parameters
     round: Round
 
@@ -117,6 +136,7 @@ class StepState:
         self.flags, self.early_flags = flags[0], flags[1:]
         self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds
         self.flags_bucket = len(buffers.layout.slices)
+        self.bucket_names = [self._name_of(piece) for piece in buffers.layout.slices]
         self.views = {i: buffers.view(self.params[i], slot) for i, slot in self.slots.items()}
         for i, view in self.views.items():
             grad = raw_grad(self.params[i])
@@ -126,6 +146,11 @@ class StepState:
                 view.copy_(grad)
                 set_raw_grad(self.params[i], view)
         self.round = Round.finished(buffers.layout, len(self.params))
+
+    def _name_of(self, piece: Slice) -> str:
+        """Return a bucket's name for profilers, with the first of its parameters that the forward needs."""
+        others = f" and {len(piece.params) - 1} more" if len(piece.params) > 1 else ""
+        return f"bucket {piece.number}: {self.names[piece.params[-1]]}{others}"
 
     def finish_step(self, stepped: bool) -> None:
         """End the step, also one that was left out: later gradients belong to the next one."""

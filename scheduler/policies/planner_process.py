@@ -1,24 +1,34 @@
-"""``policies.plan`` in a child process: a training process should not keep the 120 MB that numba takes.
+"""Plans and predictions in a child process: a training process should not keep the 120 MB that numba takes.
 
-The parent pickles (profile, link, policy, options) to stdin; the answer on stdout is a pickled ``Program`` or
-``ValueError``.
+The parent pickles ("plan", profile, link, policy, options) or ("predict", program, profile, link) to stdin.
+The answer on stdout is a pickled ``Program``, ``Prediction`` or ``ValueError``.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+from typing import Any
 
 from scheduler import policies
-from scheduler.ir.program import Program
 
 
 def serve() -> None:
-    """Read one request from stdin, plan, and write the answer to stdout."""
-    profile, link, policy, options = pickle.load(sys.stdin.buffer)
-    answer: Program | ValueError
+    """Read one request from stdin and write its answer to stdout."""
+    task, *arguments = pickle.load(sys.stdin.buffer)
+    answer: Any
     try:
-        answer = policies.plan(profile, link, policy, **options)
+        answer = _plan(*arguments) if task == "plan" else _predict(*arguments)
     except ValueError as error:
         answer = error
     pickle.dump(answer, sys.stdout.buffer)
+
+
+def _plan(profile: Any, link: Any, policy: str, options: dict[str, Any]) -> Any:
+    return policies.plan(profile, link, policy, **options)
+
+
+def _predict(*arguments: Any) -> Any:
+    from scheduler.policies.prediction import predict
+
+    return predict(*arguments)

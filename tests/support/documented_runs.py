@@ -34,6 +34,8 @@ NOT_RUN = {
     r".* -m tests.models.held_memory .*": "needs the libraries of tests/run --models and 15 GB",
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
+    r"commsched advise|torchrun .* commsched advise": "needs DDP; tests/dist/test_advise.py runs it",
+    r"python tests/native/bench_advise.py": "trains for minutes",
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",
     r"commsched train .*--rank 0": "one rank of several; tests/dist/test_training_commands.py starts all",
     r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/dnn_bench/test_gpu_figures.py runs it on the CPU",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from commsched.optimizer.layer_timing import Watch
 from commsched.optimizer.profiling import across_ranks, combine, iteration_times
 
 # Three modules; the second owns two parameters.
-HOOKS: Any = SimpleNamespace(
-    reducer=SimpleNamespace(params=range(4)), owners=[(None, (0,)), (None, (1, 2)), (None, (3,))]
-)
+OWNERS: Any = [(None, (0,)), (None, (1, 2)), (None, (3,))]
 ORDER = [0, 1, 2, 3]
 MARKS = {"begin": 0.0, "backward_end": 16.0, "enter": 17.0, "step": 18.0, "end": 20.0}
 
@@ -37,7 +34,7 @@ def watch(delays: tuple[tuple[float, float], ...] = ()) -> Watch:
 
 
 def test_times_of_layers_by_hand() -> None:
-    sample = iteration_times(watch(), HOOKS, ORDER)
+    sample = iteration_times(watch().compute(), OWNERS, ORDER)
     assert sample is not None
     forward, backward, outside = sample
     assert forward == pytest.approx([1.0, 0.0, 2.0, 1.0])  # a module's time is its last parameter's
@@ -48,7 +45,7 @@ def test_times_of_layers_by_hand() -> None:
 def test_waits_are_no_work() -> None:
     """In a forward before its module computes, between gradients, and in the step."""
     waits = ((1.0, 5.0), (2.0, 0.5), (10.0, 3.0), (18.5, 1.0))
-    waited, plain = (iteration_times(seen, HOOKS, ORDER) for seen in (watch(waits), watch()))
+    waited, plain = (iteration_times(seen.compute(), OWNERS, ORDER) for seen in (watch(waits), watch()))
     assert waited is not None and plain is not None
     for mine, wanted in zip(waited, plain, strict=True):
         assert mine == pytest.approx(wanted)
@@ -58,10 +55,10 @@ def test_what_is_no_whole_iteration_is_no_sample() -> None:
     for spoil in ("forwards", "grads"):
         seen = watch()
         setattr(seen._marked, spoil, [])
-        assert iteration_times(seen, HOOKS, ORDER) is None
+        assert iteration_times(seen.compute(), OWNERS, ORDER) is None
     seen = watch()
     del seen._marked.marks["step"]
-    assert iteration_times(seen, HOOKS, ORDER) is None
+    assert iteration_times(seen.compute(), OWNERS, ORDER) is None
 
 
 def test_the_slowest_rank_of_each_layer_counts() -> None:

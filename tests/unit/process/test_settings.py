@@ -28,6 +28,8 @@ def test_values_are_read():
         ("COMMSCHED_TIMEOUT", "-3", "must be positive"),
         ("COMMSCHED_MASTER_PORT", "-1", "must be positive"),
         ("COMMSCHED_MASTER_PORT", "1.5", "must be a number"),
+        ("COMMSCHED_METRICS_PORT", "http", "must be a number"),
+        ("COMMSCHED_LOG_EVERY", "-5", "must be positive"),
         ("COMMSCHED_RUNTIME", "mpi", "must be one of horovod, torch"),
         ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, none"),
     ],

@@ -1,0 +1,107 @@
+"""``commsched.metrics`` of a training run: over HTTP, in lines, as scalars and as the page shows."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.support.documented_commands import blocks
+from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.dist
+RANKS = 2
+
+
+def train() -> None:
+    import json
+    import os
+    import time
+    import urllib.request
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+
+    import commsched as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.01), named_parameters=model.named_parameters()
+    )
+    for _ in range(24):
+        if hvd.rank() == 1:
+            time.sleep(0.1)  # rank 0 has to wait for this rank's gradients
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if hvd.rank() == 0:  # alone: the other rank does not call it
+        written = {}
+        writer = SimpleNamespace(add_scalar=lambda name, value, step: written.update({name: value}))
+        exec(os.environ["SNIPPET"], {"hvd": hvd, "optimizer": optimizer, "writer": writer, "step": 24})
+        found = hvd.metrics(optimizer)
+        assert found == hvd.explain(optimizer, show=False).metrics
+        print("scalars", json.dumps(written))
+        print("figures", json.dumps(found.to_dict()))
+    model(torch.randn(8, 64))  # completes the last step
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile as seen:
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        model(torch.randn(8, 64))
+    names = {event.key for event in seen.key_averages() if event.key.startswith("commsched wait")}
+    print("ranges", json.dumps(sorted(names)))
+    port = os.environ.get("COMMSCHED_METRICS_PORT")
+    if port:
+        address = f"http://127.0.0.1:{int(port) + hvd.local_rank()}/metrics"
+        print("page", json.dumps(urllib.request.urlopen(address, timeout=60).read().decode()))
+        optimizer.close()
+        try:
+            urllib.request.urlopen(address, timeout=60)
+        except OSError:
+            print("closed")
+    hvd.shutdown()
+
+
+def free_port() -> int:
+    """A port that is free and has a free one behind it."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            try:
+                second.bind(("", first.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return int(first.getsockname()[1])
+
+
+def test_the_figures_of_a_run() -> None:
+    shown = [block.text for block in blocks(docstrings=False) if block.page == "docs/optimizer.md"]
+    (snippet,) = [text for text in shown if "log_metrics" in text]
+    variables = {"SNIPPET": snippet, "COMMSCHED_LOG_EVERY": "8"}
+    ranks = run_ranks(train, RANKS, env=variables, check=True)
+    lines = ranks[0].stdout.splitlines()
+    told = {line.split()[0]: line.partition(" ")[2] for line in lines if line.split()}
+    figures, scalars = json.loads(told["figures"]), json.loads(told["scalars"])
+    assert figures["step"] > 0.1 and figures["exposed"] > 0.05 and figures["bytes"] > 4 * 6 * 64 * 65
+    waits = figures["waits"]
+    assert len(waits) == RANKS and waits[0] > 0.05 > waits[1], "the other rank's wait is known here"
+    assert figures["predicted_step"] > 0 and figures["ddp_exposed"] >= 0 and figures["link_rate"] > 0
+    assert scalars["commsched/exposed"] == figures["exposed"] and "policy optimal" in ranks[0].stdout
+    assert any(line.startswith("commsched: step ") and "exposed communication" in line for line in lines)
+    assert "commsched: step" not in ranks[1].stdout
+    assert "commsched wait flags" in json.loads(told["ranges"])
+
+
+def test_every_rank_serves_its_own_figures() -> None:
+    pytest.importorskip("prometheus_client")
+    variables = {"SNIPPET": "", "COMMSCHED_METRICS_PORT": str(free_port())}
+    for number, rank in enumerate(run_ranks(train, RANKS, env=variables, check=True)):
+        told = {line.split()[0]: line.partition(" ")[2] for line in rank.stdout.splitlines() if line.split()}
+        page = json.loads(told["page"])
+        for name in ("exposed_seconds", "step_seconds", "bytes_per_step", "wait_of_rank_1_seconds"):
+            assert f'commsched_{name}{{optimizer="0",rank="{number}"}}' in page
+        assert "closed" in told, "closed with the optimizer"

@@ -1,0 +1,57 @@
+"""A training script as users write it, with DDP or, with --commsched, changed to commsched.
+
+It trains a small model on made-up data. With --commsched rank 0 prints the median seconds of a step, and the
+seconds of its compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from dnn_bench import models
+
+SETTLE = 12  # steps in which commsched measures and plans
+
+
+def main() -> None:
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--model", default="mlp_tiny")
+    given.add_argument("--batch-size", type=int, default=8)
+    given.add_argument("--steps", type=int, default=22)
+    given.add_argument("--commsched", action="store_true", help="train with commsched instead of DDP")
+    options = given.parse_args()
+    torch.manual_seed(1)
+    model = models.build(options.model)
+    inputs, targets = models.sample_batch(options.model, options.batch_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    if options.commsched:
+        import commsched as hvd
+
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), model=model)
+    else:
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    ends = []
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        models.loss(options.model, model(inputs), targets).backward()
+        optimizer.step()
+        ends.append(time.monotonic())
+    times = [after - before for before, after in zip(ends[SETTLE:], ends[SETTLE + 1 :], strict=False)]
+    if options.commsched:
+        compute = optimizer.profile().compute
+        if hvd.rank() == 0:
+            print(statistics.median(times), compute, flush=True)
+        hvd.shutdown()
+    else:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
