@@ -123,8 +123,12 @@ class ParameterGathering(Gathering):
 
     # -- reading ---------------------------------------------------------------------------------------------
 
+    @property
+    def readable(self) -> bool:
+        return self._whole
+
     def check_readable(self) -> None:
-        if not self._whole:
+        if not self.readable:
             raise CommError(
                 f"rank {self._rank}: with gather='parameters' no rank holds a whole gradient after backward()"
                 "; call optimizer.synchronize() on all ranks before p.grad is read, or"
