@@ -126,9 +126,10 @@ def keep_class(parameter: torch.Tensor) -> None:
         parameter.__class__ = CompiledParameter
 
 
-def release_class(parameter: Any) -> None:
+def release_class(parameter: torch.Tensor) -> None:
+    released: Any = parameter
     if type(parameter) is CompiledParameter:
-        parameter.__class__ = nn.Parameter
+        released.__class__ = nn.Parameter
 
 
 @contextmanager
