@@ -163,6 +163,10 @@ def _wrap_dynamo() -> bool:
 
     @wraps(call_compiler)
     def call_in_pieces(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if output.export or not getattr(_depth, "value", 0):
+            return call_compiler(
+                output, *args, **kwargs
+            )  # a graph to look at, not to run here: it stays whole
         backend = output.compiler_fn
         output.compiler_fn = _in_pieces(backend)
         try:

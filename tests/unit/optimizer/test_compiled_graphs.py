@@ -180,6 +180,15 @@ def test_a_graph_compiled_before_the_wrapping_is_compiled_again() -> None:
     compiled_graphs.unfollow(reader)
 
 
+def test_an_exported_graph_stays_whole() -> None:
+    model, reader = mlp(), _Recorder()
+    assert compiled_graphs.follow(reader, list(model.parameters()))
+    exported = torch.export.export(model, (batch(0, 0),), strict=True)
+    assert torch.equal(exported.module()(batch(0, 1)), model(batch(0, 1)))
+    assert sum("linear" in str(node.target) for node in exported.graph.nodes) == LAYERS
+    compiled_graphs.unfollow(reader)
+
+
 def test_a_torch_without_the_entry_points_updates_inside_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks then notice that a forward is compiled, and the driver's ``step()`` waits for everything."""
     monkeypatch.setattr(compiled_graphs, "_wrap_dynamo", lambda: False)
