@@ -236,6 +236,11 @@ class Gathering(ABC):
     def round_begun(self) -> None:
         """React to a new round; buckets may be marked from now on."""
 
+    @property
+    def readable(self) -> bool:
+        """Whether a gradient that is being reduced can be read once it has arrived."""
+        return True
+
     def check_readable(self) -> None:
         """Raise where a gradient that is being reduced cannot be read."""
 

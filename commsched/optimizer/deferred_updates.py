@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.optimizer.pending import ordinary
+
 # Compared by exact type, because a subclass may compute something else.
 ELEMENTWISE: set[type[Optimizer]] = {
     getattr(torch.optim, name)
@@ -58,7 +60,7 @@ class OptimizerView:
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         self._view.param_groups = groups
-        with plain_math():
+        with plain_math(), ordinary(p for group in groups for p in group["params"]):
             self._step(self._view)
 
 

@@ -87,7 +87,7 @@ class Driver:
         self.order = list(range(len(params)))
         self.times = StepTimes(self.arrivals, self.backend)
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.reducer, optimizer._model)
+        self.hooks = Hooks(self.reducer, optimizer._model, options.bucket_bytes)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         file = settings().timeline

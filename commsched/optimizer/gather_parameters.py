@@ -111,8 +111,12 @@ class ParameterGathering(Gathering):
 
     # -- reading ---------------------------------------------------------------------------------------------
 
+    @property
+    def readable(self) -> bool:
+        return self._whole
+
     def check_readable(self) -> None:
-        if not self._whole:
+        if not self.readable:
             raise refusals.not_gathered(self._rank)
 
     def show(self, i: int) -> None:

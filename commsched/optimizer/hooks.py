@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from commsched.optimizer import compiled_graphs
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.step_state import Phase
 
 Owner = tuple[nn.Module, tuple[int, ...]]
 """A module, and the indices of the parameters that it owns."""
@@ -56,7 +58,7 @@ class _BeforeForward:
         self._hooks, self._number, self._params = hooks, number, params
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._hooks is not None:
+        if self._hooks is not None and not (self._hooks.graphs_wait and torch.compiler.is_compiling()):
             self._hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
@@ -66,22 +68,41 @@ class _BeforeForward:
 class Hooks:
     """All hooks of one optimizer, and the order of the forward that they have seen."""
 
-    def __init__(self, reducer: Reducer, model: nn.Module | None) -> None:
+    def __init__(self, reducer: Reducer, model: nn.Module | None, graph_bytes: int | None = None) -> None:
         self.reducer = reducer
-        self.compiled = False  # whether a forward was compiled: it must find every parameter complete
+        self.graph_bytes = graph_bytes or 0
+        self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # parameters by first use in a forward
         self.order_changed = False
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self.owners = owners(reducer.params, model)
-        for number, (module, params) in enumerate(self.owners):
+        # A module, or a piece of a compiled graph (None), and the parameters that it reads.
+        self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []
+        for number, (module, params) in enumerate(owners(reducer.params, model)):
             before = _BeforeForward(self, number, params)
+            self.owners.append((module, params))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         for i, param in enumerate(reducer.params):
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
+        self._graphs: dict[tuple[int, ...], int] = {}  # pieces of compiled graphs, numbered like modules
+        self.graphs_wait = compiled_graphs.follow(self, reducer.params)
+
+    def before_tracing(self) -> None:
+        """Complete all parameters, because dynamo is about to look at any of them."""
+        phase, arrivals = self.reducer.state.phase, self.reducer.arrivals
+        if phase is Phase.IDLE or (phase is Phase.SENT and self.reducer.gathering.readable):
+            arrivals.complete_all()
+
+    def before_graph(self, params: tuple[int, ...]) -> None:
+        """React to a piece of a compiled graph that is about to read these parameters."""
+        number = self._graphs.get(params)
+        if number is None:
+            number = self._graphs[params] = len(self.owners)
+            self.owners.append((None, params))
+        self.before_forward(number, params)
 
     def before_forward(self, number: int, params: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -122,6 +143,7 @@ class Hooks:
         self.order.clear()
 
     def remove(self) -> None:
+        compiled_graphs.unfollow(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

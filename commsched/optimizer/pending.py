@@ -5,13 +5,17 @@ While the gradient or the value of a parameter is being communicated, the parame
 ``p.grad``, ``deepcopy``, an operator that takes it - and completes the parameter first. Nothing is
 intercepted, and nothing costs anything, at any other time.
 
+A compiled graph checks the class of each parameter before every call. The parameters that compiled graphs
+read therefore keep one class, ``CompiledParameter``, whether they are pending or not.
+
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
 ``has_alias`` finds those by the storage's reference count; such parameters are never left pending.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ Complete = Callable[[], None]
 
 # The function that completes a pending parameter, by id. An attribute would be pickled with the parameter.
 _completions: dict[int, Complete] = {}
+_only_gradients: set[int] = set()  # the ids among them whose value is complete
 
 # These depend on neither value nor gradient, so they do not wait. Not size(): torch.vmap calls nothing else
 # before it takes the value in a way that cannot be intercepted.
@@ -48,57 +53,96 @@ class PendingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if cls._is_harmless(func):
+        if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for parameter in _pending_in((args, kwargs)):
-            complete(parameter)
-        return func(*args, **kwargs)
-
-    @classmethod
-    def _is_harmless(cls, func: Any) -> bool:
-        return func in _HARMLESS
+        found = list(_pending_in((args, kwargs)))
+        for parameter in found:
+            if func in _GRAD or id(parameter) not in _only_gradients:
+                complete(parameter)
+        left = [parameter for parameter in found if type(parameter) is not nn.Parameter]
+        if any(id(parameter) in _completions for parameter in left):  # gradients, which func does not touch
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        with ordinary(left):
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         complete(self)
-        return self.__deepcopy__(memo)
+        return nn.Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         complete(self)
-        return self.__reduce_ex__(protocol)
+        with ordinary([self]):
+            return self.__reduce_ex__(protocol)
 
 
 class PendingGradient(PendingParameter):
     """A parameter whose value is complete and whose gradient has not arrived."""
 
+
+class CompiledParameter(PendingParameter):
+    """A parameter that compiled graphs read, pending or not."""
+
     @classmethod
-    def _is_harmless(cls, func: Any) -> bool:
-        return func not in _GRAD
+    def intercept(cls, on: bool) -> None:
+        """Intercept accesses, or, while dynamo traces a function, look like an ordinary parameter to it."""
+        function = PendingParameter.__torch_function__ if on else torch._C._disabled_torch_function_impl
+        cls.__torch_function__ = function  # type: ignore[assignment]
 
 
 def can_pend(parameter: torch.Tensor) -> bool:
     """Return whether the class may be changed: only plain parameters, whose behaviour is known."""
-    return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient)
+    return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient, CompiledParameter)
 
 
 def mark_pending(parameter: nn.Parameter, completion: Complete, only_grad: bool = False) -> None:
     """Call ``completion`` at the next access (to the gradient); it must call ``clear_pending``."""
     _completions[id(parameter)] = completion
-    parameter.__class__ = PendingGradient if only_grad else PendingParameter
+    (_only_gradients.add if only_grad else _only_gradients.discard)(id(parameter))
+    if type(parameter) is not CompiledParameter:
+        parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
 
 def clear_pending(parameter: nn.Parameter) -> None:
     if _completions.pop(id(parameter), None) is not None:
-        parameter.__class__ = nn.Parameter
+        _only_gradients.discard(id(parameter))
+        if type(parameter) is not CompiledParameter:
+            parameter.__class__ = nn.Parameter
 
 
 def complete(parameter: nn.Parameter) -> None:
     completion = _completions.get(id(parameter))
-    if completion is None:
+    if completion is not None:
+        completion()
+    elif type(parameter) is not CompiledParameter:
         # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
-        return
-    completion()
+
+
+def keep_class(parameter: torch.Tensor) -> None:
+    """Give a parameter the class that it keeps, because a compiled graph reads it."""
+    if can_pend(parameter):
+        parameter.__class__ = CompiledParameter
+
+
+def release_class(parameter: torch.Tensor) -> None:
+    released: Any = parameter
+    if type(parameter) is CompiledParameter:
+        released.__class__ = nn.Parameter
+
+
+@contextmanager
+def ordinary(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within this context complete parameters of compiled graphs have the class of all others."""
+    compiled: list[Any] = [parameter for parameter in parameters if type(parameter) is CompiledParameter]
+    for parameter in compiled:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter in compiled:
+            parameter.__class__ = CompiledParameter
 
 
 def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:

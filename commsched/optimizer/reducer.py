@@ -14,7 +14,7 @@ from commsched.backends.interface import Backend, step_work
 from commsched.optimizer.arrivals import Arrivals, Gathering
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.nested_backwards import inside_a_backward
-from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, set_raw_grad
+from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, release_class, set_raw_grad
 from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, FlagPlaces, Phase, Round, StepState
 from scheduler.ir.program import Program
 
@@ -297,4 +297,5 @@ class Reducer:
         """Make the parameters ordinary again; pending results are lost."""
         for param in self.params:
             clear_pending(param)
+            release_class(param)
         self.gathering.close()

@@ -19,6 +19,7 @@ from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
+from commsched.optimizer.pending import ordinary
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.weighted_loss import divide_alone, weighted_loss
 from scheduler.ir.profile import Profile
@@ -83,8 +84,11 @@ class DistributedMethods(Optimizer):
             frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
             return any(p.grad is not None for p in frozen)
 
-    def _update(self, *args: Any) -> Any:
-        return plain_step(self._base)(self, *args)
+    def _update(self, *closure: Any) -> Any:
+        # A closure runs the model, whose compiled graphs know their parameters by the class.
+        params = () if closure else (p for group in self.param_groups for p in group["params"])
+        with ordinary(params):
+            return plain_step(self._base)(self, *closure)
 
     def _divided(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:

@@ -1,8 +1,12 @@
-"""Runs the cases of programs/optimizer_models.py, which see."""
+"""Runs the cases of programs/optimizer_models.py, which see, and the compiled model of the page."""
+
+from pathlib import Path
 
 import pytest
 
 from tests.support.cases import check, parameters
+from tests.support.documented_commands import blocks
+from tests.support.launch import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.exact]
 
@@ -10,3 +14,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.exact]
 @pytest.mark.parametrize("program, ranks, name", parameters("optimizer_models"))
 def test_models(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
+
+
+def test_the_compiled_model_of_the_page_trains(tmp_path: Path) -> None:
+    page = [block for block in blocks(docstrings=False) if block.page == "docs/optimizer.md"]
+    script = tmp_path / "script.py"
+    script.write_text(next(block.text for block in page if "torch.compile" in block.text))
+    run_ranks(script, 2, check=True)

@@ -55,10 +55,15 @@ def reducer_of(
     return reducer, Hooks(reducer, model)
 
 
-def run_threads(size: int, body: Callable[[int, Channels], Any], timeout: float = 400.0) -> list[Any]:
+def run_threads(
+    size: int,
+    body: Callable[[int, Channels], Any],
+    timeout: float = 400.0,
+    failed: Callable[[], None] = lambda: None,
+) -> list[Any]:
     """``body(rank, channels)`` on one thread for each rank; its results, or the first exception of any."""
     channels = comm_core.local_channels(size)
-    return thread_ranks.run_threads(size, lambda rank: body(rank, channels), timeout)
+    return thread_ranks.run_threads(size, lambda rank: body(rank, channels), timeout, failed)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
