@@ -84,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
             _refuse(
                 "a GradScaler with gather='parameters'", "use gather='gradients' or mixed_precision='bf16'"
             )
-        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", "no"))
         if hook != DDPCommunicationHookType.NO:
             _refuse(f"DDP's comm_hook {hook.value}", "pass commsched={'compression': Compression.fp16}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.trainer_utils import IntervalStrategy
@@ -12,6 +13,7 @@ from transformers.trainer_utils import IntervalStrategy
 from commsched.collectives.initialization import size
 from commsched.huggingface.accelerator import Accelerator, checked_options
 from commsched.huggingface.job import joined
+from commsched.huggingface.late_sum import LateSum
 
 
 class TrainerMixin:
@@ -66,6 +68,18 @@ class TrainerMixin:
             return True
         step = self.state.global_step + 1
         return step % self.state.logging_steps == 0 or (step == 1 and self.args.logging_first_step)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of items over all ranks; on CPUs, the forward does not wait for it."""
+        averages, args = self.args.average_tokens_across_devices, self.args
+        if not self._scheduled or not averages or device.type != "cpu" or args.torch_compile:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        args.average_tokens_across_devices = False
+        try:
+            mine = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        finally:
+            args.average_tokens_across_devices = averages
+        return LateSum.start(mine) if isinstance(mine, torch.Tensor) else mine
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._scheduled:

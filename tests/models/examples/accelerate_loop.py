@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(
-    torch.nn.Linear(12, 33), torch.nn.BatchNorm1d(33), torch.nn.ReLU(), torch.nn.Linear(33, 3)
+    torch.nn.Linear(12, 33, bias=False), torch.nn.BatchNorm1d(33), torch.nn.ReLU(), torch.nn.Linear(33, 3)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
