@@ -273,6 +273,21 @@ def zero_grad_of_one_module_clears_no_other(me: Me) -> None:
 
 
 @case()
+def a_released_optimizer_resumes(me: Me) -> None:
+    twin = Twin(me, mlp)
+    for _ in range(2):
+        for step in range(4):
+            twin.step(loss_of(step))
+        twin.optimizer.release()
+        assert twin.optimizer._driver is None
+        twin.compare("released")
+        mine, plain = twin.optimizer.state_dict(), twin.oracle.optimizer.state_dict()
+        assert_same_bits(as_tensors(mine["state"]), as_tensors(plain["state"]), "state")
+        twin.optimizer.resume()
+    twin.end()
+
+
+@case()
 def loading_optimizer_state_wins(me: Me) -> None:
     twin = Twin(me, mlp)
     twin.step(loss_of(0))

@@ -101,6 +101,25 @@ def zero_grad_of_the_model_is_enough(me: Me) -> None:
 
 
 @case()
+def a_released_optimizer_has_the_whole_state(me: Me) -> None:
+    twin = sharded(me)
+    for _ in range(2):
+        for step in range(4):
+            twin.step(loss_of(step))
+        twin.optimizer.release()
+        twin.compare("released", exact=False)
+        if me.rank == 0:  # alone: nothing is gathered any more
+            states = twin.optimizer.state_dict()["state"], twin.oracle.optimizer.state_dict()["state"]
+            shapes = [
+                {(i, key): getattr(value, "shape", None) for i, own in s.items() for key, value in own.items()}
+                for s in states
+            ]
+            assert shapes[0] == shapes[1], shapes
+        twin.optimizer.resume()
+    release(twin.optimizer)
+
+
+@case()
 def a_fused_optimizer_unscales_by_itself(me: Me) -> None:
     """The update once saw the optimizer as it was when the plan was installed: without GradScaler's scale."""
     twin = sharded(me, make=lambda m: torch.optim.Adam(m.parameters(), 0.01, fused=True, eps=1e-3))

@@ -11,7 +11,7 @@ model = torch.nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 dice = torch.Generator().manual_seed(1)
-dataset = TensorDataset(torch.randn(66, 12, generator=dice), torch.randint(3, (66,), generator=dice))
+dataset = TensorDataset(torch.randn(68, 12, generator=dice), torch.randint(3, (68,), generator=dice))
 dataloader = DataLoader(dataset, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(2))
 loss_function = torch.nn.functional.cross_entropy
 
