@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import distributed
 
 from commsched.collectives.current_carrier import carrier
-from commsched.collectives.initialization import init, size
+from commsched.collectives.initialization import init, rank, size
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
 
@@ -58,6 +58,7 @@ def check_ranks(processes: int) -> None:
     """Raise unless Accelerate has found as many processes as commsched."""
     if processes != size():
         raise CommError(
-            f"Accelerate runs {processes} processes and commsched {size()}; start the script with torchrun,"
-            " accelerate launch or horovodrun, and set no launcher's variables yourself"
+            f"rank {rank()}: Accelerate runs {processes} processes and commsched {size()}; without GPUs pass"
+            " use_cpu=True to TrainingArguments or cpu=True to Accelerator, else start the script with torchrun,"
+            " accelerate launch or horovodrun"
         )
