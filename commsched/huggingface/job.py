@@ -58,7 +58,7 @@ def check_ranks(processes: int) -> None:
     """Raise unless Accelerate has found as many processes as commsched."""
     if processes != size():
         raise CommError(
-            f"rank {rank()}: Accelerate runs {processes} processes and commsched {size()}; without GPUs pass"
-            " use_cpu=True to TrainingArguments or cpu=True to Accelerator, else start the script with torchrun,"
-            " accelerate launch or horovodrun"
+            f"rank {rank()}: Accelerate runs {processes} processes, commsched {size()}; without GPUs pass"
+            " use_cpu=True to TrainingArguments or cpu=True to Accelerator; else start the script with"
+            " torchrun, accelerate launch or horovodrun"
         )
