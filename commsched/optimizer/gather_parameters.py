@@ -82,15 +82,17 @@ class ParameterGathering(Gathering):
     # -- a round ---------------------------------------------------------------------------------------------
 
     def before_round(self) -> None:
-        if self.state.phase is Phase.SENT:
-            # A second backward without a step adds to the first one's result, as in plain PyTorch.
+        state = self.state
+        if state.phase is Phase.SENT:
+            # A second backward without a step adds to the first one's result.
             if self._early is not None:
                 raise refusals.early_accumulation()
             self.gather_gradients()
             self.discard()
         self.arrivals.settle()
-        if self._consumed:
+        if self._consumed and any(state.round.used[i] and i not in state.clear for i in state.slots):
             raise refusals.no_gradients_left()
+        self._consumed = False
 
     def round_begun(self) -> None:
         self.shards.factor = None  # a discarded round may have left it
@@ -120,8 +122,14 @@ class ParameterGathering(Gathering):
             raise refusals.not_gathered(self._rank)
 
     def show(self, i: int) -> None:
-        if self._consumed and self.state.clear is None:
-            mark_pending(self.state.params[i], self._refusals[i], only_grad=True)
+        if self._consumed and i not in self.state.clear:
+            mark_pending(self.state.params[i], self._refusals[i], True, partial(self._forgive, i))
+
+    def _forgive(self, i: int, set_to_none: bool) -> bool:
+        """Let ``Module.zero_grad`` clear the gradient that the step has consumed."""
+        clear_pending(self.state.params[i])
+        self.state.clear[i] = set_to_none
+        return True
 
     def _refuse(self, i: int) -> None:
         raise refusals.gradient_gone(self._rank, self.state.names[i])
@@ -190,7 +198,7 @@ class ParameterGathering(Gathering):
                 self._wait_reduced(bucket)
                 self.shards.update(bucket, state.round.used)
                 self.backend.mark_updated(bucket)
-            self._consumed, state.clear = not self._whole, None
+            self._consumed, state.clear = not self._whole, {}
             self._end_round(stepped=True)
         if synchronous:
             arrivals.settle()
@@ -241,7 +249,7 @@ class ParameterGathering(Gathering):
         self.arrivals.complete(self.arrivals.aliased())
 
     def discard(self) -> None:
-        """End the round and gather the parameters without an update."""
+        """End the round without an update."""
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
         else:

@@ -79,7 +79,7 @@ class Hooks:
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
         # A module, or a piece of a compiled graph (None), and the parameters that it reads.
-        self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []
+        self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
         for number, (module, params) in enumerate(owners(reducer.params, model)):
             before = _BeforeForward(self, number, params)
             self.owners.append((module, params))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from commsched.optimizer.hooks import Owner
 from commsched.optimizer.layer_timing import Moments
 
 Sample = tuple[list[float], list[float], float]
 """Forward and backward seconds by parameter, and the seconds outside of both."""
 
 
-def iteration_times(seen: Moments, owners: Sequence[Owner], order: Sequence[int]) -> Sample | None:
+def iteration_times(
+    seen: Moments, owners: Sequence[tuple[object, tuple[int, ...]]], order: Sequence[int]
+) -> Sample | None:
     """Return the times of one iteration; None where ``seen`` holds no complete one.
 
     A module's forward lasts until the next module's; its time is its last parameter's, since all must be

@@ -41,6 +41,7 @@ class DistributedMethods(Optimizer):
     _skip = False
     _synchronized = False
     _samples = 0  # counted on a rank alone
+    _released = False
     backward_passes_per_step = 1
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -220,6 +221,11 @@ class DistributedMethods(Optimizer):
         self.__dict__["state"] = value
 
     @property
+    def shards_state(self) -> bool:
+        """Whether each rank has a part of the state and of the gradients only (``gather="parameters"``)."""
+        return self._shards is not None
+
+    @property
     def _shards(self) -> ParameterGathering | None:
         gathering = self._driver.gathering if self._driver is not None else None
         return gathering if isinstance(gathering, ParameterGathering) else None
@@ -284,6 +290,18 @@ class DistributedMethods(Optimizer):
         """Apply the last update and end connections and threads, which otherwise end with the object."""
         if self._driver is not None:
             self._driver.close()
+
+    def release(self) -> None:
+        """Apply the last update and step locally from now on, with the whole state. Every rank must call."""
+        if self._driver is not None:
+            self._driver.gathering.finish_all()
+            self._driver.close()
+            self._driver, self._released = None, True
+
+    def resume(self) -> None:
+        """Reduce gradients again after ``release()``. Every rank must call."""
+        if self._released:
+            self._driver, self._released = Driver(self), False
 
     # -- the profile -----------------------------------------------------------------------------------------
 

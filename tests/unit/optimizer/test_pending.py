@@ -47,6 +47,29 @@ def nothing_stays_behind() -> Iterator[None]:
     assert pending._completions == before
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_module_clears_gradients_that_have_not_arrived(set_to_none: bool, promised: bool) -> None:
+    """It reads each gradient, which once completed all parameters before the next forward."""
+    arrival = Arrival()
+    module = nn.Module()
+    module.weight = arrival.parameter
+    arrival.completed = 0  # torch reads it when it is assigned
+    asked: list[bool] = []
+
+    def clear(how: bool) -> bool:
+        asked.append(how)
+        return promised
+
+    mark_pending(arrival.parameter, arrival.complete, clear=clear)
+    module.zero_grad(set_to_none)
+    assert asked == [set_to_none] and arrival.completed == (not promised)
+    grad = arrival.parameter.grad  # any other reader waits
+    assert arrival.completed == 1
+    assert promised or (grad is None if set_to_none else not grad.any())
+    assert not pending._clears
+
+
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "operator": lambda p: (p + 1).sum() == 24,
     "reflected operator": lambda p: (1 - p).abs().sum() == 0,
