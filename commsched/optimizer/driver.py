@@ -224,8 +224,12 @@ class Driver:
                     times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
         return times
 
-    def close(self) -> None:
-        self._finalizer()
+    def close(self, wait: bool = True) -> None:
+        if wait:
+            self._finalizer()
+        elif (parts := self._finalizer.detach()) is not None:
+            owner, backend, hooks, reducer, timeline = parts[2]
+            _close(owner, backend, hooks, reducer, timeline, wait=False)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -245,13 +249,20 @@ def _close_all_at_exit() -> None:
     atexit.register(close_all)
 
 
-def _close(owner: int, backend: Backend, hooks: Hooks, reducer: Reducer, timeline: Timeline | None) -> None:
+def _close(
+    owner: int,
+    backend: Backend,
+    hooks: Hooks,
+    reducer: Reducer,
+    timeline: Timeline | None,
+    wait: bool = True,
+) -> None:
     if os.getpid() != owner:
         return  # a forked child: the backend, and the timeline's file, are its parent's
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
     # script that ends with an exception must not wait: the others find out when the connections close.
-    orderly = not (_exiting and hasattr(sys, "last_type"))
+    orderly = wait and not (_exiting and hasattr(sys, "last_type"))
     if orderly:
         with suppress(CommError):
             reducer.drain()
