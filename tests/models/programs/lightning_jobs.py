@@ -131,7 +131,7 @@ class Gan(L.LightningModule):
         optimizer_d.zero_grad()
         self.untoggle_optimizer(optimizer_d)
         self.losses += [g_loss.item(), d_loss.item()]
-        assert len(optimizer_g.state) or not self.global_step
+        assert isinstance(optimizer_g.state, dict)
 
     def configure_optimizers(self) -> Any:
         make = torch.optim.Adam

@@ -1,0 +1,167 @@
+"""What Lightning's users do around training: ``python lightning_checks.py CHECK [argument]``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import commsched as hvd
+from commsched.lightning import Strategy
+
+warnings.filterwarnings("ignore", module="lightning")
+COUNT = 48
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(COUNT, 6, generator=generator), torch.randn(COUNT, 2, generator=generator))
+
+
+class Regression(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh())
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, _: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, 0.1, momentum=0.9)
+
+
+def trainer_of(strategy: Any = None, **more: Any) -> L.Trainer:
+    settings = {"devices": 2, "max_epochs": 3, "enable_checkpointing": False, **more}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return L.Trainer(strategy=strategy or Strategy(), accelerator="cpu", **quiet, **settings)
+
+
+def loader(batch: int = 4, **more: Any) -> DataLoader:
+    return DataLoader(data(), batch, **more)
+
+
+def commsched_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "commsched" in thread.name]
+
+
+def around_training(_: str = "") -> None:
+    """All the trainer's entry points, twice in one process."""
+    for gather in ("gradients", "parameters"):
+        L.seed_everything(1, verbose=False)
+        module = Regression()
+        trainer = trainer_of(Strategy(gather=gather))
+        trainer.fit(module, loader(shuffle=True), loader())
+        assert trainer.model is module and type(trainer.strategy) is Strategy
+        assert isinstance(trainer.train_dataloader.sampler, DistributedSampler)
+        assert not hvd.is_initialized() and not commsched_threads(), commsched_threads()
+        assert all(type(p) is nn.Parameter for p in module.parameters())
+        state = trainer.optimizers[0].state_dict()["state"]
+        assert len(state) == len(list(module.parameters()))
+        found = {**trainer.validate(module, loader())[0], **trainer.test(module, loader())[0]}
+        assert torch.tensor(list(found.values())).isfinite().all()
+        mine = torch.cat(trainer.predict(module, loader()))
+        assert len(mine) == COUNT // trainer.world_size
+        rank = torch.tensor([float(trainer.global_rank)])
+        everybody = trainer.strategy.all_gather(rank)
+        assert everybody.flatten().tolist() == list(range(trainer.world_size))
+        assert trainer.strategy.broadcast(f"from {trainer.global_rank}") == "from 0"
+        digests = trainer.strategy.all_gather(torch.cat([p.flatten() for p in module.parameters()]))
+        assert all(torch.equal(digests[0], other) for other in digests)
+    print("around training: right", flush=True)
+
+
+def whole_batches(_: str = "") -> None:
+    """With synchronised batch normalisation, ranks compute what one process computes on whole batches."""
+    L.seed_everything(1, verbose=False)
+    module = Regression()
+    trainer = trainer_of(sync_batchnorm=True)
+    ranks = trainer.world_size
+    trainer.fit(module, loader(4))
+    assert type(module.backbone[1]) is nn.BatchNorm1d
+    L.seed_everything(1, verbose=False)
+    plain = Regression()
+    optimizer = plain.configure_optimizers()
+    for _ in range(3):
+        for start in range(0, COUNT, 4 * ranks):
+            x, y = data()[start : start + 4 * ranks]
+            optimizer.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            optimizer.step()
+    for (name, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    print("whole batches: right", flush=True)
+
+
+def finetuning(_: str = "") -> None:
+    """A backbone that is unfrozen later joins the optimizer, as with DDP."""
+    ends = []
+    for strategy in ("ddp_find_unused_parameters_true", "commsched"):
+        L.seed_everything(1, verbose=False)
+        module = Regression()
+        trainer = trainer_of(strategy, max_epochs=4, callbacks=[BackboneFinetuning(2, train_bn=False)])
+        trainer.fit(module, loader(shuffle=True))
+        ends.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    print("finetuning: right", flush=True)
+
+
+def one_device(_: str = "") -> None:
+    ends = []
+    for strategy in ("auto", "commsched"):
+        L.seed_everything(1, verbose=False)
+        module = Regression()
+        trainer_of(strategy, devices=1).fit(module, loader(shuffle=True), loader())
+        ends.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    print("one device: right", flush=True)
+
+
+def failing_rank(where: str) -> None:
+    """Rank 1 raises; every rank must end soon."""
+
+    class Failing(Regression):
+        def _fail(self, here: str) -> None:
+            if here == where and self.global_rank == 1 and self.global_step == 5:
+                print("failed at", time.time(), flush=True)
+                raise RuntimeError("this rank fails on purpose")
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self._fail("forward")
+            return super().training_step(batch, index)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self._fail("update")
+
+    trainer = trainer_of("commsched", max_epochs=20)
+    try:
+        trainer.fit(Failing(), loader())
+    finally:
+        print("ended at", time.time(), flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
