@@ -31,6 +31,7 @@ class Arrivals:
         self.waited = 0.0  # seconds, over all rounds
         gathering.attach(self)
         self._completions = [partial(self.complete, (i,)) for i in range(len(state.params))]
+        self._clears = [partial(self.clear_later, i) for i in range(len(state.params))]
 
     def complete(self, params: Iterable[int]) -> None:
         """Wait for the gradients of these parameters, then apply the deferred update if there is one."""
@@ -134,7 +135,17 @@ class Arrivals:
         """From now on complete a parameter before anything accesses it (or its gradient)."""
         for i in self.state.views:
             if not self.state.round.exposed[i] and can_pend(self.state.params[i]):
-                mark_pending(self.state.params[i], self._completions[i], only_grad)
+                clear = None if only_grad else self._clears[i]
+                mark_pending(self.state.params[i], self._completions[i], only_grad, clear)
+
+    def clear_later(self, i: int, set_to_none: bool) -> bool:
+        """Let the deferred update clear this gradient, after a step; return whether it will."""
+        state = self.state
+        with state.lock:
+            waits = state.phase is Phase.IDLE and not state.round.exposed[i]
+            if waits:
+                state.clear[i] = set_to_none
+            return waits
 
     def aliased(self) -> list[int]:
         """Return the pending parameters whose memory other tensors share: access to those goes unnoticed."""

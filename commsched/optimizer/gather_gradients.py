@@ -83,7 +83,7 @@ class GradientGathering(Gathering):
         """Take over the update of every parameter: apply it now if its gradient has arrived, else then."""
         state, arrivals = self.state, self.arrivals
         with state.lock:
-            state.deferred, state.clear = update, None
+            state.deferred, state.clear = update, {}
             self.finish_step()
             here = [i for i, exposed in enumerate(state.round.exposed) if exposed]
             if here:

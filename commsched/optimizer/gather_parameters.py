@@ -86,8 +86,9 @@ class ParameterGathering(Gathering):
     # -- a round ---------------------------------------------------------------------------------------------
 
     def before_round(self) -> None:
-        if self.state.phase is Phase.SENT:
-            # A second backward without a step adds to the first one's result, as in plain PyTorch.
+        state = self.state
+        if state.phase is Phase.SENT:
+            # A second backward without a step adds to the first one's result.
             if self._early is not None:
                 raise ValueError(
                     "with early_step=True every backward is a step; call optimizer.step() after each backward"
@@ -95,11 +96,12 @@ class ParameterGathering(Gathering):
             self.gather_gradients()
             self.discard()
         self.arrivals.settle()
-        if self._consumed:
+        if self._consumed and any(state.round.used[i] and i not in state.clear for i in state.slots):
             raise ValueError(
-                "with gather='parameters' step() leaves no gradients that a further backward could add to;"
-                " call optimizer.zero_grad() between step() and the next backward"
+                "with gather='parameters' step() leaves no gradients to add to; call zero_grad() between"
+                " step() and the next backward"
             )
+        self._consumed = False
 
     def round_begun(self) -> None:
         if self._early is not None:
@@ -108,9 +110,9 @@ class ParameterGathering(Gathering):
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         if late:
             raise CommError(
-                f"rank {self._rank}: a parameter received a second gradient in one backward after its bucket"
-                " had been sent (reentrant checkpointing of a module that is used twice?); use"
-                " gather='gradients' or use_reentrant=False"
+                f"rank {self._rank}: a parameter received a second gradient after its bucket had been sent"
+                " (reentrant checkpointing of a module that is used twice?); use gather='gradients' or"
+                " use_reentrant=False"
             )
         raise ValueError(
             f"the gradient of {self.state.names[sparse[0]]} is sparse, and gather='parameters' reduces dense"
@@ -132,23 +134,26 @@ class ParameterGathering(Gathering):
             )
 
     def show(self, i: int) -> None:
-        if self._consumed and self.state.clear is None:
-            mark_pending(self.state.params[i], self._refusals[i], only_grad=True)
+        if self._consumed and i not in self.state.clear:
+            mark_pending(self.state.params[i], self._refusals[i], True, partial(self._forgive, i))
+
+    def _forgive(self, i: int, set_to_none: bool) -> bool:
+        """Let ``Module.zero_grad`` clear the gradient that the step has consumed."""
+        clear_pending(self.state.params[i])
+        self.state.clear[i] = set_to_none
+        return True
 
     def _refuse(self, i: int) -> None:
         raise CommError(
             f"rank {self._rank}: the gradient of {self.state.names[i]} is gone: with gather='parameters'"
-            " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
-            " optimizer.zero_grad() (not the model's) before the next backward"
+            " step() leaves none; read it between optimizer.synchronize() and step(), then call zero_grad()"
         )
 
     def refuse_early(self, what: str) -> None:
         """Raise for calls that need all gradients before the update: ``early_step`` does not wait."""
         if self._early is not None:
-            raise ValueError(
-                f"early_step=True updates inside the backward, before {what} could do anything; use"
-                " early_step=False"
-            )
+            early = f"early_step=True updates inside the backward, before {what} could do anything"
+            raise ValueError(f"{early}; use early_step=False")
 
     def gather_gradients(self) -> None:
         self.refuse_early("synchronize()")
@@ -206,7 +211,7 @@ class ParameterGathering(Gathering):
                 self._wait_reduced(bucket)
                 self.shards.update(bucket, state.round.used)
                 self.backend.mark_updated(bucket)
-            self._consumed, state.clear = not self._whole, None
+            self._consumed, state.clear = not self._whole, {}
             self._end_round(stepped=True)
         if synchronous:
             arrivals.settle()
@@ -236,7 +241,7 @@ class ParameterGathering(Gathering):
         self.arrivals.complete(self.arrivals.aliased())
 
     def discard(self) -> None:
-        """End the round and gather the parameters without an update."""
+        """End the round without an update."""
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
         for bucket in self._buckets:

@@ -5,12 +5,16 @@ While the gradient or the value of a parameter is being communicated, the parame
 ``p.grad``, ``deepcopy``, an operator that takes it - and completes the parameter first. Nothing is
 intercepted, and nothing costs anything, at any other time.
 
+``Module.zero_grad`` reads every gradient only to clear it. A parameter that was marked with ``clear`` notes
+that and stays pending, so that the call does not wait for all gradients.
+
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
 ``has_alias`` finds those by the storage's reference count; such parameters are never left pending.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +22,12 @@ import torch
 from torch import nn
 
 Complete = Callable[[], None]
+Clear = Callable[[bool], bool]
+"""Takes ``set_to_none``; returns whether the gradient will be cleared without anybody's waiting for it."""
 
 # The function that completes a pending parameter, by id. An attribute would be pickled with the parameter.
 _completions: dict[int, Complete] = {}
+_clears: dict[int, Clear] = {}
 
 _grad: Any = torch.Tensor.grad
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -44,6 +51,7 @@ _HARMLESS = (
 )
 
 _GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
+_MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
 
 
 class PendingParameter(nn.Parameter):
@@ -59,6 +67,8 @@ class PendingParameter(nn.Parameter):
         if cls._is_harmless(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == _grad.__get__ and _is_cleared_by_its_module(args[0]):
+            return None
         for parameter in _pending_in((args, kwargs)):
             complete(parameter)
         return func(*args, **kwargs)
@@ -89,13 +99,21 @@ def can_pend(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient)
 
 
-def mark_pending(parameter: nn.Parameter, completion: Complete, only_grad: bool = False) -> None:
-    """Call ``completion`` at the next access (to the gradient); it must call ``clear_pending``."""
+def mark_pending(
+    parameter: nn.Parameter, completion: Complete, only_grad: bool = False, clear: Clear | None = None
+) -> None:
+    """Call ``completion`` at the next access (to the gradient); it must call ``clear_pending``.
+
+    ``Module.zero_grad`` calls ``clear`` instead.
+    """
     _completions[id(parameter)] = completion
+    if clear is not None:
+        _clears[id(parameter)] = clear
     parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
 
 def clear_pending(parameter: nn.Parameter) -> None:
+    _clears.pop(id(parameter), None)
     if _completions.pop(id(parameter), None) is not None:
         parameter.__class__ = nn.Parameter
 
@@ -146,6 +164,14 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
         grad.requires_grad_(False)
     grad.zero_()
     return True
+
+
+def _is_cleared_by_its_module(parameter: nn.Parameter) -> bool:
+    """Return whether ``Module.zero_grad`` reads the gradient, and need not wait for it."""
+    reader = sys._getframe(2)
+    if reader.f_code is not _MODULE_ZERO_GRAD or id(parameter) not in _clears:
+        return False
+    return _clears[id(parameter)](bool(reader.f_locals["set_to_none"]))
 
 
 def _pending_in(tree: Any) -> Iterator[nn.Parameter]:

@@ -115,7 +115,7 @@ class Reducer:
         state = self.state
         self.gathering.before_round()
         self.arrivals.complete_all()
-        state.deferred = state.clear = None
+        state.deferred, state.clear = None, {}
         self.votes = state.round.used[len(self.params)] if state.rounds and state.round.used else 0
         state.round = Round(state.buffers.layout, len(self.params))
         state.flags.zero_()
@@ -263,7 +263,7 @@ class Reducer:
                     self.seal()
                 self.gathering.discard()
             state.passes = [0] * len(self.params)
-            state.clear = "none" if set_to_none else "zero"
+            state.clear = dict.fromkeys(range(len(self.params)), set_to_none)
             state.apply_clear(i for i, exposed in enumerate(state.round.exposed) if exposed)
             self.gathering.cleared()
 

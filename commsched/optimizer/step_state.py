@@ -102,7 +102,8 @@ class StepState:
         self.kept: dict[int, Kept] = {}
         self.views: dict[int, torch.Tensor] = {}
         self.deferred: Update | None = None
-        self.clear: str | None = None  # what zero_grad() leaves, "none" or "zero", since the round began
+        # The parameters that zero_grad() has cleared since the step, and its set_to_none.
+        self.clear: dict[int, bool] = {}
         self.stepped = False  # since the last round
 
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
@@ -129,7 +130,6 @@ class StepState:
 
     def apply_clear(self, params: Iterable[int]) -> None:
         """Clear gradients for which ``zero_grad()`` was called while they were pending."""
-        if self.clear is not None:
-            for i in params:
-                if clear_raw_grad(self.params[i], self.clear == "none"):
-                    self.kept.pop(i, None)
+        for i in params if self.clear else ():
+            if i in self.clear and clear_raw_grad(self.params[i], self.clear[i]):
+                self.kept.pop(i, None)

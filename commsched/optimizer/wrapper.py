@@ -39,6 +39,7 @@ class DistributedMethods(Optimizer):
     _parameter_names: dict[nn.Parameter, str]  # Horovod's attribute
     _skip = False
     _synchronized = False
+    _released = False
     backward_passes_per_step = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -202,6 +203,11 @@ class DistributedMethods(Optimizer):
         self.__dict__["state"] = value
 
     @property
+    def shards_state(self) -> bool:
+        """Whether each rank has a part of the state and of the gradients only (``gather="parameters"``)."""
+        return self._shards is not None
+
+    @property
     def _shards(self) -> ParameterGathering | None:
         gathering = self._driver.gathering if self._driver is not None else None
         return gathering if isinstance(gathering, ParameterGathering) else None
@@ -279,6 +285,18 @@ class DistributedMethods(Optimizer):
                 self._driver.gathering.finish_all()
             self.close(wait)
         self._driver = self._unplanned = None
+
+    def release(self) -> None:
+        """Apply the last update and step locally from now on, with the whole state. Every rank must call."""
+        if self._driver is not None:
+            self._driver.gathering.finish_all()
+            self._driver.close()
+            self._driver, self._released = None, True
+
+    def resume(self) -> None:
+        """Reduce gradients again after ``release()``. Every rank must call."""
+        if self._released:
+            self._driver, self._released = Driver(self), False
 
     # -- the profile -----------------------------------------------------------------------------------------
 

@@ -35,7 +35,8 @@ from tests.support.launch import Ranks, start_ranks
 if TYPE_CHECKING:
     import torch
 
-PROGRAMS = Path(__file__).resolve().parents[1] / "dist" / "programs"
+TESTS = Path(__file__).resolve().parents[1]
+PROGRAMS = TESTS / "dist" / "programs"
 PREFIX = "CASE "
 _PORT, _SEED = "CASES_PORT", "CASES_SEED"
 
@@ -144,12 +145,16 @@ def _report(me: Me, body: Callable[[Me], None]) -> None:
 # -- in the tests --------------------------------------------------------------------------------------------
 
 
+def _file(program: str) -> Path:
+    return next(TESTS.glob(f"*/programs/{program}.py"))
+
+
 @cache
 def _cases_of(program: str) -> dict[str, Case]:
     """The program's cases, found by importing it (its ``main`` does nothing then)."""
     before = dict(_cases)
     _cases.clear()
-    spec = importlib.util.spec_from_file_location(f"program_{program}", PROGRAMS / f"{program}.py")
+    spec = importlib.util.spec_from_file_location(f"program_{program}", _file(program))
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     found = dict(_cases)
@@ -190,7 +195,7 @@ def launch(
         _SEED: os.environ.get(_SEED, "0"),
         **(env or {}),
     }
-    ranks_of = start_ranks(PROGRAMS / f"{program}.py", ranks, list(names), settings, launcher)
+    ranks_of = start_ranks(_file(program), ranks, list(names), settings, launcher)
     with closing(port), ranks_of as started:
         try:
             started.wait(timeout)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.support.small_models import loss_of, mlp
+from tests.support.small_models import loss_of, mlp, mlp64
 from tests.support.cases import Me, case, main
-from tests.support.oracle import assert_same_bits, batch, values
+from tests.support.oracle import assert_same_bits, batch, release, values
 from tests.support.reference_run import Twin
 
 
@@ -241,6 +241,35 @@ def optimizer_state_is_up_to_date(me: Me) -> None:
         mine, plain = twin.inner.state_dict(), twin.oracle.optimizer.state_dict()
         assert_same_bits(as_tensors(mine["state"]), as_tensors(plain["state"]), f"inner in step {step}")
     twin.end()
+
+
+@case()
+def zero_grad_of_the_model_waits_for_nothing(me: Me) -> None:
+    """It reads every ``p.grad``, which once completed every parameter before the next forward (Trainer calls it)."""
+    for how in ({}, {"set_to_none": False}):
+        twin = Twin(me, mlp)
+        for step in range(6):
+            twin.backward(loss_of(step))
+            twin.update()
+            before = twin.optimizer._driver.reducer.state.pending
+            twin.model.zero_grad(**how)
+            assert twin.optimizer._driver.reducer.state.pending == before
+            twin.plain.zero_grad(**how)
+            if step % 2:
+                twin.compare_grads(f"step {step}, {how}")
+        twin.end()
+
+
+@case()
+def zero_grad_of_one_module_clears_no_other(me: Me) -> None:
+    """The other gradients add up, in another order than in the plain model."""
+    twin = Twin(me, mlp64)
+    for step in range(6):
+        twin.backward(loss_of(step))
+        twin.update()
+        twin.both(lambda model: model[2].zero_grad())  # type: ignore[index]
+    twin.compare(exact=False)
+    release(twin.optimizer)
 
 
 @case()

@@ -78,6 +78,29 @@ def rounding_hides_no_fault(me: Me) -> None:
 
 
 @case()
+def zero_grad_of_the_model_is_enough(me: Me) -> None:
+    """It waits for nothing. Where it clears one module of several, the next backward is refused."""
+    twin = sharded(me)
+    for step in range(6):
+        twin.backward(loss_of(step))
+        twin.update()
+        before = twin.optimizer._driver.reducer.state.pending
+        twin.both(lambda model: model.zero_grad())
+        assert twin.optimizer._driver.reducer.state.pending == before
+    twin.compare("zero_grad() of the model", exact=False)
+    twin.backward(loss_of(6))
+    twin.optimizer.step()
+    twin.model[2].zero_grad()
+    try:
+        loss_of(7)(twin.model, me.rank).backward()
+    except ValueError as error:
+        assert "zero_grad() between step() and the next backward" in str(error)
+    else:
+        raise AssertionError("a gradient that no longer exists was not missed")
+    release(twin.optimizer)
+
+
+@case()
 def a_fused_optimizer_unscales_by_itself(me: Me) -> None:
     """The update once saw the optimizer as it was when the plan was installed: without GradScaler's scale."""
     twin = sharded(me, make=lambda m: torch.optim.Adam(m.parameters(), 0.01, fused=True, eps=1e-3))
