@@ -268,29 +268,19 @@ class DistributedMethods(Optimizer):
         return successor
 
     def close(self, wait: bool = True) -> None:
-        """Apply the last update and end connections and threads, which otherwise end with the object.
-
-        After an error, ``wait=False`` ends them without the last update, which other ranks may never finish.
-        """
+        """Apply the last update (not with ``wait=False``, after an error); end connections and threads."""
         if self._driver is not None:
             self._driver.close(wait)
 
     def release(self, wait: bool = True) -> None:
-        """Close, and become an ordinary optimizer of this rank with the whole state. Every rank must call.
+        """Apply the last update and step locally from now on, with the whole state. Every rank must call.
 
         After an error, ``wait=False`` calls no other rank, and the state of other ranks' shards is lost.
         """
         if self._driver is not None:
             if wait:
                 self._driver.gathering.finish_all()
-            self.close(wait)
-        self._driver = self._unplanned = None
-
-    def release(self) -> None:
-        """Apply the last update and step locally from now on, with the whole state. Every rank must call."""
-        if self._driver is not None:
-            self._driver.gathering.finish_all()
-            self._driver.close()
+            self._driver.close(wait)
             self._driver, self._released = None, True
 
     def resume(self) -> None:
