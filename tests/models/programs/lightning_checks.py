@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -33,11 +34,13 @@ class Regression(L.LightningModule):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(6, 16, bias=False), norm or nn.BatchNorm1d(16), nn.Tanh())
         self.head = nn.Linear(16, 2)
+        self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.backbone(x))
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.seen.append(torch.cat(batch, 1))
         loss = F.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -95,6 +98,25 @@ def around_training(_: str = "") -> None:
     print("around training: right", flush=True)
 
 
+def plain_training(module: nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        F.mse_loss(module(batch[:, :6]), batch[:, 6:]).backward()
+        optimizer.step()
+
+
+def whole_batches_of(trainer: L.Trainer, module: Regression) -> list[torch.Tensor]:
+    """What all ranks trained on, step by step."""
+    return list(trainer.strategy.all_gather(torch.stack(module.seen)).transpose(0, 1).flatten(1, 2))
+
+
+def assert_equal_states(a: nn.Module, b: nn.Module) -> None:
+    for (name, value), other in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def whole_batches(_: str = "") -> None:
     """With synchronised batch normalisation, ranks compute what one process computes on whole batches."""
     L.seed_everything(1, verbose=False)
@@ -104,7 +126,7 @@ def whole_batches(_: str = "") -> None:
     assert type(module.backbone[1]) is nn.BatchNorm1d
     L.seed_everything(1, verbose=False)
     plain = Regression()
-    plain_training(plain, plain.configure_optimizers(), 3, 4 * trainer.world_size)
+    plain_training(plain, plain.configure_optimizers(), whole_batches_of(trainer, module))
     assert_equal_states(module, plain)
     print("whole batches: right", flush=True)
 
@@ -120,22 +142,6 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.05)
 
 
-def plain_training(module: Regression, optimizer: Any, epochs: int, batch: int) -> None:
-    for _ in range(epochs):
-        for start in range(0, COUNT, batch):
-            x, y = data()[start : start + batch]
-            optimizer.zero_grad()
-            F.mse_loss(module(x), y).backward()
-            optimizer.step()
-
-
-def assert_equal_states(a: nn.Module, b: nn.Module) -> None:
-    for (name, value), other in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        torch.testing.assert_close(
-            value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 def finetuning(_: str = "") -> None:
     """Parameters that are unfrozen later are reduced too (DDP leaves them out)."""
     L.seed_everything(1, verbose=False)
@@ -146,10 +152,12 @@ def finetuning(_: str = "") -> None:
     plain = Regression(nn.Identity())
     plain.backbone.requires_grad_(False)
     optimizer = plain.configure_optimizers()
-    plain_training(plain, optimizer, 2, 4 * trainer.world_size)
+    batches = whole_batches_of(trainer, module)
+    half = len(batches) // 2
+    plain_training(plain, optimizer, batches[:half])
     plain.backbone.requires_grad_(True)
     optimizer.add_param_group({"params": list(plain.backbone.parameters()), "lr": 0.05})
-    plain_training(plain, optimizer, 2, 4 * trainer.world_size)
+    plain_training(plain, optimizer, batches[half:])
     assert_equal_states(module, plain)
     print("finetuning: right", flush=True)
 
