@@ -21,12 +21,15 @@ import commsched as hvd
 from commsched.lightning import Strategy
 
 warnings.filterwarnings("ignore", module="lightning")
-COUNT, RANKS = 48, int(os.environ.get("RANKS", "2"))
+COUNT = 48
+RANKS, NODES = int(os.environ.get("RANKS", "2")), int(os.environ.get("NODES", "1"))
 
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(COUNT, 6, generator=generator), torch.randn(COUNT, 2, generator=generator))
+    return TensorDataset(
+        torch.randn(COUNT, 6, generator=generator), torch.randn(COUNT, 2, generator=generator)
+    )
 
 
 class Regression(L.LightningModule):
@@ -59,8 +62,9 @@ class Regression(L.LightningModule):
 
 
 def trainer_of(strategy: Any = None, **more: Any) -> L.Trainer:
-    settings = {"devices": RANKS, "max_epochs": 3, "enable_checkpointing": False, **more}
+    settings = {"devices": RANKS, "num_nodes": NODES, "max_epochs": 3, **more}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet["enable_checkpointing"] = False
     return L.Trainer(strategy=strategy or Strategy(), accelerator="cpu", **quiet, **settings)
 
 

@@ -204,9 +204,7 @@ def classifier(strategy: str) -> None:
 
 def fabric(strategy: str) -> None:
     options = OPTIONS.get("options")
-    chosen = (
-        commsched.lightning.FabricStrategy(**options) if options and strategy == "commsched" else strategy
-    )
+    chosen = commsched.lightning.FabricStrategy(**options) if options else strategy
     fabric = L.Fabric(accelerator="cpu", strategy=chosen, **{"devices": 2, **OPTIONS.get("fabric", {})})
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
@@ -232,9 +230,8 @@ def fabric(strategy: str) -> None:
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            losses.append(
-                fabric.all_reduce(F.cross_entropy(model(images(2).tensors[0]), images(2).tensors[1])).item()
-            )
+            x, y = images(2).tensors
+            losses.append(fabric.all_reduce(F.cross_entropy(model(x), y)).item())
     fabric.save(FOLDER / "fabric.ckpt", {"model": model, "optimizer": optimizer})
     fabric.barrier()
     saved = fabric.load(FOLDER / "fabric.ckpt")
@@ -242,7 +239,7 @@ def fabric(strategy: str) -> None:
     save(
         fabric.global_rank,
         plain,
-        found=losses,
+        losses=losses,
         saved=saved["optimizer"],
         explained=hvd.explain(optimizer, show=False) is not None,
     )
