@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with ``strategy="commsched"``, against ``"ddp"``; see programs/lightning_*.py."""
+"""Lightning's Trainer and Fabric with ``strategy="commsched"`` give what ``"ddp"`` gives."""
 
 from __future__ import annotations
 
