@@ -21,6 +21,7 @@ from commsched.process.launch import Launch, detect_launch
 
 if TYPE_CHECKING:
     from commsched.collectives.carrier import Built, Carrier
+    from commsched.process.rendezvous import Publish
 
 
 _initialised_by = 0
@@ -61,15 +62,27 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             f"init(comm=...) must name all {launch.size} ranks, but got {comm!r}; for a subset of the ranks "
             "use init(process_sets=[ProcessSet(ranks)])"
         )
-    global _initialised_by
-    _initialised_by = os.getpid()
-    set_carrier(_carrier_class(launch)(launch))  # type: ignore[call-arg]
-    global_process_set.ranks = list(range(launch.size))
+    _enter(_carrier_class(launch)(launch))  # type: ignore[call-arg]
     try:
         _register(process_sets)
     except Exception:
         shutdown()
         raise
+
+
+def join_framework(launch: Launch, publish: Publish) -> None:
+    """Join a job whose ranks a framework has started and connected: ``publish`` broadcasts rank 0's value."""
+    from commsched.collectives.torch_carrier.carrier import TorchCarrier
+
+    settings.cache_clear()
+    _enter(TorchCarrier(launch, publish))
+
+
+def _enter(joined: Carrier) -> None:
+    global _initialised_by
+    _initialised_by = os.getpid()
+    set_carrier(joined)
+    global_process_set.ranks = list(range(joined.launch.size))
 
 
 def _register(process_sets: Sequence[ProcessSet] | str | None) -> None:

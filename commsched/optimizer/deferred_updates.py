@@ -2,7 +2,8 @@
 
 An optimizer is **separable** if updating its parameters one after the other, each with the hyperparameters at
 the time of ``step()``, gives the same as updating them together. Then the update of a bucket can wait until
-its gradients have arrived, under the next forward. Every other optimizer runs whole, inside ``step()``.
+its gradients have arrived, under the next forward. Every other optimizer runs whole, inside ``step()``, and
+runs its closure itself, as often as it likes.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ ELEMENTWISE: set[type[Optimizer]] = {
     getattr(torch.optim, name)
     for name in "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD".split()
 }
-_SEPARABLE = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.SparseAdam}
+_SEPARABLE: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
 if hasattr(torch.optim, "Muon"):
     _SEPARABLE.add(torch.optim.Muon)
 
 
 def register_separable(cls: type[Optimizer]) -> type[Optimizer]:
-    """Declare an optimizer class of your own separable (see this module); usable as a decorator."""
+    """Declare an optimizer class of your own separable (see this module); usable as a decorator.
+
+    Its ``step(closure)`` must run the closure once, before the update.
+    """
     _SEPARABLE.add(cls)
     return cls
 
 
 def is_separable(cls: type[Optimizer]) -> bool:
-    return cls in _SEPARABLE
+    return cls in _SEPARABLE or cls in ELEMENTWISE
 
 
 def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -248,8 +248,11 @@ class Driver:
         """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
         return Joining(self.reducer, self.after_step, self._optimizer) if self._finalizer.alive else None
 
-    def close(self) -> None:
-        self._finalizer()
+    def close(self, wait: bool = True) -> None:
+        if wait:
+            self._finalizer()
+        elif (parts := self._finalizer.detach()) is not None:
+            _close(*parts[2], False)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -276,6 +279,7 @@ def _close(
     reducer: Reducer,
     timeline: Timeline | None,
     reports: StepReports | None,
+    wait: bool = True,
 ) -> None:
     if os.getpid() != owner:
         return  # a forked child: the backend, and the timeline's file, are its parent's
@@ -284,7 +288,7 @@ def _close(
     hooks.remove()
     # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
     # script that ends with an exception must not wait: the others find out when the connections close.
-    orderly = not (_exiting and hasattr(sys, "last_type"))
+    orderly = wait and not (_exiting and hasattr(sys, "last_type"))
     if orderly:
         with suppress(CommError):
             reducer.drain()

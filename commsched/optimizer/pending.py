@@ -34,19 +34,27 @@ _completions: dict[int, Complete] = {}
 _only_gradients: set[int] = set()  # the ids among them whose value is complete
 _clears: dict[int, Clear] = {}
 
+_grad: Any = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
+
 # These depend on neither value nor gradient, so they do not wait. Not size(): torch.vmap calls nothing else
-# before it takes the value in a way that cannot be intercepted.
-_HARMLESS = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in "shape dtype device requires_grad is_leaf layout is_sparse ndim is_cuda".split()
-) | frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "dim numel nelement is_floating_point is_complex is_contiguous stride element_size __hash__".split()
+# before it takes the value in a way that cannot be intercepted. GANs freeze and unfreeze parameters in every
+# step; an optimizer updates whatever has a gradient, frozen or not.
+_HARMLESS = (
+    frozenset(
+        getattr(torch.Tensor, name).__get__
+        for name in "shape dtype device requires_grad is_leaf layout is_sparse ndim is_cuda".split()
     )
+    | frozenset(
+        getattr(torch.Tensor, name)
+        for name in (
+            "dim numel nelement is_floating_point is_complex is_contiguous stride element_size requires_grad_"
+            " __hash__"
+        ).split()
+    )
+    | {_requires_grad.__set__}
 )
 
-_grad: Any = torch.Tensor.grad
 _GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
 

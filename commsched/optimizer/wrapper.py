@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.collectives.reductions import Adasum
-from commsched.optimizer.deferred_updates import plain_step
+from commsched.optimizer.deferred_updates import is_separable, plain_step
 from commsched.optimizer.driver import Driver
 from commsched.optimizer.gather_parameters import ParameterGathering
+from commsched.optimizer.imitations import forward_to_wrapped
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options
 from commsched.optimizer.parameter_names import later_names
@@ -44,6 +45,10 @@ class DistributedMethods(Optimizer):
     _released = False
     backward_passes_per_step = 1
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward_to_wrapped(cls, DistributedMethods)
+
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,19 +70,25 @@ class DistributedMethods(Optimizer):
         if self._driver is None and self._unplanned is None:
             divide_alone(self)
             return self._update(*(() if closure is None else (self._divided(closure),)))
-        if closure is not None:
+        if closure is not None and not is_separable(self._base):
             return self._step_with_closure(closure)
+        loss = None
+        if closure is not None:  # run once, before the update, which may then wait for its gradients
+            with torch.enable_grad():
+                loss = closure()
+            self._synchronized = False
         if self._driver is None:
             if not self._skip:
                 self._synchronize()
-            return self._update()
+            result = self._update()
+            return result if closure is None else loss
         driver = self._refresh(in_step=True)
         driver.arrivals.mark("enter")
         if not self._skip:
             driver.reducer.require_sent()
         driver.gathering.step(self, driver.synchronous)
         driver.after_step()
-        return None
+        return loss
 
     def _updates_frozen(self) -> bool:
         """Return whether a frozen parameter still has a gradient, because plain PyTorch would update it."""
@@ -101,10 +112,6 @@ class DistributedMethods(Optimizer):
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """Reduce the gradients after each backward of the closure, which may run several times."""
-        if self._shards is not None:
-            raise ValueError(
-                "step(closure) needs whole gradients each time the closure has run; use gather='gradients'"
-            )
 
         def reduced() -> Any:
             with torch.enable_grad():
@@ -286,16 +293,20 @@ class DistributedMethods(Optimizer):
         successor.reducer.inherit(driver.reducer)
         return successor
 
-    def close(self) -> None:
-        """Apply the last update and end connections and threads, which otherwise end with the object."""
+    def close(self, wait: bool = True) -> None:
+        """Apply the last update (not with ``wait=False``, after an error); end connections and threads."""
         if self._driver is not None:
-            self._driver.close()
+            self._driver.close(wait)
 
-    def release(self) -> None:
-        """Apply the last update and step locally from now on, with the whole state. Every rank must call."""
+    def release(self, wait: bool = True) -> None:
+        """Apply the last update and step locally from now on, with the whole state. Every rank must call.
+
+        After an error, ``wait=False`` calls no other rank, and the state of other ranks' shards is lost.
+        """
         if self._driver is not None:
-            self._driver.gathering.finish_all()
-            self._driver.close()
+            if wait:
+                self._driver.gathering.finish_all()
+            self._driver.close(wait)
             self._driver, self._released = None, True
 
     def resume(self) -> None:

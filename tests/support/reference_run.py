@@ -117,12 +117,13 @@ class Twin:
             )
         )
 
-    def update(self) -> None:
-        self.optimizer.step()
+    def update(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = self.optimizer.step(*([closure] if closure else []))
         self.me.store.set(self._stepped(self.me.rank), "")
         self.steps += 1
         self.seen_pending += self.optimizer._driver.reducer.state.pending > 0
         self.oracle.optimizer.step()
+        return result
 
     def zero_grad(self, **how: Any) -> None:
         self.optimizer.zero_grad(**how)

@@ -16,7 +16,7 @@ from commsched.collectives.torch_carrier.operation_queue import OperationQueue
 from commsched.collectives.torch_carrier.operation_runner import Operation
 from commsched.collectives.torch_carrier.timeline import Timeline
 from commsched.process.launch import Launch
-from commsched.process.rendezvous import meet
+from commsched.process.rendezvous import Publish, meet
 
 
 class TorchCarrier(Carrier):
@@ -24,9 +24,9 @@ class TorchCarrier(Carrier):
 
     name = "torch"
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, publish: Publish | None = None) -> None:
         self.launch = launch
-        self.meeting = meet(launch)
+        self.meeting = meet(launch, publish)
         self._sets: dict[int, list[int]] = {0: list(range(launch.size))}
         self._queue = OperationQueue(self.meeting, self._sets)
         self._names = OperationNames()

@@ -15,7 +15,7 @@ from torch import nn
 
 import commsched as hvd
 from commsched.env import settings
-from tests.support.small_models import Branches, branches64, samples, using
+from tests.support.small_models import Branches, branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
 from tests.support.reference_run import Twin, momentum
@@ -301,6 +301,70 @@ def operations_are_told(me: Me) -> None:
     assert all(op.ready <= op.start <= op.end for op in told)
     assert told == hvd.operations(twin.optimizer)[: len(told)], "asking took them away"
     release(twin.optimizer)
+
+
+class Holder:
+    """Holds an optimizer and hands on what it lacks, as Lightning's and Fabric's objects do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._held = optimizer
+        self.__class__ = type("Held", (Holder, optimizer.__class__), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)
+
+
+@case()
+def objects_that_imitate_the_optimizer(me: Me) -> None:
+    """Their ``zero_grad()`` once cleared no pending gradient, and ``state`` was a KeyError."""
+    for gather in ("gradients", "parameters"):
+        twin = Twin(me, mlp64, gather=gather)
+        held: Any = Holder(twin.optimizer)
+        assert isinstance(held, torch.optim.SGD)
+        for step in range(6):
+            twin.backward(loss_of(step))
+            held.clip_grad_norm_(0.1)
+            nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.1)
+            twin.update()
+            pending = twin.optimizer._driver.reducer.state.pending
+            held.zero_grad()
+            twin.oracle.optimizer.zero_grad()
+            assert twin.optimizer._driver.reducer.state.pending == pending
+        assert held.state is twin.optimizer.state
+        assert held.state_dict()["state"].keys() == twin.oracle.optimizer.state_dict()["state"].keys()
+        twin.compare(exact=False)
+        release(twin.optimizer)
+
+
+@case()
+def freezing_waits_for_nothing(me: Me) -> None:
+    """Between two steps a GAN freezes the other network's parameters, whose updates are on their way."""
+    twin = Twin(me, mlp)
+    for step in range(6):
+        twin.step(loss_of(step))
+        before = twin.optimizer._driver.reducer.state.pending
+        twin.both(lambda model: model.requires_grad_(False))
+        for p in twin.model.parameters():
+            p.requires_grad = True
+        twin.plain.requires_grad_(True)
+        assert twin.optimizer._driver.reducer.state.pending == before
+    twin.end()
+
+
+@case()
+def a_released_optimizer_steps_alone_with_the_whole_state(me: Me) -> None:
+    for gather in ("gradients", "parameters"):
+        twin = Twin(me, mlp64, gather=gather)
+        for step in range(4):
+            twin.step(loss_of(step))
+        twin.optimizer.release()
+        assert all(type(p) is nn.Parameter for p in twin.model.parameters())
+        for step in range(4, 6):  # every rank the same batch
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.plain, twin.oracle.optimizer)):
+                optimizer.zero_grad()
+                loss_of(step)(model, 0).backward()
+                optimizer.step()
+        twin.compare(exact=False)
 
 
 main(__name__)

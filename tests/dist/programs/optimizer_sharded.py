@@ -424,6 +424,27 @@ def frozen_and_added_parameters_on_shards(me: Me) -> None:
 
 
 @case()
+def closures_clip_and_step(me: Me) -> None:
+    """A closure runs before the shards are updated, with and without ``early_step``."""
+    for early in (False, True):
+        twin = sharded(me, early_step=early)
+        for step in range(5):
+
+            def closure(step: int = step, twin: Twin = twin, early: bool = early) -> torch.Tensor:
+                twin.zero_grad()
+                loss = loss_of(step)(twin.model, me.rank)
+                loss.backward()
+                twin.oracle.backward(loss_of(step))
+                if not early:
+                    twin.optimizer.clip_grad_norm_(0.1)
+                    nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.1)
+                return loss
+
+            assert twin.update(closure).item() > 0
+        finish(twin, must_have_waited=False)
+
+
+@case()
 def what_shards_cannot_do_is_refused(me: Me) -> None:
     def tried(make: Any, **options: Any) -> str:
         model = mlp()

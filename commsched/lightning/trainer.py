@@ -1,0 +1,143 @@
+"""``Strategy``: trains a LightningModule with ``DistributedOptimizer`` instead of DDP's wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from commsched.lightning.batch_norm import CpuSyncBatchNorm
+from commsched.lightning.module_state import BufferBroadcast, broadcast_module
+from commsched.lightning.packages import trainer as lightning
+from commsched.lightning.session import Session, split_options, without_reduction
+
+DDPStrategy: Any = lightning("strategies").DDPStrategy
+TorchSyncBatchNorm: Any = lightning("plugins.layer_sync").TorchSyncBatchNorm
+is_overridden: Any = lightning("utilities.model_helpers").is_overridden
+
+
+class Strategy(DDPStrategy):
+    """Data parallelism with scheduled communication; the module stays itself, without a wrapper.
+
+    Takes the options of ``DistributedOptimizer`` (``gather="parameters"``, ``schedule="dear"``, ...) and the
+    arguments of Lightning's ``DDPStrategy`` that do not concern the DDP wrapper.
+    ``broadcast_buffers=False`` leaves each rank its own buffers.
+    """
+
+    strategy_name = "commsched"
+    _layer_sync: Any
+    optimizers: Any
+
+    def __init__(self, *, broadcast_buffers: bool = True, **options: Any) -> None:
+        options, of_lightning = split_options(options)
+        super().__init__(**of_lightning)
+        self._session = Session(options)
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers: BufferBroadcast | None = None
+        self._failed = False
+
+    # -- beginning and end -----------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failed = False
+        self._session.join(self)
+
+    def setup(self, trainer: Any) -> None:
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
+            self._layer_sync = CpuSyncBatchNorm()
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Give every rank rank 0's model; called where ``DDPStrategy`` would wrap it."""
+        broadcast_module(self.model)
+        self._buffers = BufferBroadcast(self.model) if self._broadcast_buffers else None
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        self.optimizers = [self._session.wrap(one, self.lightning_module) for one in self.optimizers]
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        if self._session.shards:
+            self.precision_plugin.clip_grad_by_norm = _clip_by_norm
+            self.precision_plugin.clip_grad_by_value = self._clip_by_value
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._session.release(self.optimizers, wait=not self._failed)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self.precision_plugin.__dict__.pop(name, None)
+        self._buffers = None
+        super().teardown()
+        self._session.leave()
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward():
+            return super().validation_step(*args, **kwargs)
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        if self._buffers is not None:
+            self._buffers.before_forward()
+        yield
+        if self._buffers is not None:
+            self._buffers.after_forward()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank."""
+        with without_reduction(self.optimizers):
+            if self._buffers is None:
+                yield
+            else:
+                with self._buffers.pause():
+                    yield
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure and update; hooks between both see the reduced gradients."""
+        if not (self._session.shards and self._hooks_read_gradients()):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def reduced() -> Any:
+            result = closure()
+            optimizer.synchronize()
+            return result
+
+        return super().optimizer_step(optimizer, reduced, model, **kwargs)
+
+    def _hooks_read_gradients(self) -> bool:
+        """Return whether a scaler or a hook between backward and update may read the gradients."""
+        module = self.lightning_module
+        hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+        return (
+            getattr(self.precision_plugin, "scaler", None) is not None
+            or any(is_overridden(name, module) for name in hooks)
+            or any(is_overridden("on_before_optimizer_step", one) for one in module.trainer.callbacks)
+        )
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        optimizer.synchronize()
+        type(self.precision_plugin).clip_grad_by_value(self.precision_plugin, optimizer, clip_val)
+
+
+def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
+    optimizer.clip_grad_norm_(clip_val)
+
+
+lightning("strategies").StrategyRegistry.register(
+    Strategy.strategy_name,
+    Strategy,
+    description="Communication scheduled by commsched, without DDP's wrapper",
+)
