@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     given.add_argument("--link", default="1gbit", help=text)
     given.add_argument("--local", action="store_true", help="use the loopback, without emulated hosts")
     given.add_argument("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
-    given.add_argument("--reps", type=int, default=3, help="repetitions of every baseline")
+    given.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
     given.add_argument(
         "--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write"
     )
@@ -56,7 +56,8 @@ def main(arguments: list[str]) -> int:
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
         report = measure(job, place, effort)
-    print("\n".join(answer(report)))
+    report["answer"] = answer(report)
+    print("\n".join(report["answer"]))
     html.write_text(page.render([report]))
     print(f"The page with the picture: {html}")
     failed = any(entry["status"] in ("wrong", "failed") for entry in report["baselines"])
