@@ -79,6 +79,7 @@ class Reader:
             "horovodrun": self._horovodrun,
             "torchrun": self._torchrun,
             "mpirun": self._mpirun,
+            "srun": self._command,
             "docker": self._docker,
             "./dist.sh": self._dist_sh,
             "tests/run": self._tests_run,

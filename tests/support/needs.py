@@ -19,6 +19,9 @@ PACKAGES = {
     "ssh": "openssh-client",
     "sshd": "openssh-server",
     "mpirun": "openmpi-bin",
+    "srun": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
 }

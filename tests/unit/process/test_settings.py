@@ -29,7 +29,7 @@ def test_values_are_read():
         ("COMMSCHED_MASTER_PORT", "-1", "must be positive"),
         ("COMMSCHED_MASTER_PORT", "1.5", "must be a number"),
         ("COMMSCHED_RUNTIME", "mpi", "must be one of horovod, torch"),
-        ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, none"),
+        ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, slurm, none"),
     ],
 )
 def test_a_wrong_value_is_named(variable, value, text):
