@@ -1,4 +1,4 @@
-"""`python -m scheduler` is `python -m scheduler.table`: every policy on every profile, beside its bound."""
+"""Runs `scheduler.table`, the package's only program: every policy on every profile, beside its bound."""
 
 import sys
 
