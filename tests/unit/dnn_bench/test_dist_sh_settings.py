@@ -116,7 +116,7 @@ def test_a_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.undo()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="horovodrun is not installed; run docker/install.sh"):
+    with pytest.raises(ValueError, match="horovodrun is not installed; run COMMSCHED_WITH_HOROVOD=1"):
         command_line(Settings(launcher="horovodrun"))
 
 
