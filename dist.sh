@@ -11,7 +11,9 @@
 #   baseline  auto, a policy of the scheduler, or a peer: horovod, ddp, fsdp2, zero1, ... (auto)
 #
 # Defaults stand in parentheses. baseline=all runs every baseline on this machine in turns (A B C A B C) and
-# prints a table at the end; baseline=ddp,horovod,auto runs only those. data (or data_dir) is a folder with one
+# prints a table at the end; baseline=ddp,horovod,auto runs only those. Horovod is built (once, in several minutes) when
+# the baseline or the launcher needs it, or with COMMSCHED_WITH_HOROVOD=1. With no variable set it answers within
+# minutes what the network costs a small model, and what commsched saves of it. data (or data_dir) is a folder with one
 # subfolder of images per class, a text file, or a folder of .txt files. A wrong value gets a list of right ones.
 set -euo pipefail
 export COMMSCHED_CALLED_FROM=$PWD  # base of a relative data folder
@@ -23,6 +25,17 @@ case ${1-} in
 -h | --help) usage && exit 0 ;;
 *) usage >&2 && exit 2 ;;
 esac
+# given NAME...: prints the values of these variables, in any case and in lower case.
+given() {
+    local names
+    names=$(IFS='|' && echo "$*")
+    env | grep -iE "^($names)=." | cut -d= -f2- | tr '[:upper:]' '[:lower:]' || true
+}
+horovod=0
+case $(given baseline launcher) in *horovod* | *all*) horovod=1 ;; esac
+# Workers on several hosts need horovodrun or mpirun.
+case $(given hosts) in *,*) command -v mpirun >/dev/null || horovod=1 ;; esac
+export COMMSCHED_WITH_HOROVOD=${COMMSCHED_WITH_HOROVOD:-$horovod}
 docker/install.sh
 find_environment
 keep_home_clean

@@ -1,7 +1,8 @@
-"""Builds `comm_core._C` from comm_core/csrc and, when nvcc is found, `comm_core._cuda` from comm_core/cuda.
+"""Builds `comm_core._C` from comm_core/csrc and, with nvcc and a GPU, `comm_core._cuda` from comm_core/cuda.
 
 Environment:
-  COMMSCHED_WITH_CUDA=0|1  0: build without CUDA; 1: fail without nvcc. Default: CUDA if nvcc is found.
+  COMMSCHED_WITH_CUDA=0|1  0: build without CUDA; 1: fail without nvcc, and build without a GPU too.
+                           Default: CUDA if nvcc and a GPU (`nvidia-smi` works) are found.
   COMMSCHED_CUDA_ARCHS     compute capabilities, e.g. "90". Default: "80;90".
                            PTX of the last one is added, for newer GPUs.
   NVCC, CUDA_HOME          path of nvcc, or folder with bin/nvcc, where nvcc is not on PATH.
@@ -12,6 +13,7 @@ a CPU build of torch too. The CUDA runtime is linked statically, so that the ext
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -38,12 +40,21 @@ def newest(folder: str) -> float:
     return max(path.stat().st_mtime for path in (ROOT / folder).rglob("*") if path.suffix in kinds)
 
 
+@functools.cache
+def has_gpu() -> bool:
+    """Return whether the driver's `nvidia-smi` finds a GPU."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def find_nvcc() -> str | None:
     """Return the nvcc to use, or None for a build without CUDA."""
     wanted = os.environ.get("COMMSCHED_WITH_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"COMMSCHED_WITH_CUDA must be 0, 1 or unset, not {wanted!r}")
-    if wanted == "0":
+    if wanted == "0" or (wanted == "" and not has_gpu()):
         return None
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or (str(home) if home.exists() else None)

@@ -41,7 +41,7 @@ class Settings:
         "COMMSCHED_LAUNCHER",
         "",
         "launcher whose variables are read when those of several are set",
-        ("", "horovodrun", "torchrun", "mpirun", "none"),
+        ("", "horovodrun", "torchrun", "mpirun", "slurm", "none"),
     )
     master_addr: str = _setting(
         "COMMSCHED_MASTER_ADDR", "", "address of rank 0, for launchers that do not provide it (rarely needed)"

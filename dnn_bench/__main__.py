@@ -7,6 +7,10 @@ import sys
 
 # Only the module of the command that was asked for is imported.
 COMMANDS = {
+    "first": (
+        "dnn_bench.first",
+        "a first answer within minutes; what dist.sh runs without variables",
+    ),
     "synthetic": ("dnn_bench.synthetic", "training throughput in Horovod's format; what dist.sh runs"),
     "compare": ("dnn_bench.runner.cli", "baselines side by side on an emulated cluster"),
     "suite": ("dnn_bench.suite.cli", "comparisons of several models and links, summed up in one table"),

@@ -208,7 +208,9 @@ def installed(name: str) -> str:
     """The path of a launcher; `MissingPeer` where there is none."""
     if found := find(name):
         return found
-    raise MissingPeer(f"{name} is not installed; run docker/install.sh, or choose another launcher")
+    raise MissingPeer(
+        f"{name} is not installed; run COMMSCHED_WITH_HOROVOD=1 docker/install.sh, or choose another launcher"
+    )
 
 
 def horovodrun(size: int, hosts: str = "") -> list[str]:

@@ -16,6 +16,7 @@ from dnn_bench import baselines, launch, models
 from dnn_bench.command_line import chosen
 
 COMPARE = "compare"  # in the place of a launcher
+FIRST = ["first", "--html", "build/first.html"]  # without any variable
 ALIASES = {"data_dir": "data"}
 RDMA = "NCCL_IB_DISABLE"  # decides between RDMA and TCP; the sockets of gloo are TCP always
 
@@ -37,15 +38,21 @@ class Settings:
     niters: int = 10
 
 
-def read(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`; a ValueError says which variable is wrong and what it may be."""
-    given: dict[str, str] = {}
-    known = {field.name: field.type for field in fields(Settings)}
+def given(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `dist.sh` that are set and not empty, by their names in `Settings`."""
+    found: dict[str, str] = {}
+    known = {field.name for field in fields(Settings)}
     for variable, value in environ.items():
         name = ALIASES.get(variable.lower(), variable.lower())
-        if name in known and value and given.setdefault(name, value) != value:
-            raise ValueError(f"{name} is set twice, to {given[name]!r} and {value!r}; set it once")
-    values = {name: whole(name, value) if known[name] == "int" else value for name, value in given.items()}
+        if name in known and value and found.setdefault(name, value) != value:
+            raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; set it once")
+    return found
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`; a ValueError says which variable is wrong and what it may be."""
+    kinds = {field.name: field.type for field in fields(Settings)}
+    values = {n: whole(n, value) if kinds[n] == "int" else value for n, value in given(environ).items()}
     settings = Settings(**values)  # type: ignore[arg-type]
     return checked(replace(settings, data=found(settings.data, environ.get("COMMSCHED_CALLED_FROM", ""))))
 
@@ -173,7 +180,10 @@ def command_line(settings: Settings) -> str:
 
 def main() -> int:
     try:
-        print(command_line(read(os.environ)))
+        if given(os.environ):
+            print(command_line(read(os.environ)))
+        else:
+            print(shlex.join([sys.executable, "-m", "dnn_bench", *FIRST]))
     except ValueError as error:
         print(f"dist.sh: {error}", file=sys.stderr)
         return 2

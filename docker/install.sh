@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docker/install.sh: makes or completes the environment, installs Horovod, builds this project.
+# docker/install.sh: makes or completes the environment and builds this project; Horovod and the tests' tools on request.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -8,22 +8,25 @@ usage() {
 usage: docker/install.sh [--help]
 
 Installs everything that commsched needs; ends at once if nothing has changed since its last run. Uses the active
-virtualenv or conda environment, else .venv in the checkout; keeps an installed torch, else installs one; builds Horovod
-from its sources and caches the wheel; builds this project as an editable install.
+virtualenv or conda environment, else .venv in the checkout; keeps an installed torch, else installs one; builds this
+project as an editable install. With COMMSCHED_WITH_HOROVOD=1 also builds Horovod from its sources and caches the wheel;
+dist.sh asks for it when a baseline or the launcher needs it, and tests/run always.
 
-Needs: Python 3.10 or newer with its headers and venv, a C++ compiler, Open MPI (openmpi-bin and libopenmpi-dev on
-Debian, installed automatically when run as root). Where Horovod cannot be built, continues without it: torchrun and
-mpirun then start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for Horovod;
-tests/run installs those.
+Needs: Python 3.10 or newer with its headers and venv, and a C++ compiler; for Horovod also Open MPI (openmpi-bin and
+libopenmpi-dev on Debian, installed automatically when run as root). Where Horovod cannot be built, continues without
+it: torchrun and mpirun then start the ranks. Benchmarks over emulated hosts also need iproute2, and openssh-server for
+Horovod; tests/run installs those.
 
 Environment:
   COMMSCHED_CACHE             folder of the cache (default: $XDG_CACHE_HOME/commsched or ~/.cache/commsched)
   COMMSCHED_PYTHON            Python to make .venv with (default: the first on PATH that is new enough)
   COMMSCHED_TORCH             requirement to install where torch is missing (default: torch>=2.6,<2.16 with a GPU or
                               COMMSCHED_WITH_CUDA=1, else torch==2.13.0, the newest release with a CPU build)
+  COMMSCHED_WITH_HOROVOD=0|1  1: build Horovod (several minutes, once); 0: never, also for tests/run (default: 0)
   COMMSCHED_WITHOUT_MPI=1     build Horovod without MPI, with Gloo only
-  COMMSCHED_WITHOUT_HOROVOD=1 do not install Horovod: torchrun and mpirun start the ranks
-  COMMSCHED_WITH_CUDA=0|1     0: build without CUDA; 1: fail where nvcc is missing (default: CUDA if nvcc is found)
+  COMMSCHED_WITH_TESTS=1      install what tests/run needs: pytest, ruff, mypy and others
+  COMMSCHED_WITH_CUDA=0|1     0: build without CUDA; 1: fail where nvcc is missing (default: CUDA if nvcc and a GPU are
+                              found)
   HOROVOD_GPU_OPERATIONS      passed to Horovod's build (default with CUDA: NCCL), like its other build variables
 TEXT
 }
@@ -46,12 +49,16 @@ project_key() {
         \( -path 'comm_core/c*' -o -path 'comm_core/*.h' -o ! -path 'comm_core/*' \) -print0 | sort -z | xargs -0 sha256sum
 }
 
-# Prints all that the whole environment depends on: the project and Horovod.
-whole_key() {
-    project_key
-    echo "${COMMSCHED_WITHOUT_MPI:-0}" "${COMMSCHED_WITHOUT_HOROVOD:-0}" "$(site_packages)"/horovod-*.dist-info
+# Prints all that Horovod depends on.
+horovod_key() {
+    echo "$ENVIRONMENT" "$(site_packages)"/torch-*.dist-info "$(site_packages)"/horovod-*.dist-info
+    echo "${COMMSCHED_WITHOUT_MPI:-0}" "${COMMSCHED_WITH_CUDA:-}"
+    command -v nvcc || true
     horovod_build_variables
 }
+
+# Prints all that the tests' tools depend on.
+tests_key() { project_key; }
 
 # stamped NAME: succeeds if the last successful run had the key that NAME_key prints now.
 stamped() { [ "$("$1_key" | sha256sum)" = "$(cat "$ROOT/build/stamps/$1" 2>/dev/null)" ]; }
@@ -66,7 +73,13 @@ project_is_installed() {
         grep -qsF "\"file://$ROOT\"" "$(site_packages)"/commsched-*.dist-info/direct_url.json && stamped project
 }
 
-up_to_date() { [ -x "$PYTHON" ] && project_is_installed && stamped whole; }
+wants() { [ "${!1:-0}" = 1 ]; }
+
+up_to_date() {
+    [ -x "$PYTHON" ] && project_is_installed || return
+    ! wants COMMSCHED_WITH_TESTS || stamped tests || return
+    ! wants COMMSCHED_WITH_HOROVOD || stamped horovod
+}
 
 # --- what the system must have ---------------------------------------------------------------------------------------
 
@@ -82,7 +95,7 @@ check_compiler() {
 has_mpi() { command -v mpirun >/dev/null && command -v mpicxx >/dev/null; }
 
 check_mpi() {
-    [ "${COMMSCHED_WITHOUT_MPI:-0}" = 0 ] && [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
+    wants COMMSCHED_WITH_HOROVOD && ! wants COMMSCHED_WITHOUT_MPI || return 0
     has_mpi && return
     if may_install_debian_packages; then
         step apt "installing Open MPI" install_debian_packages openmpi-bin libopenmpi-dev
@@ -122,11 +135,14 @@ make_environment() {
 
 has_module() { "$PYTHON" -I -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$1'))"; }
 
-# The tools for builds without isolation, and cffi, which Horovod's setup.py would download otherwise.
+# The tools for builds without isolation, numba for compile_kernels, and cffi, which Horovod's setup.py would download
+# otherwise.
 install_build_tools() {
+    local horovod=()
+    if wants COMMSCHED_WITH_HOROVOD; then horovod=('cmake>=3.18,<4' 'cffi>=1.4'); fi
     has_module pip || step pip "getting pip" "$PYTHON" -m ensurepip
-    step build-tools "getting the build tools" "$PYTHON" -m pip install \
-        'setuptools>=77.0.3' wheel packaging numpy pybind11 ninja 'cmake>=3.18,<4' 'cffi>=1.4'
+    step build-tools "getting the build tools" "$PYTHON" -m pip install --no-compile \
+        'setuptools>=77.0.3' wheel packaging numpy pybind11 ninja numba "${horovod[@]}"
 }
 
 # Releases after 2.13 have no CPU build: they install several GB that a machine without a GPU cannot use.
@@ -144,7 +160,8 @@ torch_requirement() {
 install_torch() {
     ! torch_requirement >/dev/null || return 0
     local torch=${COMMSCHED_TORCH:-$(default_torch)}
-    step torch "installing $torch" "$PYTHON" -m pip install "$torch"
+    # Python compiles the few modules that are imported by itself; pip would compile all of them.
+    step torch "installing $torch" "$PYTHON" -m pip install --no-compile "$torch"
 }
 
 horovod_imports() { (cd / && "$PYTHON" -c 'import horovod.torch as hvd; hvd.gloo_built()'); }
@@ -155,12 +172,12 @@ do_without_horovod() {
     if has_module horovod; then
         step horovod-remove "removing the Horovod of another build" "$PYTHON" -m pip uninstall -y horovod
     fi
-    say "going on without Horovod: torchrun starts the ranks (to try again: rm '$ROOT/build/stamps/whole')"
+    say "going on without Horovod: torchrun starts the ranks (to try again: rm '$ROOT/build/stamps/horovod')"
 }
 
 # Keeps a Horovod that this script did not install; replaces its own one once torch or the options have changed.
 install_horovod() {
-    [ "${COMMSCHED_WITHOUT_HOROVOD:-0}" = 0 ] || return 0
+    wants COMMSCHED_WITH_HOROVOD && ! stamped horovod || return 0
     local mark=$ENVIRONMENT/.commsched-horovod wheel
     if has_module horovod && [ ! -f "$mark" ]; then
         say "keeping the Horovod that is in $ENVIRONMENT"
@@ -176,29 +193,32 @@ install_horovod() {
     fi
     horovod_imports 2>"$LOGS/horovod-import.log" ||
         fail "Horovod is installed but cannot be imported: $(tail -n 1 "$LOGS/horovod-import.log")." \
-            "Remove $wheel and run again, or set COMMSCHED_WITHOUT_HOROVOD=1 to do without"
+            "Remove $wheel and run again, or set COMMSCHED_WITH_HOROVOD=0 to do without"
 }
 
 install_project() {
-    ! project_is_installed || return 0
+    local torch extras=images
+    if wants COMMSCHED_WITH_TESTS; then extras=dev; fi
+    if project_is_installed && { [ $extras = images ] || stamped tests; }; then return; fi
     rm -f "$ROOT/build/stamps/project"
     # Require the installed torch, so that pip fails for one that is too old instead of replacing it.
-    local torch
     torch=$(torch_requirement)
-    step project "building commsched (a minute or two)" \
-        "$PYTHON" -m pip install --no-build-isolation -e "$ROOT[dev]" "$torch"
+    step project "building commsched (a minute or two)" "$PYTHON" -m pip install --no-compile --no-build-isolation \
+        -e "$ROOT[$extras]" "$torch"
     (cd / && "$PYTHON" -c 'import comm_core') || fail "comm_core was built but cannot be imported: see the lines above"
     stamp project
+    if wants COMMSCHED_WITH_TESTS; then stamp tests; fi
 }
 
 # The first plan compiles the search's kernels and caches them in the checkout: do it now, while no ranks wait for it.
+# They need neither torch nor the extension, so one core compiles them while pip unpacks torch.
 compile_kernels() {
-    say "compiling the scheduler's kernels ..."
-    "$PYTHON" >"$LOGS/kernels.log" 2>&1 -c '
+    (cd "$ROOT" && NUMBA_NUM_THREADS=1 "$PYTHON" -c '
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 for gather in ("gradients", "parameters"):
-    policies.plan(profiles.shipped("resnet50"), Link(1e-4, 1e-9), "optimal", gather=gather, budget=1000)' ||
+    policies.plan(profiles.shipped("resnet50"), Link(1e-4, 1e-9), "optimal", gather=gather, budget=1000)') \
+        >"$LOGS/kernels.log" 2>&1 </dev/null ||
         say "the first plan will take longer: $(tail -n 1 "$LOGS/kernels.log")"
 }
 
@@ -209,7 +229,11 @@ case ${1:-} in
 '') ;;
 *) fail "unknown argument '$1'; docker/install.sh takes only --help" ;;
 esac
-for switch in COMMSCHED_WITHOUT_MPI COMMSCHED_WITHOUT_HOROVOD COMMSCHED_WITH_CUDA; do check_switch $switch; done
+for switch in COMMSCHED_WITHOUT_MPI COMMSCHED_WITH_HOROVOD COMMSCHED_WITH_TESTS COMMSCHED_WITH_CUDA; do
+    check_switch $switch
+done
+[ -z "${COMMSCHED_WITHOUT_HOROVOD:-}" ] ||
+    fail "COMMSCHED_WITHOUT_HOROVOD is no variable any more: set COMMSCHED_WITH_HOROVOD=0 or 1"
 find_environment
 keep_home_clean
 if up_to_date; then exit; fi
@@ -223,9 +247,11 @@ if up_to_date; then exit; fi
 check_mpi
 make_environment
 install_build_tools
+compile_kernels 9>&- &
+trap wait EXIT
 install_torch
 install_horovod
 install_project
-compile_kernels
-stamp whole
+wait
+if wants COMMSCHED_WITH_HOROVOD; then stamp horovod; fi
 say "ready: $ENVIRONMENT"

@@ -45,7 +45,7 @@ run_in() {
     local folder=$1
     shift
     env -C "$folder" -u VIRTUAL_ENV -u CONDA_PREFIX -u PYTHONPATH -u COMMSCHED_TORCH COMMSCHED_TORCH="$requirement" \
-        COMMSCHED_WITH_CUDA="${COMMSCHED_WITH_CUDA:-0}" COMMSCHED_WITHOUT_HOROVOD=$without_horovod \
+        COMMSCHED_WITH_CUDA="${COMMSCHED_WITH_CUDA:-0}" COMMSCHED_WITH_HOROVOD=$with_horovod COMMSCHED_WITH_TESTS=1 \
         OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 "$@"
 }
 
@@ -70,12 +70,12 @@ try_version() {
     tests=$((SECONDS - begin)) result=ok
 }
 
-keep=0 without_horovod=1 versions=()
+keep=0 with_horovod=0 versions=()
 for argument in "$@"; do
     case $argument in
     --help | -h) usage && exit ;;
     --keep) keep=1 ;;
-    --horovod) without_horovod=0 ;;
+    --horovod) with_horovod=1 ;;
     -*) wrong "unknown option '$argument'" ;;
     *) [[ $argument =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || wrong "'$argument' is no version such as 2.6 or 2.6.0"
         versions+=("$argument") ;;

@@ -1,8 +1,10 @@
 // The Python module comm_core._C: the engine (torch/bindings_engine.cpp) and the link's gate.
 #include <pybind11/numpy.h>
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include "engine/link_gate.h"
+
+namespace py = pybind11;
 
 namespace commsched {
 

@@ -1,6 +1,7 @@
 """The command ``commsched``.
 
-Each subcommand is the module of its name, with ``add_arguments(parser)`` and ``run(arguments)``.
+Each subcommand is the module of its name, with ``add_arguments(parser)`` and ``run(arguments)``, which
+returns an exit status or None for 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ COMMANDS = {
     "convert": "write a plan as AshPipe's files, or a plan from them",
     "advise": "measure a DDP script, and predict its step with commsched",
     "train": "train a model in the stages of a plan",
+    "doctor": "check this machine: compiler, torch, CUDA, launchers, network, limits",
 }
 
 
@@ -32,7 +34,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Return 0, or 2 after a wrong argument or file, reported in one line on stderr."""
+    """Run one subcommand. Return its status, or 2 after a wrong argument or file, with one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
@@ -43,13 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     try:
-        module.run(arguments)
+        status: int | None = module.run(arguments)
     except ValueError as error:
         print(f"commsched {words[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # the reader (`head`, a pager) has closed the pipe: print no traceback
-    return 0
+        return 0
+    return status or 0
 
 
 def _top_level(words: Sequence[str]) -> int:

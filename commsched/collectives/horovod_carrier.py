@@ -59,10 +59,10 @@ class HorovodCarrier(Carrier):
 
     def __init__(self, launch: Launch) -> None:
         self._horovod = load_horovod()
-        if launch.launcher == "torchrun" and launch.size > 1:
+        if launch.launcher in ("torchrun", "slurm") and launch.size > 1:
             raise CommError(
-                "Horovod can not run under torchrun; start the script with horovodrun or mpirun, or unset "
-                "COMMSCHED_RUNTIME"
+                f"Horovod can not run under {launch.launcher}; start the script with horovodrun or mpirun, "
+                "or unset COMMSCHED_RUNTIME"
             )
         # By default Horovod only warns about an absent rank and waits for ever.
         seconds = max(2, int(settings().timeout))

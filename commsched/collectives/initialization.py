@@ -50,9 +50,9 @@ def _launch() -> Launch:
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job: find the other ranks and connect to them. Calling it again does nothing.
 
-    Works under horovodrun, torchrun, mpirun and without a launcher (one rank). `process_sets` are registered
-    at once; they can always be added later, so Horovod's ``"dynamic"`` changes nothing. `comm` may only name
-    all ranks: use process sets for fewer.
+    Works under horovodrun, torchrun, mpirun, Slurm's srun, Ray Train and alone (one rank). `process_sets` are
+    registered at once; they can always be added later, so Horovod's ``"dynamic"`` changes nothing. `comm` may
+    only name all ranks: use process sets for fewer.
     """
     if carrier_or_none() is not None:
         return

@@ -251,8 +251,8 @@ class Driver:
     def close(self, wait: bool = True) -> None:
         if wait:
             self._finalizer()
-        elif (parts := self._finalizer.detach()) is not None:
-            _close(*parts[2], False)
+        elif (call := self._finalizer.detach()) is not None:
+            call[1](*call[2], wait=False)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()

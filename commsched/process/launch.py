@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commsched.errors import CommError
+from commsched.process import slurm
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Launch:
     local_size: int
     node: str
     mpi: bool = False
+    address: str = ""  # of rank 0, with `port`, where the launcher's variables tell both
+    port: int = 0
 
     @property
     def one_host(self) -> bool:
@@ -87,16 +90,32 @@ def _read(environ: Mapping[str, str], launcher: str) -> Launch:
     if launcher == "horovodrun" and "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
         variables, mpi = _VARIABLES["mpirun"], True  # horovodrun called mpirun
     rank, size = integer(variables.rank), integer(variables.size)
-    # Without local ranks, as with RANK and WORLD_SIZE set by hand for env://, assume one host.
-    one_host = (None, None) if variables is _VARIABLES["horovodrun"] else (rank, size)
-    local_rank = integer(variables.local_rank, one_host[0])
-    local_size = integer(variables.local_size, one_host[1])
+    # Without local ranks, as with RANK and WORLD_SIZE set by hand for env://, assume one host. Kubernetes'
+    # PyTorchJob sets only these two, once for each pod.
+    in_pod = launcher == "torchrun" and "KUBERNETES_SERVICE_HOST" in environ
+    place: tuple[int | None, int | None] = (0, 1) if in_pod else (rank, size)
+    if variables is _VARIABLES["horovodrun"]:
+        place = None, None
+    local_rank = integer(variables.local_rank, place[0])
+    local_size = integer(variables.local_size, place[1])
     node = environ.get(variables.node) or socket.gethostname()
     return Launch(launcher, rank, size, local_rank, local_size, node, mpi)
 
 
+def _read_slurm(environ: Mapping[str, str]) -> Launch:
+    size, local_size = slurm.sizes(environ)
+    address, port = slurm.meeting_place(environ) if size > 1 else ("", 0)
+    node = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    rank, local_rank = (slurm.number(environ, name) for name in (slurm.RANK, "SLURM_LOCALID"))
+    return Launch("slurm", rank, size, local_rank, local_size, node, address=address, port=port)
+
+
 def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the launchers whose variables are set, each with the first such variable."""
+    """Return the launchers whose variables are set, each with the first such variable.
+
+    Slurm's count last: torchrun, mpirun and Ray run inside Slurm's jobs and pass its variables on. `srun` may
+    set PMI's variables besides its own; they then say the same.
+    """
     found = {
         launcher: next(name for name in variables.rank + variables.size if name in environ)
         for launcher, variables in _VARIABLES.items()
@@ -107,6 +126,14 @@ def _launchers(environ: Mapping[str, str]) -> dict[str, str]:
     by_horovodrun = all(environ.get(f"OMPI_MCA_{name}") == value for name, value in options.items())
     if "mpirun" in found and "horovodrun" not in found and by_horovodrun:
         return {"horovodrun" if name == "mpirun" else name: variable for name, variable in found.items()}
+    if slurm.in_step(environ):
+        pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
+        if found.get("mpirun") == "PMI_RANK" and pmi == (environ[slurm.RANK], str(slurm.sizes(environ)[0])):
+            del found["mpirun"]
+        if found.get("torchrun") == "WORLD_SIZE":  # often exported in batch scripts
+            del found["torchrun"]
+        if not found:
+            return {"slurm": slurm.RANK}
     return found
 
 
@@ -121,7 +148,8 @@ def detect_launch(environ: Mapping[str, str], wanted: str = "") -> Launch:
             f"the variables of several launchers are set at once: {seen}; start the script with one of them "
             "only, or choose one with COMMSCHED_LAUNCHER=" + "|".join(found)
         )
-    launch = _read(environ, wanted or next(iter(found)))
+    launcher = wanted or next(iter(found))
+    launch = _read_slurm(environ) if launcher == "slurm" else _read(environ, launcher)
     _check(launch)
     return launch
 

@@ -103,7 +103,7 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
 
 def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
     options = settings()
-    if options.master_addr or (launch.launcher == "torchrun" and publish is None):
+    if options.master_addr or launch.address or (launch.launcher == "torchrun" and publish is None):
         return _connect_to_given(launch)
     if publish is None:
         publish = _publisher(launch)
@@ -118,10 +118,14 @@ def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
 
 
 def _connect_to_given(launch: Launch) -> _StoreConnection:
-    """Connect to COMMSCHED_MASTER_ADDR and _PORT, else to torchrun's MASTER_ADDR and MASTER_PORT."""
+    """Connect to COMMSCHED_MASTER_ADDR and _PORT, else to the launch's address and port, else to torchrun's
+    MASTER_ADDR and MASTER_PORT.
+    """
     options = settings()
     address, port, prefix = options.master_addr, options.master_port, "COMMSCHED_"
-    if not options.master_addr:
+    if not options.master_addr and launch.address:
+        address, port = launch.address, launch.port
+    elif not options.master_addr:
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
         prefix = ""
     if not address or not port:
@@ -129,7 +133,8 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
             f"{launch.size} ranks need {prefix}MASTER_ADDR and {prefix}MASTER_PORT, but they are {address!r} "
             f"and {port}; set both on every rank to an address and a free port of rank 0's host"
         )
-    launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not options.master_addr
+    given = options.master_addr or launch.address
+    launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not given
     if launch.rank == 0 and not launcher_listens:
         server = _listen(address, port)
         master, own = first_reachable([address], port, options.timeout)

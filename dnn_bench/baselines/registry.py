@@ -92,7 +92,8 @@ def get(name: str) -> Baseline:
 def require(baseline: Baseline) -> None:
     """`MissingPeer` when the baseline's package is not installed."""
     if importlib.util.find_spec(baseline.needs) is None:
-        raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed")
+        how = "; COMMSCHED_WITH_HOROVOD=1 docker/install.sh builds it" if baseline.needs == "horovod" else ""
+        raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed{how}")
 
 
 def start(baseline: str | Baseline, job: Job) -> Trainer:

@@ -65,6 +65,7 @@ function describe(report) {
     element("p", {}, `${place_of(report)}; ${how}${report.interrupted ? "; interrupted, the figures are partial" : ""}`),
     element("p", {}, `${machine.date}; ${machine.processor}, ${machine.cores} cores; ${versions}`),
     element("p", {}, machine.command),
+    ...(report.answer || []).map((sentence) => element("p", { class: "answer" }, sentence)),
   ];
 }
 

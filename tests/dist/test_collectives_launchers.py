@@ -52,6 +52,10 @@ def test_variables_of_torchrun_set_by_hand(expected):
     run_script("torchrun-env", expected, "torch", size=3)
 
 
+def test_srun_on_two_nodes(expected):
+    run_script("srun-env", expected, "torch", size=4)
+
+
 @needs_mpirun
 def test_mpirun(expected):
     run_script("mpirun", expected, "torch")

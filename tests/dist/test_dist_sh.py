@@ -104,6 +104,40 @@ def test_training_on_a_text(script: Path) -> None:
     assert missing.returncode == 2 and f"data=books: there is no {script.parent / 'books'}" in missing.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, "0"),
+        ({"baseline": "ddp,auto", "nworkers": "4"}, "0"),
+        ({"Baseline": "ddp,Horovod_4mb"}, "1"),
+        ({"baseline": "all"}, "1"),
+        ({"LAUNCHER": "horovodrun"}, "1"),
+        ({"launcher": "horovodrun", "COMMSCHED_WITH_HOROVOD": "0"}, "0"),
+        ({"COMMSCHED_WITH_HOROVOD": "1"}, "1"),
+    ],
+)
+def test_horovod_is_built_where_it_is_needed(script: Path, variables: dict[str, str], wanted: str) -> None:
+    """Its build takes minutes, which the first run spent before it measured anything."""
+    install = script.parent / "docker" / "install.sh"
+    install.write_text("#!/bin/sh\necho Horovod: $COMMSCHED_WITH_HOROVOD; exit 1\n")
+    assert dist(script, **variables).stdout == f"Horovod: {wanted}\n"
+
+
+@pytest.mark.slow
+def test_a_first_answer_without_variables(script: Path) -> None:
+    """On loopback as well as on emulated hosts, whichever this machine allows."""
+    page = script.parent / "build" / "first.html"
+    result = dist(script)
+    assert result.returncode == 0, result.stdout + result.stderr
+    command, network, costs, ordinary, ours, *_, last = result.stdout.splitlines()
+    assert command.endswith("-m dnn_bench first --html build/first.html")
+    assert re.match(r"Network: (an emulated link of 1gbit|the loopback of this machine)", network)
+    assert re.match(r"This network costs -?\d+% \(.*\) of a step: DDP takes \d+ ms", costs)
+    assert re.match(r"The best ordinary way, DDP .*, takes \d+ ms", ordinary)
+    assert re.match(r"commsched takes \d+ ms .* times as fast", ours)
+    assert last == f"The page with the picture: {page}" and page.stat().st_size > 10_000
+
+
 def test_a_failing_install_ends_it(script: Path) -> None:
     (script.parent / "docker" / "install.sh").write_text("#!/bin/sh\necho no compiler >&2; exit 1\n")
     result = dist(script)

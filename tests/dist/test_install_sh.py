@@ -15,6 +15,7 @@ from tests.support.checkout import ROOT, install, make_checkout, make_environmen
 
 # Each starts Python or pip a few times, which a busy machine takes its time for.
 pytestmark = pytest.mark.dist
+HOROVOD = {"COMMSCHED_WITH_HOROVOD": "1"}
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_compiler_too_old(checkout: Path, path: Path) -> None:
 @pytest.mark.parametrize("missing", ["mpirun", "mpicxx"])
 def test_no_mpi(checkout: Path, path: Path, missing: str) -> None:
     (path / missing).unlink()
-    result = install(checkout, path=path)
+    result = install(checkout, path=path, **HOROVOD)
     assert_one_error(result, "no MPI", "openmpi-bin libopenmpi-dev", "COMMSCHED_WITHOUT_MPI=1")
     assert not (checkout / ".venv").exists()
 
@@ -87,7 +88,7 @@ def test_waits_for_another_apt(checkout: Path, path: Path, lock: str) -> None:
     for tool in ("apt-get", "dpkg"):
         (path / tool).symlink_to(str(shutil.which(tool)))
     results: list[subprocess.CompletedProcess[str]] = []
-    running = threading.Thread(target=lambda: results.append(install(checkout, path=path)))
+    running = threading.Thread(target=lambda: results.append(install(checkout, path=path, **HOROVOD)))
     with open(lock, "r+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         running.start()
@@ -105,15 +106,17 @@ def test_no_python(checkout: Path, path: Path) -> None:
     assert_one_error(result, "no Python that fits", "3.10", "python3-venv", "COMMSCHED_PYTHON")
 
 
-def test_without_mpi_it_is_not_asked_for(checkout: Path, path: Path) -> None:
+@pytest.mark.parametrize("wanted", [{}, {"COMMSCHED_WITH_HOROVOD": "1", "COMMSCHED_WITHOUT_MPI": "1"}])
+def test_without_mpi_it_is_not_asked_for(checkout: Path, path: Path, wanted: dict[str, str]) -> None:
     (path / "mpirun").unlink()
     make_script(path / "python3", "exit 1")
-    result = install(checkout, path=path, COMMSCHED_WITHOUT_MPI="1")
+    result = install(checkout, path=path, **wanted)
     assert_one_error(result, "no Python that fits")
 
 
 def test_wrong_switch(checkout: Path) -> None:
     assert_one_error(install(checkout, COMMSCHED_WITH_CUDA="yes"), "COMMSCHED_WITH_CUDA", "'yes'")
+    assert_one_error(install(checkout, COMMSCHED_WITHOUT_HOROVOD="1"), "set COMMSCHED_WITH_HOROVOD=0 or 1")
 
 
 def test_active_environment_that_does_not_exist(checkout: Path) -> None:
@@ -141,7 +144,7 @@ def test_damaged_wheel_in_the_cache(checkout: Path, path: Path, tmp_path: Path) 
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"half a wh")
     wheel.with_name(wheel.name + ".sha256").write_text("0" * 64)
-    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **HOROVOD)
     assert_one_error(result, "damaged", f'rm -r "{wheel.parent}"', "run again")
 
 
@@ -150,22 +153,22 @@ def test_horovod_that_cannot_be_imported(checkout: Path, path: Path, tmp_path: P
     package = next(environment.glob("lib/python3.*/site-packages")) / "horovod"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
-    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
-    assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITHOUT_HOROVOD=1")
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **HOROVOD)
+    assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITH_HOROVOD=0")
 
 
 def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, tmp_path: Path) -> None:
     """Its build beside a CUDA build of torch failed, and took the installation with it."""
     environment = make_environment(tmp_path / "env", without=("horovod",))
     # Nothing can be fetched: there is no index.
-    result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
+    result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **HOROVOD)
     assert result.returncode == 0, result.stderr
     log = checkout / "build/logs/horovod-download.log"
     assert f"Horovod 0.28.1 cannot be built here: {log} says why" in result.stderr and log.exists()
     assert "going on without Horovod: torchrun starts the ranks" in result.stderr
     assert list(checkout.glob("comm_core/_C.*.so"))
     # It is not tried again at every start.
-    assert install(checkout, path=path, VIRTUAL_ENV=str(environment)).stderr == ""
+    assert install(checkout, path=path, VIRTUAL_ENV=str(environment), **HOROVOD).stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -199,8 +202,9 @@ def test_it_builds_once_and_again_only_when_something_changed(
     environment = make_environment(tmp_path / "env")
 
     def run() -> list[str]:
-        result = install(checkout, path=path, VIRTUAL_ENV=str(environment), COMMSCHED_WITHOUT_HOROVOD="1")
+        result = install(checkout, path=path, VIRTUAL_ENV=str(environment))
         assert result.returncode == 0, result.stderr
+        assert "Horovod" not in result.stderr
         return result.stderr.splitlines()
 
     building = "[commsched] building commsched (a minute or two) ..."

@@ -19,7 +19,7 @@ WANTED = "chromium chromium-driver openssh-server"
 def path(tmp_path: Path) -> Path:
     """A PATH with all programs that tests need except WANTED's, and an apt-get that logs its arguments."""
     folder = make_path(tmp_path / "bin", "tail")
-    for name in ("ip", "tc", "ssh", "mpirun"):
+    for name in ("ip", "tc", "ssh", "mpirun", "srun", "slurmctld", "slurmd"):
         make_script(folder / name, "")
     make_script(folder / "id", "echo 0")
     make_script(folder / "apt-get", f'echo "$*" >> {tmp_path}/apt')

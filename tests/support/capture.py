@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK", "SLURM_PROCID")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ PROGRAMS = (
     "horovodrun",
     "torchrun",
     "mpirun",
+    "srun",
     "docker",
     "pip",
     "sysctl",
@@ -36,7 +37,7 @@ PROGRAMS = (
 # A page that shows one of these needs a check of its own first.
 OTHERS = (
     "apt apt-get bash cmake conda curl git ip make mpiexec mpicc nsys nvcc nvidia-smi pip3 python3 sh"
-    " source srun ssh sudo tc uv wget"
+    " source ssh sudo tc uv wget"
 ).split()
 SHELL = ("for", "time")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=(\"[^\"]*\"|'[^']*'|\S*)\s+")
@@ -151,7 +152,7 @@ def program_of(line: str) -> str:
 def kind_of(body: str) -> str:
     """A block without a language's name: commands, Python, or a drawing."""
     lines = [line for line in body.splitlines() if line.strip()]
-    if is_command(lines[0]):
+    if is_command(next((line for line in lines if line[0] != "#"), "")):
         return "shell"
     strange = [line for line in lines if is_command(line) and not line.startswith("sh ")]
     try:

@@ -28,6 +28,8 @@ from tests.support.launch import MARK, carries, clean_environment, kill_quietly
 NOT_RUN = {
     r"(pytest|tests/run|python -m pytest)\b": "the suite runs its own tests; each of these selects some",
     r"docker ": "needs Docker",
+    r"pip wheel": "compiles for minutes; tests/dist/test_wheel.py builds one",
+    r"srun ": "needs Slurm; tests/dist/test_slurm.py runs it",
     r"docker/install\.sh$": "builds for minutes; tests/dist/test_install_sh.py runs it",
     r"(pip|apt-get) install|sysctl -w": "changes the machine or its environment",
     r"sysctl net|ssh host1$": "no command of this project",

@@ -43,8 +43,8 @@ from tests.support.needs import skip_without_horovod
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
 MARK = "COMMSCHED_TEST_MARK"
-LAUNCHERS = ("torchrun-env", "torchrun", "horovodrun", "mpirun", "alone")
-LAUNCH_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+LAUNCHERS = ("torchrun-env", "srun-env", "torchrun", "horovodrun", "mpirun", "alone")
+LAUNCH_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Seconds after which a test gives ranks up. On a slow machine with other work to do, importing torch alone
@@ -138,8 +138,8 @@ class Ranks:
         base = clean_environment({MARK: self.mark} | dict(env))
         self.port = HeldPort()
         self.prefix = launcher_command(launcher, nprocs, self.port.number)
-        one_by_one = launcher == "torchrun-env"
-        environments = torchrun_environments(base, nprocs, self.port.number) if one_by_one else [base]
+        one_by_one = {"torchrun-env": torchrun_environments, "srun-env": srun_environments}.get(launcher)
+        environments = one_by_one(base, nprocs, self.port.number) if one_by_one else [base]
         self.sessions: set[int] = set()
         self.processes = [self.start(i, environment) for i, environment in enumerate(environments)]
         self.over = False
@@ -240,6 +240,21 @@ def torchrun_environments(base: Mapping[str, str], nprocs: int, port: int) -> li
     """One environment per rank with the variables that torchrun sets."""
     found = [rank_variables(rank, nprocs, rank, nprocs, "127.0.0.1", port) for rank in range(nprocs)]
     return [{**base, **own} | explicit(base) for own in found]
+
+
+def srun_environments(base: Mapping[str, str], nprocs: int, job: int) -> list[dict[str, str]]:
+    """One environment per rank with the variables that `srun` sets on two nodes; both are this machine."""
+    step = {"JOB_ID": str(job), "NTASKS": str(nprocs), "STEP_NUM_TASKS": str(nprocs), "STEP_ID": "0"}
+    nodes = {"NODELIST": "localhost,node[2-3]", "STEP_NODELIST": "localhost,node2", "NNODES": "2"}
+    first = (nprocs + 1) // 2
+    found = []
+    for rank in range(nprocs):
+        node, local_rank = divmod(rank, first)
+        own = {"PROCID": str(rank), "LOCALID": str(local_rank), "NODEID": str(node)}
+        tasks = {"STEP_TASKS_PER_NODE": f"{first}(x2)" if nprocs % 2 == 0 else f"{first},{nprocs - first}"}
+        slurm = {f"SLURM_{name}": value for name, value in (step | nodes | own | tasks).items()}
+        found.append({**base, **slurm, "SLURMD_NODENAME": ("localhost", "node2")[node]})
+    return found
 
 
 def explicit(base: Mapping[str, str]) -> dict[str, str]:

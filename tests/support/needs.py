@@ -19,6 +19,9 @@ PACKAGES = {
     "ssh": "openssh-client",
     "sshd": "openssh-server",
     "mpirun": "openmpi-bin",
+    "srun": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
 }
@@ -45,8 +48,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for networ
 
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 NO_HOROVOD = (
-    "needs Horovod: docker/install.sh builds it, and build/logs/horovod-build.log says why it could not; "
-    "rm build/stamps/whole to try again"
+    "needs Horovod: COMMSCHED_WITH_HOROVOD=1 docker/install.sh builds it, and build/logs/horovod-build.log "
+    "says why it could not; rm build/stamps/horovod to try again"
 )
 needs_horovod = pytest.mark.skipif(not HAS_HOROVOD, reason=NO_HOROVOD)
 

@@ -1,6 +1,6 @@
 #include "c10d_channel.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
 
 namespace commsched {
 namespace {

@@ -1,7 +1,7 @@
 // The engine's types and torch's.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <string>
 

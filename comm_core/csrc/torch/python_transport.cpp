@@ -1,7 +1,8 @@
 #include "python_transport.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include "dtypes.h"
 #include "engine/link_gate.h"

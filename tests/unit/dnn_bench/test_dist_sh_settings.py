@@ -116,7 +116,7 @@ def test_a_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.undo()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="horovodrun is not installed; run docker/install.sh"):
+    with pytest.raises(ValueError, match="horovodrun is not installed; run COMMSCHED_WITH_HOROVOD=1"):
         command_line(Settings(launcher="horovodrun"))
 
 
@@ -127,3 +127,14 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, dnn_bench.settings as s; s.read({}); s.command_line; sys.exit('torch' in sys.modules)"
     python = Path(sys.prefix) / "bin" / "python"
     assert subprocess.run([python, "-c", code], cwd=Path(settings.__file__).parents[1]).returncode == 0
+
+
+def test_without_variables_it_gives_a_first_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.environ", {"PATH": "/bin", "bs": ""})
+    assert settings.main() == 0
+    assert capsys.readouterr().out == "python -m dnn_bench first --html build/first.html\n"
+    monkeypatch.setattr("os.environ", {"PATH": "/bin", "bs": "4"})
+    assert settings.main() == 0
+    assert " synthetic --model resnet_tiny " in capsys.readouterr().out

@@ -156,10 +156,10 @@ def python_blocks() -> list[Block]:
 
 
 def skip_without_libraries(imports: list[ast.Import | ast.ImportFrom]) -> None:
-    """Libraries of docs/integrations.md are there in the environment of tests/run --models only."""
+    """Libraries that some pages are about are there in the environment of tests/run --models only."""
     for node in imports:
         name = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-        if name.partition(".")[0] in ("transformers", "accelerate", "lightning"):
+        if name.partition(".")[0] in ("transformers", "accelerate", "lightning", "ray"):
             pytest.importorskip(name, reason="tests/run --models installs it")
 
 

@@ -31,7 +31,7 @@ def test_values_are_read():
         ("COMMSCHED_METRICS_PORT", "http", "must be a number"),
         ("COMMSCHED_LOG_EVERY", "-5", "must be positive"),
         ("COMMSCHED_RUNTIME", "mpi", "must be one of horovod, torch"),
-        ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, none"),
+        ("COMMSCHED_LAUNCHER", "srun", "must be one of horovodrun, torchrun, mpirun, slurm, none"),
     ],
 )
 def test_a_wrong_value_is_named(variable, value, text):

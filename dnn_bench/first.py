@@ -1,0 +1,135 @@
+"""`python -m dnn_bench first`: a short comparison that ends in three sentences and a page with charts.
+
+It trains a small model on two workers, on emulated hosts where that is possible, else over the loopback of
+this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dnn_bench.cluster import Cluster, ClusterError
+from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.launch import Hosts, Place, ThisMachine
+
+if TYPE_CHECKING:
+    from dnn_bench.baselines.trainer import Job
+    from dnn_bench.runner.compare import Effort
+
+WORKERS = 2
+PEERS = ("ddp", "ddp_4mb")  # the ordinary ways
+BASELINES = ("local", *PEERS, "auto")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    given = parser("first", __doc__)
+    text = "speed of the link between the two emulated hosts, which need root and iproute2"
+    given.add_argument("--link", default="1gbit", help=text)
+    given.add_argument("--local", action="store_true", help="use the loopback, without emulated hosts")
+    given.add_argument("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
+    given.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
+    given.add_argument(
+        "--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write"
+    )
+    return given.parse_args(arguments)
+
+
+@one_line_errors(ValueError)
+def main(arguments: list[str]) -> int:
+    from dnn_bench.baselines.trainer import Job
+    from dnn_bench.report import page
+    from dnn_bench.runner.cli import check_writable
+    from dnn_bench.runner.compare import Effort
+
+    options = parse(arguments)
+    if options.batch_size < 1 or options.reps < 1:
+        raise ValueError("--batch-size and --reps must be at least 1")
+    html = options.html.absolute()
+    html.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(html)
+    job, effort = Job("mlp", options.batch_size), Effort(options.reps, iterations=2, trace="best")
+    with place_of(options) as (place, network):
+        print(f"Network: {network}.", flush=True)
+        report = measure(job, place, effort)
+    report["answer"] = answer(report)
+    print("\n".join(report["answer"]))
+    html.write_text(page.render([report]))
+    print(f"The page with the picture: {html}")
+    failed = any(entry["status"] in ("wrong", "failed") for entry in report["baselines"])
+    return 130 if report["interrupted"] else int(failed)
+
+
+def measure(job: Job, place: Place, effort: Effort) -> dict[str, Any]:
+    """The report of a comparison of `BASELINES`."""
+    from dnn_bench import baselines
+    from dnn_bench.runner.compare import Comparison
+    from dnn_bench.runner.watcher import Watcher, bars
+
+    entries = [baselines.get(name) for name in BASELINES]
+    with bars(24) as progress:
+        return Comparison(job, place, entries, effort, Watcher(progress)).run()
+
+
+@contextmanager
+def place_of(options: argparse.Namespace) -> Iterator[tuple[Place, str]]:
+    """Where the workers run, and a description of the network between them."""
+    loopback = f"the loopback of this machine, between {WORKERS} workers, which is faster than any cable"
+    if options.local:
+        yield ThisMachine(WORKERS), loopback
+        return
+    cluster = Cluster(WORKERS, options.link)  # a link that cannot be read is an error, with root or without
+    try:
+        cluster.start()
+    except ClusterError as error:
+        yield ThisMachine(WORKERS), f"{loopback} ({error})"
+        return
+    with closing(cluster):
+        yield Hosts(cluster), f"an emulated link of {options.link} between {WORKERS} hosts on this machine"
+
+
+def answer(report: dict[str, Any]) -> list[str]:
+    """Three sentences: the network's cost, the best ordinary way, commsched; ranges are over repetitions."""
+    rows = {entry["name"]: entry for entry in report["baselines"]}
+    missing = [name for name in BASELINES if "time" not in rows.get(name, {})]
+    if missing:
+        reasons = [
+            f"{name}: {rows[name]['reason'].strip() or 'interrupted'}" for name in missing if name in rows
+        ]
+        return [f"No answer: {', '.join(missing)} could not be measured.", *reasons]
+    ddp, local, ours = rows["ddp"], rows["local"], rows["auto"]
+    best = min((rows[name] for name in PEERS), key=lambda row: row["time"])
+    costs = [1 - alone / whole for alone, whole in zip(local["times"], ddp["times"], strict=True)]
+    gains = [theirs / mine for theirs, mine in zip(best["times"], ours["times"], strict=True)]
+    kind = "DDP as it comes" if best is ddp else "DDP with buckets of 4 MB"
+    return [
+        f"This network costs {_range(costs, '.0%')} of a step: DDP takes {_seconds(ddp)}, and "
+        f"{_seconds(local)} without communication.",
+        f"The best ordinary way, {kind}, takes {_seconds(best)} per step.",
+        f"commsched takes {_seconds(ours)} per step: {verdict(gains)}.",
+        *report["doubts"],
+    ]
+
+
+def verdict(gains: Sequence[float]) -> str:
+    """What the ratios of the times, one per repetition, say."""
+    ratio = _range(gains, ".2f")
+    if min(gains) > 1:
+        return f"{ratio} times as fast"
+    if max(gains) < 1:
+        return f"{ratio} times as fast, that is, slower"
+    return f"{ratio} times as fast, no clear difference"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """The median, and the smallest and the largest value in parentheses."""
+    low, middle, high = (format(f(values), form) for f in (min, statistics.median, max))
+    return f"{middle} ({low} to {high})"
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    return f"{row['time'] * 1e3:.0f} ms ({row['low'] * 1e3:.0f} to {row['high'] * 1e3:.0f})"
