@@ -252,7 +252,8 @@ class Driver:
         if wait:
             self._finalizer()
         elif (call := self._finalizer.detach()) is not None:
-            call[1](*call[2], wait=False)
+            function: Any = call[1]
+            function(*call[2], wait=False)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
