@@ -218,6 +218,38 @@ class Accelerator(accelerate.Accelerator):
             for prepared in changed:
                 del prepared.state_dict
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        return self._separate(super().get_state_dict(model, unwrap))
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        super().save(self._separate(obj), f, safe_serialization)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        def separate(model: nn.Module, state: Any, *_: Any) -> None:
+            self._separate(state)
+
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.callback(model.register_state_dict_post_hook(separate).remove)
+            super().load_state(*args, **kwargs)
+
+    def _separate(self, state: Any) -> Any:
+        """Copy each tensor of a state dict into memory of its own; tied ones share it.
+
+        With ``gather="parameters"`` parameters lie side by side in one buffer. Accelerate takes them for
+        tied ones and saves only the first; safetensors refuses to load them.
+        """
+        if not isinstance(state, dict) or not self.sharded_optimizers():
+            return state
+        copies: dict[Any, torch.Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                if place not in copies or not value.numel():
+                    copies[place] = value.detach().clone()
+                state[name] = copies[place]
+        return state
+
     def release(self) -> None:
         """End the communication of the prepared optimizers. Preparing them again starts it again."""
         for optimizer in self._distributed_optimizers():

@@ -1,4 +1,4 @@
-"""Stock scripts under every launcher, the script of docs/integrations.md, and programs/huggingface.py."""
+"""Stock scripts under every launcher, the script of docs/integrations.md, and programs/huggingface*.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print("rank", trainer.args.process_index, "of", trainer.args.world_size, trainer
 """
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("huggingface"))
+@pytest.mark.parametrize("program, ranks, name", parameters("huggingface", "huggingface_overlap"))
 def test_huggingface(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name, launcher="torchrun")
 
