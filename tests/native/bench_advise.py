@@ -3,7 +3,7 @@
 python tests/native/bench_advise.py --link 250mbit --jobs mlp:128,gpt2_tiny:1,resnet_tiny:4 --repeats 5
 
 Two emulated hosts. Prediction and measurement alternate. Every line holds medians over the repetitions, in
-milliseconds; the error is the median of the repetitions' own.
+milliseconds. The error, in percent, is the median of the repetitions' own, beside the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def main() -> None:
             for job, mine in rows.items():
                 mine.append(compare(cluster, job))
                 print(job, *(f"{value:.0f}" for value in mine[-1]), file=sys.stderr, flush=True)
-    print("model,ddp,predicted,measured,compute_predicted,compute_measured,error")
+    print("model,ddp,predicted,measured,compute_predicted,compute_measured,error,lowest,highest")
     for job, mine in rows.items():
         medians = [f"{median(column):.0f}" for column in zip(*mine, strict=True)]
-        error = median(100 * (row[1] / row[2] - 1) for row in mine)
-        print(",".join([job.split(":")[0], *medians, f"{error:+.1f}"]), flush=True)
+        errors = [100 * (row[1] / row[2] - 1) for row in mine]
+        spread = [f"{error:+.1f}" for error in (median(errors), min(errors), max(errors))]
+        print(",".join([job.split(":")[0], *medians, *spread]), flush=True)
 
 
 if __name__ == "__main__":
