@@ -12,7 +12,7 @@ from tests.support.documented_commands import ROOT, of_page
 from tests.support.launch import clean_environment
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
 
 # Ray counts this machine's cores, and its own helpers take some of them.
 START = """
@@ -57,7 +57,7 @@ def run(folder: Path, source: str) -> str:
     env = clean_environment({"PYTHONPATH": str(ROOT), "HOME": str(folder), "RAY_TRAIN_V2_ENABLED": "1"})
     env |= {"RAY_TMPDIR": "/tmp/ray-commsched", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "driver.py"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
