@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 CUDA_BUILT: bool
+_T = TypeVar("_T")
 
 class Channel:
     """Point-to-point messages between the ranks of one engine."""
@@ -28,6 +29,9 @@ class TcpChannel(Channel):
 
 def abort_message(work: Any) -> None:
     """Abort a c10d group's send or receive: a thread in its wait() returns False."""
+
+def instances_of(type: type[_T]) -> list[_T]:
+    """Return the instances of a class among all objects that the garbage collector knows."""
 
 def lost_host(descriptor: int, address: str) -> str:
     """Return why the host of a keepalive connection is lost, "" if only its process has ended.

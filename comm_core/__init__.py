@@ -18,6 +18,7 @@ from comm_core._C import (
     Traffic,
     Transport,
     abort_message,
+    instances_of,
     link_gate,
 )
 from comm_core.engine import OPS, Engine
@@ -44,6 +45,7 @@ __all__ = [
     "Transport",
     "abort_message",
     "close_in_children",
+    "instances_of",
     "link_gate",
     "local_channels",
     "tcp_channel",

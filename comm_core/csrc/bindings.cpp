@@ -1,4 +1,4 @@
-// The Python module comm_core._C: the engine (torch/bindings_engine.cpp) and the link's gate.
+// The Python module comm_core._C: the engine (torch/bindings_engine.cpp), the link's gate, and instances_of.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -44,6 +44,20 @@ void bind_gate(py::module_& m) {
   m.def("link_gate", &LinkGate::of_process, py::return_value_policy::reference);
 }
 
+// Among all objects are tuples that other threads are still building, which fails if anybody else holds them.
+// So everything is let go before this returns and another thread can get the interpreter.
+py::list instances_of(const py::type& wanted) {
+  const py::list all = py::module_::import("gc").attr("get_objects")();
+  py::list found;
+  for (const py::handle thing : all) {
+    // By type: isinstance() would call a proxy's own __class__.
+    if (PyType_IsSubtype(Py_TYPE(thing.ptr()), reinterpret_cast<PyTypeObject*>(wanted.ptr())) != 0) {
+      found.append(thing);
+    }
+  }
+  return found;
+}
+
 }  // namespace
 }  // namespace commsched
 
@@ -55,4 +69,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   commsched::bind_engine(m);
   commsched::bind_gate(m);
+  m.def("instances_of", &commsched::instances_of, py::arg("type"));
 }

@@ -21,11 +21,19 @@ class AbsentRanks:
         if joined and self._ranks.rank not in joined:
             self._ranks.all_values((what, value))
 
-    def listen(self) -> tuple[str, Any]:
-        """Return what the others are about to do, on a rank that has joined."""
-        answer = next(row for row in self._ranks.all_values(None) if row is not None)
-        assert isinstance(answer, tuple)
-        return answer
+    def follow(self, gathering: Any, optimizer: Any) -> bool:
+        """Do what the others do, on a rank that has joined, until they step (True) or discard the round."""
+        while True:
+            what, value = next(row for row in self._ranks.all_values(None) if row is not None)
+            if what == "clip":
+                gathering.clip_grad_norm_(*value)
+            elif what == "step":
+                set_options(optimizer, value)
+                gathering.step(optimizer, synchronous=True)
+                return True
+            else:
+                gathering.discard()
+                return False
 
     def check_none(self, what: str) -> None:
         """Raise for calls that need every rank and that those that have joined do not hear of."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,11 +13,10 @@ import torch
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.layer_timing import Watch, profiled
 from commsched.optimizer.pending import can_pend, clear_pending, has_alias, mark_pending
 from commsched.optimizer.step_state import JOINED, LATE, SPARSE, Phase, StepState
-from scheduler.ir.program import Program
 
 _KEPT_WAITS = 4096  # more than one step has
 _KEPT_ROUNDS = 60
@@ -35,7 +33,7 @@ class Arrivals:
         self._waits: deque[tuple[Any, Any]] = deque(maxlen=_KEPT_WAITS)  # the backend's marks around each
         # Microseconds that each rank waited in its latest step, plus one (0: none yet), of the last rounds.
         self.waits_of_ranks: deque[list[int]] = deque(maxlen=_KEPT_ROUNDS)
-        gathering.attach(self)
+        gathering.arrivals = self
         self._completions = [partial(self.complete, (i,)) for i in range(len(state.params))]
         self._clears = [partial(self.clear_later, i) for i in range(len(state.params))]
 
@@ -213,102 +211,3 @@ class Arrivals:
         with self.state.lock:
             if self.state.phase is Phase.IDLE:
                 self.complete_all()
-
-
-class Gathering(ABC):
-    """The part that differs between ``gather="gradients"`` and ``gather="parameters"``.
-
-    It decides which values are gathered once the gradients are reduced, and how the optimizer steps on them.
-    """
-
-    def __init__(self, state: StepState, backend: Backend) -> None:
-        self.state, self.backend = state, backend
-
-    # Whether a rank that has joined takes a step after each round without being told that the others do.
-    steps_after_each_round = True
-
-    def attach(self, arrivals: Arrivals) -> None:
-        self.arrivals = arrivals
-
-    def prepare(self, program: Program, buffers: Buffers) -> Buffers | None:
-        """Return the parameters' buffers for a new plan, if parameters are gathered. Between two steps."""
-        return None
-
-    def installed(self, program: Program) -> None:
-        """React to a new plan, which the backend has installed."""
-
-    def owners(self, i: int) -> int:
-        """Return how many tensors hold this parameter's memory when no alias exists."""
-        return 1
-
-    def before_round(self) -> None:
-        """End the former round, or refuse a new one, because a backward begins."""
-
-    def round_begun(self) -> None:
-        """React to a new round; buckets may be marked from now on."""
-
-    @property
-    def readable(self) -> bool:
-        """Whether a gradient that is being reduced can be read once it has arrived."""
-        return True
-
-    def check_readable(self) -> None:
-        """Raise where a gradient that is being reduced cannot be read."""
-
-    @abstractmethod
-    def show(self, i: int) -> None:
-        """Set ``p.grad`` of a completed parameter that some rank used."""
-
-    def weigh(self, factor: float) -> None:
-        """Multiply this round's gradients by a factor before anybody reads them."""
-        self.state.round.factor = factor
-
-    @abstractmethod
-    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
-        """Reduce gradients that no bucket contained: late and sparse ones."""
-
-    @abstractmethod
-    def gather_gradients(self) -> None:
-        """Give every rank every reduced gradient. Collective."""
-
-    @abstractmethod
-    def step(self, optimizer: Any, synchronous: bool) -> None:
-        """Step the optimizer; with ``synchronous`` defer no update."""
-
-    @abstractmethod
-    def finish_round(self) -> None:
-        """Wait until no other rank needs this rank for the round."""
-
-    def finish_step(self, stepped: bool = True) -> None:
-        """End the step, also one that was left out: later gradients belong to the next one."""
-        with self.state.lock:
-            self.state.finish_step(stepped)
-            self.backend.step_ended()
-
-    def check_can_join(self) -> None:
-        """Raise where a rank that has joined cannot take part in the others' steps."""
-
-    @abstractmethod
-    def follow(self) -> bool:
-        """Take part in the others' step, on a rank that has joined; return whether there was one."""
-
-    @abstractmethod
-    def share(self, optimizer: Any, root: int) -> None:
-        """Give all ranks what the ranks that joined earlier lack, from rank ``root``. Collective."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """End a round without using its result."""
-
-    def cleared(self) -> None:
-        """React to the user's ``zero_grad()``."""
-
-    @abstractmethod
-    def finish_all(self) -> None:
-        """Complete all pending work, so that another reducer can take over; gradients stay."""
-
-    def take_state(self) -> None:
-        """Use a state that was loaded into the optimizer."""
-
-    def close(self) -> None:
-        """End threads; pending results are lost."""

@@ -27,11 +27,11 @@ from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.bucket_layout import Buffers, build_layout
 from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
+from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.joining import Joining
 from commsched.optimizer.model_layers import Model

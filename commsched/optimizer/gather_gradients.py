@@ -9,8 +9,8 @@ import torch
 
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
-from commsched.optimizer.arrivals import Gathering
 from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
+from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.pending import set_raw_grad
 from commsched.optimizer.step_state import SPARSE, Kept, Update
 

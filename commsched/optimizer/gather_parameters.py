@@ -16,14 +16,14 @@ from torch import nn
 
 from commsched.backends.interface import Backend
 from commsched.optimizer import sharded_errors as refusals
-from commsched.optimizer.absent_ranks import AbsentRanks, options_of, set_options, share_options
-from commsched.optimizer.arrivals import Gathering
+from commsched.optimizer.absent_ranks import AbsentRanks, options_of, share_options
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.clipping import factor_for, total_norm
 from commsched.optimizer.early_update import EarlyUpdates
+from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.shards import Shards, check_elementwise
-from commsched.optimizer.step_state import Kept, Phase, StepState
+from commsched.optimizer.step_state import Phase, StepState
 from commsched.optimizer.whole_matrix import WHOLE
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
@@ -156,21 +156,7 @@ class ParameterGathering(Gathering):
                 clear_pending(state.params[i])
                 set_raw_grad(state.params[i], view if state.round.used[i] else None)
             if state.sums:
-                self._detach_gradients()
-
-    def _detach_gradients(self) -> None:
-        """Copy the gradients that the user sees, because the buckets will change.
-
-        With op=Sum, later passes add to the copies, and only the difference is summed.
-        """
-        state = self.state
-        for i, param in enumerate(state.params):
-            grad = raw_grad(param)
-            if grad is not None:
-                copy = grad.clone()
-                set_raw_grad(param, copy)
-                if state.sums and i in state.views:
-                    state.kept[i] = Kept.of(copy)
+                self.state.detach_gradients()
 
     def _take_changes(self) -> None:
         """Use changes that the user made to gathered gradients, also in tensors outside of the buckets."""
@@ -209,17 +195,7 @@ class ParameterGathering(Gathering):
         self.refuse_early("join()")
 
     def follow(self) -> bool:
-        while True:
-            what, value = self.absent.listen()
-            if what == "clip":
-                self.clip_grad_norm_(*value)
-            elif what == "step":
-                set_options(self._optimizer, value)
-                self.step(self._optimizer, synchronous=True)
-                return True
-            else:
-                self.discard()
-                return False
+        return self.absent.follow(self, self._optimizer)
 
     def share(self, optimizer: Any, root: int) -> None:
         share_options(optimizer, root, self.backend.ranks)  # every rank's shards are up to date
@@ -265,7 +241,7 @@ class ParameterGathering(Gathering):
     def finish_all(self) -> None:
         if self.state.phase is not Phase.IDLE:
             self.gather_gradients()
-            self._detach_gradients()
+            self.state.detach_gradients()
             self.discard()
         self._optimizer.__dict__["state"].update(self.whole_state())
 

@@ -7,7 +7,6 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.step_state import Phase
@@ -28,9 +28,8 @@ Owner = tuple[nn.Module, tuple[int, ...]]
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
     """Return the modules that own parameters of the optimizer, each with the indices of these."""
     index = {id(param): i for i, param in enumerate(params)}
-    # By type() and not isinstance(), which would call a proxy's own __class__.
-    live = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
-    modules = model.modules() if model is not None else [m for m in live if "_parameters" in m.__dict__]
+    live = (module for module in instances_of(nn.Module) if "_parameters" in module.__dict__)
+    modules = model.modules() if model is not None else live
     found = []
     for module in modules:
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)

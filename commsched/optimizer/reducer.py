@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from commsched.backends.interface import Backend, step_work
-from commsched.optimizer.arrivals import Arrivals, Gathering
+from commsched.optimizer.arrivals import Arrivals
 from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.nested_backwards import inside_a_backward
 from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, release_class, set_raw_grad
 from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, FlagPlaces, Phase, Round, StepState
@@ -71,7 +72,7 @@ class Reducer:
                 )
             state.passes[i] += 1
             if state.passes[i] < self.backward_passes:
-                self._keep_in_place(i, grad)
+                state.keep_in_place(i, grad)
                 return
             if state.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
@@ -88,17 +89,6 @@ class Reducer:
                     missing[bucket] -= 1
                     if missing[bucket] == 0:
                         self._send(bucket)
-
-    def _keep_in_place(self, i: int, grad: torch.Tensor) -> None:
-        """Let the next pass of a local accumulation add into the bucket itself, unless that is in use."""
-        state = self.state
-        view = state.views.get(i)
-        if view is None or state.pending or state.phase is not Phase.IDLE or grad.is_sparse or state.sums:
-            return
-        if grad.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(grad)
-            set_raw_grad(self.params[i], view)
 
     def _open(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """Start a round, after all that is on its way. Returns the gradient that parameter ``i`` has then.
@@ -228,8 +218,7 @@ class Reducer:
                 self._begin_round()
             for i, view in state.views.items():
                 if not state.round.filled[i]:
-                    grad = raw_grad(self.params[i])
-                    if grad is not None:
+                    if (grad := raw_grad(self.params[i])) is not None:
                         self._fill(i, grad)
                     else:
                         view.zero_()

@@ -163,3 +163,26 @@ class StepState:
         for i in params if self.clear else ():
             if i in self.clear and clear_raw_grad(self.params[i], self.clear[i]):
                 self.kept.pop(i, None)
+
+    def keep_in_place(self, i: int, grad: torch.Tensor) -> None:
+        """Let the next pass of a local accumulation add into the bucket itself, unless that is in use."""
+        view = self.views.get(i)
+        if view is None or self.pending or self.phase is not Phase.IDLE or grad.is_sparse or self.sums:
+            return
+        if grad.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(grad)
+            set_raw_grad(self.params[i], view)
+
+    def detach_gradients(self) -> None:
+        """Copy the gradients that the user sees, because the buckets will change.
+
+        With op=Sum, later passes add to the copies, and only the difference is summed.
+        """
+        for i, param in enumerate(self.params):
+            grad = raw_grad(param)
+            if grad is not None:
+                copy = grad.clone()
+                set_raw_grad(param, copy)
+                if self.sums and i in self.views:
+                    self.kept[i] = Kept.of(copy)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.collectives.reductions import Adasum
+from commsched.optimizer.closures import dividing, step_whole
 from commsched.optimizer.deferred_updates import is_separable, plain_step
 from commsched.optimizer.driver import Driver
 from commsched.optimizer.gather_parameters import ParameterGathering
@@ -69,9 +70,9 @@ class DistributedMethods(Optimizer):
             return self._unplanned.adasum_step(self._named_trained(), partial(self._update, closure))
         if self._driver is None and self._unplanned is None:
             divide_alone(self)
-            return self._update(*(() if closure is None else (self._divided(closure),)))
+            return self._update(*(() if closure is None else (dividing(self, closure),)))
         if closure is not None and not is_separable(self._base):
-            return self._step_with_closure(closure)
+            return step_whole(self, closure)
         loss = None
         if closure is not None:  # run once, before the update, which may then wait for its gradients
             with torch.enable_grad():
@@ -90,42 +91,18 @@ class DistributedMethods(Optimizer):
         driver.after_step()
         return loss
 
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _updates_frozen(self) -> bool:
         """Return whether a frozen parameter still has a gradient, because plain PyTorch would update it."""
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
-            return any(p.grad is not None for p in frozen)
+            return any(p.grad is not None for p in self._params() if not p.requires_grad)
 
     def _update(self, *closure: Any) -> Any:
         # A closure runs the model, whose compiled graphs know their parameters by the class.
-        params = () if closure else (p for group in self.param_groups for p in group["params"])
-        with ordinary(params):
+        with ordinary(() if closure else self._params()):
             return plain_step(self._base)(self, *closure)
-
-    def _divided(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            loss = closure()
-            divide_alone(self)
-            return loss
-
-        return run
-
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """Reduce the gradients after each backward of the closure, which may run several times."""
-
-        def reduced() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._synchronize()
-            return loss
-
-        result = self._update(reduced)
-        self._synchronized = False
-        driver = self._driver  # another one, where parameters were frozen or added since the last step
-        if driver is not None:
-            driver.gathering.finish_step()
-            driver.after_step()
-        return result
 
     # -- Horovod's methods -----------------------------------------------------------------------------------
 
@@ -146,7 +123,7 @@ class DistributedMethods(Optimizer):
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
         self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
-        return [(names[p], p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return [(names[p], p) for p in self._params() if p.requires_grad]
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -187,10 +164,9 @@ class DistributedMethods(Optimizer):
             return
         self._driver.reducer.clear_grads(set_to_none)
         known = {id(p) for p in self._driver.reducer.params}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if id(param) not in known and param.grad is not None:
-                    param.grad = None if set_to_none else param.grad.detach().zero_()
+        for param in self._params():
+            if id(param) not in known and param.grad is not None:
+                param.grad = None if set_to_none else param.grad.detach().zero_()
 
     def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return a loss for ``backward()`` from the mean loss of this rank's samples.
@@ -213,10 +189,9 @@ class DistributedMethods(Optimizer):
             self._driver.reducer.require_sent()
             return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._synchronize()
-        params = [p for group in self.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        return nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
 
-    # -- state -----------------------------------------------------------------------------------------------
+    # -- state and profile -----------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
@@ -279,7 +254,7 @@ class DistributedMethods(Optimizer):
         driver = self._driver
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            trained = [p for p in self._params() if p.requires_grad]
         before = driver.reducer.params
         if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
             return driver
@@ -313,8 +288,6 @@ class DistributedMethods(Optimizer):
         """Reduce gradients again after ``release()``. Every rank must call."""
         if self._released:
             self._driver, self._released = Driver(self), False
-
-    # -- the profile -----------------------------------------------------------------------------------------
 
     def profile(self) -> Profile:
         """Return the measured profile; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
