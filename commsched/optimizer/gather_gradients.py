@@ -9,6 +9,7 @@ import torch
 
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
+from commsched.optimizer.arrivals import Arrivals
 from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
 from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.pending import set_raw_grad
@@ -17,6 +18,8 @@ from commsched.optimizer.step_state import SPARSE, Kept, Update
 
 class GradientGathering(Gathering):
     """Reduced gradients become ``p.grad``; updates wait for them, if need be until the next forward."""
+
+    arrivals: Arrivals
 
     def show(self, i: int) -> None:
         set_raw_grad(self.state.params[i], self._reduced(i))

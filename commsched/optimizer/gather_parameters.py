@@ -17,6 +17,7 @@ from torch import nn
 from commsched.backends.interface import Backend
 from commsched.optimizer import sharded_errors as refusals
 from commsched.optimizer.absent_ranks import AbsentRanks, options_of, share_options
+from commsched.optimizer.arrivals import Arrivals
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.clipping import factor_for, total_norm
 from commsched.optimizer.early_update import EarlyUpdates
@@ -30,6 +31,7 @@ from scheduler.ir.program import Program
 
 
 class ParameterGathering(Gathering):
+    arrivals: Arrivals
     shards: Shards
 
     def __init__(self, state: StepState, backend: Backend, optimizer: Any, masters: bool) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commsched.backends.interface import Backend
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.step_state import StepState
 from scheduler.ir.program import Program
-
-if TYPE_CHECKING:
-    from commsched.optimizer.arrivals import Arrivals
 
 
 class Gathering(ABC):
@@ -21,7 +18,7 @@ class Gathering(ABC):
     It decides which values are gathered once the gradients are reduced, and how the optimizer steps on them.
     """
 
-    arrivals: Arrivals  # which sets it
+    arrivals: Any  # the Arrivals of this round, which set it
     # Whether a rank that has joined takes a step after each round without being told that the others do.
     steps_after_each_round = True
 

@@ -91,17 +91,17 @@ class DistributedMethods(Optimizer):
         driver.after_step()
         return loss
 
-    def _params(self) -> list[nn.Parameter]:
+    def _every_param(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _updates_frozen(self) -> bool:
         """Return whether a frozen parameter still has a gradient, because plain PyTorch would update it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return any(p.grad is not None for p in self._params() if not p.requires_grad)
+            return any(p.grad is not None for p in self._every_param() if not p.requires_grad)
 
     def _update(self, *closure: Any) -> Any:
         # A closure runs the model, whose compiled graphs know their parameters by the class.
-        with ordinary(() if closure else self._params()):
+        with ordinary(() if closure else self._every_param()):
             return plain_step(self._base)(self, *closure)
 
     # -- Horovod's methods -----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class DistributedMethods(Optimizer):
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
         self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
-        return [(names[p], p) for p in self._params() if p.requires_grad]
+        return [(names[p], p) for p in self._every_param() if p.requires_grad]
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class DistributedMethods(Optimizer):
             return
         self._driver.reducer.clear_grads(set_to_none)
         known = {id(p) for p in self._driver.reducer.params}
-        for param in self._params():
+        for param in self._every_param():
             if id(param) not in known and param.grad is not None:
                 param.grad = None if set_to_none else param.grad.detach().zero_()
 
@@ -189,7 +189,7 @@ class DistributedMethods(Optimizer):
             self._driver.reducer.require_sent()
             return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._synchronize()
-        return nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
+        return nn.utils.clip_grad_norm_(self._every_param(), max_norm, norm_type, error_if_nonfinite)
 
     # -- state and profile -----------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class DistributedMethods(Optimizer):
         driver = self._driver
         assert driver is not None
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [p for p in self._params() if p.requires_grad]
+            trained = [p for p in self._every_param() if p.requires_grad]
         before = driver.reducer.params
         if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
             return driver

@@ -17,6 +17,7 @@ from tests.support.slurm import slurm
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.root,
+    pytest.mark.slow,  # Slurm's own waits take a minute
     needs_root,
     needs("ip", "tc", "srun", "slurmctld", "slurmd"),
 ]
