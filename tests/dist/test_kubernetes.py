@@ -17,10 +17,12 @@ from tests.support.needs import needs
 
 pytestmark = pytest.mark.dist
 SCRIPT = """
+import os
 import commsched as hvd
 hvd.init()
 total = sum(hvd.allgather_object(hvd.rank()))
-print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), total, flush=True)
+line = f"{hvd.rank()} {hvd.size()} {hvd.local_rank()} {hvd.local_size()} {total}\\n"
+os.write(1, line.encode())  # in one write: ranks share the pipe
 """
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 
