@@ -14,7 +14,7 @@ from tests.support.cases import check, parameters
 from tests.support.documented_commands import blocks
 from tests.support.launch import PATIENCE, clean_environment, launcher_command
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.trainers]
 EXAMPLES = Path(__file__).parent / "examples"
 ARGUMENTS = """
     --use_cpu True --max_steps 3 --logging_steps 1 --report_to none --disable_tqdm True --save_strategy no

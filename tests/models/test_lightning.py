@@ -17,7 +17,7 @@ from dnn_bench.rank_environment import HeldPort
 from tests.support.documented_commands import blocks
 from tests.support.launch import clean_environment
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.trainers]
 PROGRAMS = Path(__file__).with_name("programs")
 DDP = "ddp_find_unused_parameters_true"
 SHARDS = {"gather": "parameters"}

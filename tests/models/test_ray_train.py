@@ -12,7 +12,7 @@ from tests.support.documented_commands import ROOT, of_page
 from tests.support.launch import clean_environment
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.models, pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 # Ray counts this machine's cores, and its own helpers take some of them.
 START = """
