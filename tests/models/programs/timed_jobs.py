@@ -287,6 +287,8 @@ def main() -> None:
     size = sum(p.numel() * p.element_size() for p in done.model.parameters())
     if os.environ["RANK"] == "0":
         print(json.dumps({"bytes": size, "step": median(times), "exposed": done.exposed}), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
