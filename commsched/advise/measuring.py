@@ -40,7 +40,7 @@ def measure(script: str, arguments: list[str], steps: int) -> Measurement | None
     if ranks.rank != 0:
         return None
     mean = [sum(row[column] for row in rows) / len(rows) for column in (0, 1)]
-    profile = model.profile(order, *across_ranks([row[2] for row in rows], order), "measured in the script")
+    profile = model.profile(order, across_ranks([row[2] for row in rows], order), "measured in the script")
     sizes = model.itemsizes
     itemsizes = (1, *(sizes[i] for i in order))  # the first layer is the time between two steps
     now = Times(mean[0], mean[1])

@@ -73,7 +73,9 @@ class Observation:
             if "reduced" in seen.marks:
                 seen.waits.append((seen.marks["backward_end"], seen.marks["reduced"]))
         order = self.order
-        samples = [iteration_times(seen.without_waits(), self._owners, order) for seen in alone or with_ddp]
+        samples = [
+            iteration_times(seen.without(seen.waits), self._owners, order) for seen in alone or with_ddp
+        ]
         found = [sample for sample in samples if sample is not None]
         if not found:
             raise ValueError(

@@ -86,6 +86,11 @@ class StepTimes:
         """Return this rank's entry of ``Arrivals.waits_of_ranks``."""
         return min(int(self._waits[-1] * 1e6), _MOST_MICROSECONDS) + 1 if self._waits else 0
 
+    @property
+    def count(self) -> int:
+        """Steps since the last plan."""
+        return self._count
+
     def has_drifted(self) -> bool:
         """Return whether the steps became so much slower or faster that the plan's times must be wrong."""
         if self._baseline is None or self._count < self.patience:

@@ -9,25 +9,21 @@ or faster that a new plan is due, so that no rank decides alone.
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from statistics import median
 from typing import Any
 
 from commsched.backends.choice import backend_for
-from commsched.backends.interface import Backend, Scaling
+from commsched.backends.interface import Scaling
 from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
 from commsched.env import settings
-from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.closing import close, close_at_exit
 from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
@@ -39,6 +35,7 @@ from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.split_backward import SplitBackward
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
@@ -46,6 +43,7 @@ from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
+TRIED = 1  # another iteration, in which modules are tried that may be split
 SAMPLES = 3
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
@@ -86,8 +84,12 @@ class Driver:
         self.arrivals = self.reducer.arrivals
         self.order = list(range(len(params)))
         self.times = StepTimes(self.arrivals, self.backend)
+        self.split: SplitBackward | None = None
         self.install(self.planner.first(self.order))
         self.hooks = Hooks(self.reducer, optimizer._model, options.bucket_bytes)
+        if self.planner.may_split:
+            self.split = SplitBackward(self.reducer, self.hooks.modules, options.extra_memory)
+            self.hooks.removed_with.append(self.split.remove)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         file = settings().timeline
@@ -95,12 +97,11 @@ class Driver:
         wanted = settings().log_every or settings().metrics_port
         self._reports = StepReports(settings(), ranks, local_rank(), self.times) if wanted else None
         self._finalizer = weakref.finalize(
-            self, _close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline, self._reports
+            self, close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline, self._reports
         )
         self._optimizer = weakref.proxy(optimizer)
         register_joiner(self)
-        _drivers.add(self)
-        _close_all_at_exit()
+        close_at_exit(self)
         if self.planner.adapts:
             self._start_measuring()
         elif self._timeline is not None:
@@ -115,6 +116,8 @@ class Driver:
         layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
         kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
+        if self.split is not None:
+            self.split.install(plan.program.backward, plan.layers)
         self.times.restart()
 
     @property
@@ -134,6 +137,8 @@ class Driver:
         self._record()
         if self._measuring is not None:
             self._take_sample(self._measuring)
+        elif self.split is not None and not self.planner.adapts:
+            self._split_as_given(self.split)
         elif self.planner.adapts:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()
@@ -172,8 +177,11 @@ class Driver:
 
     def _take_sample(self, now: Measuring) -> None:
         now.seen += 1
-        watch = self.arrivals.watch
-        if now.seen > WARM_UP and watch is not None:
+        watch, warm_up = self.arrivals.watch, WARM_UP
+        if now.alone and self.split is not None:
+            warm_up += TRIED
+            self._prepare_split(self.split, now.seen)
+        if now.seen > warm_up and watch is not None:
             sample = iteration_times(watch.compute(), self.hooks.owners, self.order)
             if sample is not None:
                 now.samples.append(sample)
@@ -181,7 +189,7 @@ class Driver:
             seen = self.hooks.forward_order() if self.hooks.order else None  # None on ranks that have joined
             orders = self.backend.ranks.all_values(seen)
             self.order = next((order for order in orders if order), self.hooks.forward_order())
-        if now.seen < WARM_UP + SAMPLES:
+        if now.seen < warm_up + SAMPLES:
             self.reducer.hold = now.alone
             self._watch_next()
             return
@@ -203,12 +211,32 @@ class Driver:
             )
             profile = self.model.guess(self.order, self.planner.link)
         else:
-            profile = self.model.profile(self.order, *across_ranks(rows, self.order), "measured in this run")
+            profile = self._profile(rows, "measured in this run")
         self.profile = profile
         self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
         if rows and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
+
+    def _prepare_split(self, split: SplitBackward, seen: int) -> None:
+        """Try the modules once, then measure with those that have passed; compiled ones are left alone."""
+        if seen == WARM_UP and not self.hooks.sees_graphs:
+            split.try_modules()
+        elif seen == WARM_UP + TRIED:
+            split.measure()
+            self.planner.extra_memory = split.extra_memory
+
+    def _split_as_given(self, split: SplitBackward) -> None:
+        """Try the modules in the second iteration; then take a given program's places."""
+        self._prepare_split(split, self.times.count)
+        if self.times.count == WARM_UP + TRIED:
+            split.install(self.plan.program.backward, self.plan.layers)
+
+    def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
+        times = across_ranks(rows, self.order)
+        if self.split is None:
+            return self.model.profile(self.order, times, source)
+        return self.model.profile(self.order, self.split.completed(times), source, self.split.kept())
 
     def _samples_of_all(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the times of each rank that has some: ranks that have joined have none."""
@@ -222,7 +250,7 @@ class Driver:
         if not rows or self.profile is None:
             return
         source = "measured in this run, beside the traffic"
-        profile = self.model.profile(self.order, *across_ranks(rows, self.order), source)
+        profile = self._profile(rows, source)
         slower = profile.compute / self.profile.compute - 1
         self.profile = profile
         if abs(slower) > SAME:
@@ -254,46 +282,3 @@ class Driver:
         elif (call := self._finalizer.detach()) is not None:
             function: Any = call[1]
             function(*call[2], wait=False)
-
-
-_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
-_exiting = False
-
-
-@cache
-def _close_all_at_exit() -> None:
-    """Close every driver; registered before the engine's and the collectives' exit handlers run."""
-
-    def close_all() -> None:
-        global _exiting
-        _exiting = True
-        for driver in list(_drivers):
-            driver.close()
-
-    atexit.register(close_all)
-
-
-def _close(
-    owner: int,
-    backend: Backend,
-    hooks: Hooks,
-    reducer: Reducer,
-    timeline: Timeline | None,
-    reports: StepReports | None,
-    wait: bool = True,
-) -> None:
-    if os.getpid() != owner:
-        return  # a forked child: the backend, and the timeline's file, are its parent's
-    if reports is not None:
-        reports.close()
-    hooks.remove()
-    # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
-    # script that ends with an exception must not wait: the others find out when the connections close.
-    orderly = wait and not (_exiting and hasattr(sys, "last_type"))
-    if orderly:
-        with suppress(CommError):
-            reducer.drain()
-    backend.close(orderly)
-    reducer.close()
-    if timeline is not None:
-        timeline.close()

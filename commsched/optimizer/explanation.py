@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from scheduler.ir.program import Program
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``."""
+    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``.
+
+    ``split``: the parameters whose gradients are computed later than an unsplit backward would.
+    """
 
     policy: str
     plan: str
@@ -23,6 +27,7 @@ class Explanation:
     link: str
     profile_source: str
     bound: float
+    split: tuple[str, ...]
     metrics: Metrics
     program: Program
     profile: Profile
@@ -35,10 +40,17 @@ class Explanation:
             str(self.metrics),
             f"no schedule is below {milliseconds(self.bound)}",
         ]
+        if self.split:
+            unsplit = self.program.meta.get("unsplit")
+            gain = f"; without, a step would take {milliseconds(unsplit)}" if unsplit else ""
+            lines.append(f"gradients computed later: {_few(self.split)}{gain}")
         for number, (size, names) in enumerate(self.buckets):
-            few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {few}")
+            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {_few(names)}")
         return "\n".join(lines)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def explain(optimizer: Any, show: bool = True) -> Explanation | None:
@@ -68,6 +80,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
+        split=tuple(driver.split.names()) if driver.split is not None else (),
         metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,
         profile=profile,

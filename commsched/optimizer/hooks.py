@@ -8,7 +8,7 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,15 @@ class Hooks:
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # parameters by first use in a forward
         self.order_changed = False
+        self.removed_with: list[Callable[[], None]] = []
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
         # A module, or a piece of a compiled graph (None), and the parameters that it reads.
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
-        for number, (module, params) in enumerate(owners(reducer.params, model)):
+        self.modules = owners(reducer.params, model)
+        for number, (module, params) in enumerate(self.modules):
             before = _BeforeForward(self, number, params)
             self.owners.append((module, params))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -88,6 +90,11 @@ class Hooks:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
         self._graphs: dict[tuple[int, ...], int] = {}  # pieces of compiled graphs, numbered like modules
         self.graphs_wait = compiled_graphs.follow(self, reducer.params)
+
+    @property
+    def sees_graphs(self) -> bool:
+        """Whether compiled graphs read parameters."""
+        return self.compiled or bool(self._graphs)
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""
@@ -143,6 +150,8 @@ class Hooks:
 
     def remove(self) -> None:
         compiled_graphs.unfollow(self)
+        for also in self.removed_with:
+            also()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

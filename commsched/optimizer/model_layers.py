@@ -6,11 +6,12 @@ That layer represents the time between two iterations (data loading, the optimiz
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from commsched.optimizer.profiling import Sample
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
@@ -51,25 +52,35 @@ class Model:
     def profile(
         self,
         order: Sequence[int],
-        forward: Sequence[float],
-        backward: Sequence[float],
-        outside: float,
+        times: Sample,
         source: str,
+        kept: Mapping[int, int] | None = None,
     ) -> Profile:
-        """Return a profile with one layer per parameter, in this order; times are given by parameter."""
+        """Return a profile with one layer per parameter, in this order; times are given by parameter.
+
+        ``kept``: the bytes that a gradient needs while it waits.
+        """
         groups = self.groups
-        layers = [Layer(OUTSIDE, outside, 0.0, 0)]
+        layers = [Layer(OUTSIDE, times.outside, 0.0, 0)]
         layers += [
-            Layer(self.names[i], forward[i], backward[i], self.bytes(i), group=groups[i]) for i in order
+            Layer(
+                self.names[i],
+                times.forward[i],
+                times.backward[i],
+                self.bytes(i),
+                (kept or {}).get(i, 0),
+                times.weights[i],
+                groups[i],
+            )
+            for i in order
         ]
         return Profile("this model", tuple(layers), source=source)
 
     def guess(self, order: Sequence[int], link: Link) -> Profile:
         """Return a profile without measurements: compute by bytes, as long as all communication."""
         each = [2 * link.beta * self.bytes(i) for i in range(len(self.names))]
-        return self.profile(
-            order, [t / 3 for t in each], [2 * t / 3 for t in each], 0.0, "a guess from the sizes"
-        )
+        times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0, [0.0] * len(each))
+        return self.profile(order, times, "a guess from the sizes")
 
     def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
         """Return a user's profile of this model, checked, and its layers' order as parameter indices."""

@@ -80,9 +80,15 @@ class Planner:
             policies.get(self.policy)  # an unknown name is an error now
         self.groups, profile = asked.groups, asked.profile
         self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
+        # One policy has places for weight gradients, and a program may.
+        knows = self.policy == "optimal" and self.adapts
+        given = isinstance(schedule, Program) and bool(schedule.backward)
+        self.may_split = asked.split_backward is not False and (knows or given)
+        self.extra_memory = 0  # bytes that weight gradients may hold while they wait
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
-            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())}"
+            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
+            f" split_backward={asked.split_backward}, extra_memory={asked.extra_memory}"
         )
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
@@ -115,7 +121,10 @@ class Planner:
         plan: Any = None
         if self.ranks.rank == 0:
             try:
-                program = plan_in_child(profile, self.link, policy, self._options_for(profile, order))
+                given = self._options_for(profile, order)
+                if self.may_split and any(layer.weight_backward for layer in profile.layers):
+                    given = {**given, "split_backward": True, "extra_memory": self.extra_memory}
+                program = plan_in_child(profile, self.link, policy, given)
                 plan = Plan(program, profile, self.link, (-1, *order))
             except ValueError as error:
                 plan = error

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from commsched.optimizer.layer_timing import Moments
 
-Sample = tuple[list[float], list[float], float]
-"""Forward and backward seconds by parameter, and the seconds outside of both."""
+
+class Sample(NamedTuple):
+    """Forward and backward seconds by parameter; the seconds outside of both; of the backward's, those that
+    only make the gradients that may wait.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    outside: float
+    weights: list[float]
 
 
 def iteration_times(
@@ -23,6 +32,8 @@ def iteration_times(
     and the last backward count as the last module's forward: nothing waits for them, everything may hide
     under them. Waits for messages must have been taken out.
     """
+    waited, passes_before = seen.weight_seconds()
+    seen = seen.without_weights()
     if not seen.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(seen.marks):
         return None
     first_grad = seen.grads[0][1]
@@ -35,7 +46,7 @@ def iteration_times(
     forward, backward = [0.0] * len(order), [0.0] * len(order)
     sequence = sorted(starts.items(), key=lambda item: item[1])
     ready, last_pass = _last_pass(seen)
-    middle = last_pass - first_grad
+    middle = last_pass - first_grad + passes_before
     turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
     place = {i: position for position, i in enumerate(order)}
     for (module, start), (_, end) in zip(sequence, [*sequence[1:], (-1, turn + middle)], strict=True):
@@ -48,7 +59,9 @@ def iteration_times(
     marks = seen.marks
     before = sequence[0][1] - marks["begin"]
     after = max(0.0, marks["enter"] - moment) + marks["end"] - marks["step"]
-    return forward, backward, max(0.0, before + after)
+    weights = [waited.get(i, 0.0) for i in range(len(order))]
+    backward = [inputs + weight for inputs, weight in zip(backward, weights, strict=True)]
+    return Sample(forward, backward, max(0.0, before + after), weights)
 
 
 def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
@@ -64,9 +77,11 @@ def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
 
 def combine(samples: Sequence[Sample]) -> Sample:
     """Return the median of several iterations, for each entry."""
-    forward = [median(values) for values in zip(*(s[0] for s in samples), strict=True)]
-    backward = [median(values) for values in zip(*(s[1] for s in samples), strict=True)]
-    return forward, backward, median(s[2] for s in samples)
+    columns = [
+        [median(values) for values in zip(*rows, strict=True)]
+        for rows in zip(*((s.forward, s.backward, s.weights) for s in samples), strict=True)
+    ]
+    return Sample(columns[0], columns[1], median(s.outside for s in samples), columns[2])
 
 
 def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:
@@ -78,11 +93,13 @@ def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:
     forward, backward = [0.0] * len(order), [0.0] * len(order)
     reached, last = [0.0] * len(rows), 0.0
     for times, by_rank, layers in (
-        (forward, [row[0] for row in rows], order),
-        (backward, [row[1] for row in rows], order[::-1]),
+        (forward, [row.forward for row in rows], order),
+        (backward, [row.backward for row in rows], order[::-1]),
     ):
         for i in layers:
             reached = [moment + row[i] for moment, row in zip(reached, by_rank, strict=True)]
             times[i], last = max(reached) - last, max(reached)
-    end = max(moment + row[2] for moment, row in zip(reached, rows, strict=True))
-    return forward, backward, end - last
+    end = max(moment + row.outside for moment, row in zip(reached, rows, strict=True))
+    # A gradient waits only where it may on every rank.
+    weights = [min(each) for each in zip(*(row.weights for row in rows), backward, strict=True)]
+    return Sample(forward, backward, end - last, weights)

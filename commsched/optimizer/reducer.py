@@ -7,6 +7,8 @@ describes which part owns a buffer at what time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -38,6 +40,9 @@ class Reducer:
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
         self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
         self.fired_twice: set[int] = set()
+        self.compute_waiting: Callable[[], None] = lambda: None  # gradients that have waited
+        self.splitting = False  # a gradient that waited is being computed
+        self.without: set[int] = set()  # autograd will call the hook for these, whose gradients wait
         self._callback_queued = False
 
     def install(self, program: Program, buffers: Buffers) -> None:
@@ -56,7 +61,10 @@ class Reducer:
 
     def on_grad(self, i: int, param: nn.Parameter) -> None:
         """React to a gradient that autograd has accumulated into parameter ``i``."""
-        if self.arrivals.watch is not None:
+        if i in self.without and not self.splitting:
+            self.without.discard(i)
+            return
+        if self.arrivals.watch is not None and not self.splitting:
             self.arrivals.watch.grad(i)
         if self.paused:
             return
@@ -76,9 +84,9 @@ class Reducer:
                 return
             if state.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
-            if not self._callback_queued:
+            if not self._callback_queued and not self.splitting:
                 self._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
             if state.round.filled[i]:
                 self._fill_again(i, grad)
                 return
@@ -197,7 +205,9 @@ class Reducer:
 
     # -- the end of a backward -------------------------------------------------------------------------------
 
-    def _end_of_backward(self) -> None:
+    def end_of_backward(self) -> None:
+        """Compute what has waited, and end the round's filling."""
+        self.compute_waiting()
         self._callback_queued = False
         with self.state.lock:
             if self.state.phase is not Phase.FILLING:

@@ -115,14 +115,14 @@ class Horovod(Trainer):
 class Commsched(Trainer):
     library = "commsched"
 
-    def __init__(self, job: Job, schedule: str) -> None:
-        self.schedule = schedule
+    def __init__(self, job: Job, **options: Any) -> None:
+        self.options = options
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
-        options = {"named_parameters": model.named_parameters(), "model": model, "schedule": self.schedule}
+        options = {"named_parameters": model.named_parameters(), "model": model, **self.options}
         return model, self.ranks.DistributedOptimizer(optimizer, **options)
 
     def operations(self) -> list[Operation]:

@@ -52,6 +52,7 @@ def _entries() -> list[Baseline]:
             Baseline(schedule, OURS, HERE + "peers.Commsched", {"schedule": schedule})
             for schedule in ("auto", *policies.names())
         ),
+        Baseline("auto_unsplit", OURS, HERE + "peers.Commsched", {"split_backward": False}),
     ]
 
 

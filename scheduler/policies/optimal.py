@@ -74,7 +74,8 @@ def optimal(
         task = replace(problem, backward=backward)
         found.append(_searched(task, [plain.buckets], seed, budget, max_buckets))
     best = min(found, key=problem.period)
-    return best if problem.period(best) <= problem.period(plain) * WORTH else plain
+    unsplit = problem.period(plain)
+    return best.with_meta(unsplit=unsplit) if problem.period(best) <= unsplit * WORTH else plain
 
 
 def _searched(

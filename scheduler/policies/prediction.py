@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from scheduler.bounds import lower_bound
+from scheduler.bounds.split import split_exposed
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -28,9 +29,12 @@ class Prediction:
 def predict(program: Program, profile: Profile, link: Link) -> Prediction:
     """Return the simulated times of ``program``, and of DDP on the same profile and link."""
     ours, ddp = simulate(program, profile, link), simulate_ddp(profile, link, program.ranks)
-    bound = lower_bound(
-        profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
-    )
+    if program.backward:
+        bound = profile.compute + split_exposed(profile, link)
+    else:
+        bound = lower_bound(
+            profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
+        )
     return Prediction(ours.period, ours.exposed, ours.link_utilisation, bound, ddp.period, ddp.exposed)
 
 
