@@ -89,6 +89,7 @@ class Driver:
         self.hooks = Hooks(self.reducer, optimizer._model, options.bucket_bytes)
         if self.planner.may_split:
             self.split = SplitBackward(self.reducer, self.hooks.modules, options.extra_memory)
+            self.hooks.look = self.split.look
             self.hooks.removed_with.append(self.split.remove)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
@@ -220,6 +221,7 @@ class Driver:
 
     def _prepare_split(self, split: SplitBackward, seen: int) -> None:
         """Try the modules once, then measure with those that have passed; compiled ones are left alone."""
+        self.hooks.look = None
         if seen == WARM_UP and not self.hooks.sees_graphs:
             split.try_modules()
         elif seen == WARM_UP + TRIED:

@@ -58,7 +58,7 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._hooks is not None and not (self._hooks.graphs_wait and torch.compiler.is_compiling()):
-            self._hooks.before_forward(self._number, self._params)
+            self._hooks.before_forward(self._number, self._params, args)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, (None, -1, ())
@@ -73,6 +73,7 @@ class Hooks:
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # parameters by first use in a forward
         self.order_changed = False
+        self.look: Callable[[Sequence[Any]], None] | None = None  # at the arguments of every forward
         self.removed_with: list[Callable[[], None]] = []
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
@@ -110,10 +111,12 @@ class Hooks:
             self.owners.append((None, params))
         self.before_forward(number, params)
 
-    def before_forward(self, number: int, params: tuple[int, ...]) -> None:
+    def before_forward(self, number: int, params: tuple[int, ...], args: Sequence[Any] = ()) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
             return
+        if self.look is not None:
+            self.look(args)
         arrivals = self.reducer.arrivals
         if arrivals.watch is not None:
             arrivals.watch.forward(number)

@@ -48,7 +48,7 @@ class SplitBackward:
         self.reducer, self._asked_memory = reducer, extra_memory
         self.parts = candidates(reducer.params, owners)
         self.extra_memory = 0
-        self._trying = False
+        self._trying = self._differentiated = False
         self._handles: list[RemovableHandle] = []
         self._splits: frozenset[Part] = frozenset()
         self._behind: dict[int, int] = {}  # by parameter: the place of the B behind its own; empty: none
@@ -60,8 +60,24 @@ class SplitBackward:
 
     # -- which modules ---------------------------------------------------------------------------------------
 
+    def look(self, args: Sequence[Any]) -> None:
+        """Notice, in an iteration before any module is split, a backward that can be differentiated again."""
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
+                self._handles.append(x.register_hook(self._look_at_gradient))
+
+    def _look_at_gradient(self, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.differentiated()
+
+    def differentiated(self) -> None:
+        """Split nothing from now on: a second derivative would be summed in another order."""
+        self._differentiated = True
+
     def try_modules(self) -> None:
         """Try every candidate in the next iteration."""
+        if self._differentiated:
+            return self.remove()
         self._trying = True
         for part in self.parts:
             part.tried = part.refused = False
@@ -163,6 +179,8 @@ class SplitBackward:
     def splits(self, part: Part, module: nn.Module, args: Any) -> bool:
         """Return whether this forward can be split."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or part.refused:
+            return False
+        if self._differentiated:
             return False
         if torch._C._current_graph_task_id() != -1:
             return False  # checkpointing computes this forward again

@@ -56,6 +56,8 @@ class Splitter(Protocol):
 
     def joined(self, part: Part, x: Tensor, inside: Tensor, out: Tensor) -> Tensor: ...
 
+    def differentiated(self) -> None: ...
+
     def backward(self, call: Call, grad: Tensor) -> list[Tensor | None]: ...
 
 
@@ -116,6 +118,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
+            ctx.split.differentiated()
             return None, None, *_differentiable(ctx, grad)
         return None, None, *ctx.split.backward(ctx.call, grad)
 

@@ -58,7 +58,7 @@ def timed_host(optimizer: Any) -> Iterator[HostTime]:
     clock, driver, step = HostTime(), optimizer._driver, OptimizerView.step
     for owner, name in (
         (driver.hooks, "before_forward"),
-        (driver.reducer, "_end_of_backward"),
+        (driver.reducer, "end_of_backward"),
         (optimizer, "step"),
         (optimizer, "zero_grad"),
     ):

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from scheduler.bounds.split import split_exposed
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.program import Program
 from scheduler.policies.bytescheduler import bytescheduler
@@ -49,6 +50,9 @@ NEARLY = 1.002
 """Plans that lose hardly more there keep reserves too; each bucket costs a little that is not modelled."""
 
 
+QUICK = 20
+"""One of so many parts of the budget judges each order of the backward; the best one gets a whole budget."""
+
 WORTH = 0.995
 """A backward with weight gradients in places of their own is taken if its period is at most this part."""
 
@@ -67,15 +71,24 @@ def optimal(
     places of their own, and hold ``extra_memory`` bytes beyond the backward's peak (None: any number).
     """
     plain = _unsplit(problem, seed, budget, max_buckets)
-    if not split_backward:
-        return plain
-    found = [plain]
-    for backward in backward_orders(problem.profile, problem.link, extra_memory, seed):
-        task = replace(problem, backward=backward)
-        found.append(_searched(task, [plain.buckets], seed, budget, max_buckets))
-    best = min(found, key=problem.period)
     unsplit = problem.period(plain)
+    if not split_backward or _least(problem) > unsplit * WORTH:
+        return plain
+    orders = backward_orders(problem.profile, problem.link, extra_memory, seed)
+    tasks = [replace(problem, backward=backward) for backward in orders]
+    known = [plain.buckets]
+    quick = [_searched(task, known, seed, budget // QUICK, max_buckets) for task in tasks]
+    if not quick:
+        return plain
+    promising = min(range(len(tasks)), key=lambda number: problem.period(quick[number]))
+    longer = _searched(tasks[promising], [*known, quick[promising].buckets], seed, budget, max_buckets)
+    best = min(quick[promising], longer, key=problem.period)
     return best.with_meta(unsplit=unsplit) if problem.period(best) <= unsplit * WORTH else plain
+
+
+def _least(problem: Problem) -> float:
+    """No backward with weight gradients anywhere makes a step shorter than this."""
+    return problem.profile.compute + split_exposed(problem.profile, problem.link)
 
 
 def _searched(

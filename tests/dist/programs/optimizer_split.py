@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -387,6 +389,27 @@ def no_more_memory_than_allowed(me: Me) -> None:
         with most_held(held):
             same(me, mlp, plainly(me, 64, 12), at_least=3, extra_memory=allowed)
         assert max(held) <= allowed
+
+
+@case(ranks=(2,))
+def copies_of_the_model_are_ordinary(me: Me) -> None:
+    """Copied and pickled while modules are split."""
+    losses: list[torch.Tensor] = []
+
+    def train(model: nn.Module, optimizer: Any, step: int) -> None:
+        plainly(me, 6, 12)(model, optimizer, step)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            loss = other(normal(me, step, 6, 12)).square().mean()
+            loss.backward()
+            assert all(p.grad is not None for p in other.parameters())
+            losses.append(loss.detach())
+
+    same(me, mlp, train, at_least=3, tries=1)
+    half = len(losses) // 2
+    assert_same_bits(losses[half:], losses[:half], "losses of the copies")
 
 
 @case()
