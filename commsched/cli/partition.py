@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE[,SIZE...]",
         help="memory of every device, or one size for each, for example 16g for 16 GiB (default: no limit)",
     )
+    _add_search_arguments(parser)
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan to FILE")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a summary")
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         default="pipedream",
@@ -65,8 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P[,P...]",
         help="search cuts only, for stages on these grids of tiles or ranks that share samples: 2x2,1",
     )
-    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan to FILE")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a summary")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,25 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from commsched.huggingface.job import check_ranks, joined
-from commsched.huggingface.replica import Replica
+from commsched.integrations.optimizers import accumulating, split_options
+from commsched.integrations.replica import Replica
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods
 
-# The model and Accelerate's gradient_accumulation_steps decide about these.
-_DECIDED = {"optimizer", "named_parameters", "model", "backward_passes_per_step"}
-_OPTIONS = sorted(set(inspect.signature(DistributedOptimizer).parameters) - _DECIDED)
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _IN_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # by name: their libraries are optional
 
 
 def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    wrong = sorted(set(options or ()) - set(_OPTIONS))
-    if wrong:
-        raise ValueError(
-            f"commsched={{...}} takes arguments of DistributedOptimizer ({', '.join(_OPTIONS)}), but got"
-            f" {', '.join(wrong)}"
-        )
-    return dict(options or {})
+    return split_options("commsched={...}", options or {})[0]
 
 
 class Accelerator(accelerate.Accelerator):
@@ -69,9 +60,9 @@ class Accelerator(accelerate.Accelerator):
         stock._take_over(options, in_evaluation=False)
 
     def _take_over(self, options: dict[str, Any], in_evaluation: bool) -> None:
+        self._replicas: dict[nn.Module, Replica] = {}
         check_ranks(self.num_processes)
         self._optimizer_options, self._in_evaluation = options, in_evaluation
-        self._replicas: list[Replica] = []
         self._trains_alone = self.num_processes == 1
         if self._trains_alone:
             return
@@ -113,9 +104,12 @@ class Accelerator(accelerate.Accelerator):
                 "a model of DTensors (a tensor parallel plan or FSDP2)", "load the whole model on every rank"
             )
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if all(replica.model is not prepared for replica in self._replicas):
+        if prepared not in self._replicas:
             buffers = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
-            self._replicas.append(Replica(prepared, buffers, self._in_evaluation))
+            self._replicas[prepared] = replica = Replica(
+                prepared, buffers, in_evaluation=self._in_evaluation, only_written=True
+            )
+            replica.attach()
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -159,15 +153,7 @@ class Accelerator(accelerate.Accelerator):
             with super().no_sync(model):
                 yield
             return
-        mine = {id(p) for p in model.parameters()}
-        replicas = [replica for replica in self._replicas if replica.model is model]
-        with ExitStack() as stack:
-            for optimizer in self._distributed_optimizers():
-                if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                    stack.enter_context(optimizer.no_sync())
-            for replica in replicas:
-                replica.paused = True
-                stack.callback(setattr, replica, "paused", False)
+        with accumulating(model, self._distributed_optimizers(), self._replicas.get(model)):
             yield
 
     def sharded_optimizers(self) -> list[DistributedMethods]:
@@ -254,9 +240,9 @@ class Accelerator(accelerate.Accelerator):
         """End the communication of the prepared optimizers. Preparing them again starts it again."""
         for optimizer in self._distributed_optimizers():
             optimizer.release()
-        for replica in getattr(self, "_replicas", ()):
+        for replica in self._replicas.values():
             replica.close()
-        self._replicas = []
+        self._replicas.clear()
 
     def free_memory(self, *objects: Any) -> Any:
         self.release()

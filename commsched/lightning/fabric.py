@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.lightning.module_state import BufferBroadcast, broadcast_module
+from commsched.integrations.optimizers import accumulating
+from commsched.integrations.replica import Replica
 from commsched.lightning.packages import fabric as lightning
-from commsched.lightning.session import Session, split_options, without_reduction
+from commsched.lightning.session import Session, strategy_options
 
 DDPStrategy: Any = lightning("strategies").DDPStrategy
 BackwardSyncControl: Any = lightning("strategies.strategy")._BackwardSyncControl
@@ -26,13 +26,13 @@ class FabricStrategy(DDPStrategy):
     strategy_name = "commsched"
 
     def __init__(self, *, broadcast_buffers: bool = True, **options: Any) -> None:
-        options, of_lightning = split_options(options)
+        options, of_lightning = strategy_options(options)
         super().__init__(**of_lightning)
         self._session = Session(options)
         self._broadcast_buffers = broadcast_buffers
         self._backward_sync_control = _Accumulation(self)
         self._optimizers: list[Optimizer] = []
-        self._buffers: dict[nn.Module, BufferBroadcast] = {}
+        self._replicas: dict[nn.Module, Replica] = {}
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -40,11 +40,9 @@ class FabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Give every rank rank 0's parameters and buffers."""
-        broadcast_module(module)
-        if self._broadcast_buffers:
-            self._buffers[module] = buffers = BufferBroadcast(module)
-            module.register_forward_pre_hook(lambda *_: buffers.before_forward())
-            module.register_forward_hook(lambda *_: buffers.after_forward())
+        replica = Replica(module, self._broadcast_buffers, hold_statistics=True)
+        replica.attach()
+        self._replicas[module] = replica
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -82,23 +80,15 @@ class FabricStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self._session.release(self._optimizers, wait=True)
+        for replica in self._replicas.values():
+            replica.close()
+        self._replicas.clear()
         super().teardown()
         self._session.leave()
 
-    @contextmanager
-    def accumulating(self, module: nn.Module) -> Iterator[None]:
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within this context the gradients of the module's parameters are not reduced."""
-        owned = {id(param) for param in module.parameters()}
-        mine = [
-            one
-            for one in self._optimizers
-            if any(id(param) in owned for group in one.param_groups for param in group["params"])
-        ]
-        with ExitStack() as stack:
-            stack.enter_context(without_reduction(mine))
-            if module in self._buffers:
-                stack.enter_context(self._buffers[module].pause())
-            yield
+        return accumulating(module, self._optimizers, self._replicas.get(module))
 
 
 class _Accumulation(BackwardSyncControl):
@@ -107,12 +97,8 @@ class _Accumulation(BackwardSyncControl):
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            if enabled:
-                stack.enter_context(self._strategy.accumulating(module))
-            yield
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._strategy.accumulating(module) if enabled else nullcontext()
 
 
 lightning("strategies").STRATEGY_REGISTRY.register(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from commsched.integrations.optimizers import accumulating
+from commsched.integrations.replica import Replica
 from commsched.lightning.batch_norm import CpuSyncBatchNorm
-from commsched.lightning.module_state import BufferBroadcast, broadcast_module
 from commsched.lightning.packages import trainer as lightning
-from commsched.lightning.session import Session, split_options, without_reduction
+from commsched.lightning.session import Session, strategy_options
 
 DDPStrategy: Any = lightning("strategies").DDPStrategy
 TorchSyncBatchNorm: Any = lightning("plugins.layer_sync").TorchSyncBatchNorm
@@ -29,11 +30,11 @@ class Strategy(DDPStrategy):
     optimizers: Any
 
     def __init__(self, *, broadcast_buffers: bool = True, **options: Any) -> None:
-        options, of_lightning = split_options(options)
+        options, of_lightning = strategy_options(options)
         super().__init__(**of_lightning)
         self._session = Session(options)
         self._broadcast_buffers = broadcast_buffers
-        self._buffers: BufferBroadcast | None = None
+        self._replica: Replica | None = None
         self._failed = False
 
     # -- beginning and end -----------------------------------------------------------------------------------
@@ -50,8 +51,7 @@ class Strategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Give every rank rank 0's model; called where ``DDPStrategy`` would wrap it."""
-        broadcast_module(self.model)
-        self._buffers = BufferBroadcast(self.model) if self._broadcast_buffers else None
+        self._replica = Replica(self.model, self._broadcast_buffers, hold_statistics=True)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -71,37 +71,27 @@ class Strategy(DDPStrategy):
         self._session.release(self.optimizers, wait=not self._failed)
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
-        self._buffers = None
+        self._replica = None
         super().teardown()
         self._session.leave()
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._forward():
-            return super().training_step(*args, **kwargs)
+        self._before_forward()
+        return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._forward():
-            return super().validation_step(*args, **kwargs)
+        self._before_forward()
+        return super().validation_step(*args, **kwargs)
 
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        if self._buffers is not None:
-            self._buffers.before_forward()
-        yield
-        if self._buffers is not None:
-            self._buffers.after_forward()
+    def _before_forward(self) -> None:
+        if self._replica is not None:  # validation without training has none
+            self._replica.before_forward()
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank."""
-        with without_reduction(self.optimizers):
-            if self._buffers is None:
-                yield
-            else:
-                with self._buffers.pause():
-                    yield
+        return accumulating(self.lightning_module, self.optimizers, self._replica)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any

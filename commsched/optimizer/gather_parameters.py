@@ -49,6 +49,7 @@ class ParameterGathering(Gathering):
         self._whole = False  # the user has had this round's gradients gathered
         self._consumed = False  # the last step left no gradients
         self._refusals = [partial(self._refuse, i) for i in range(len(state.params))]
+        self._pardons = [partial(self._forgive, i) for i in range(len(state.params))]
         self._buckets: list[int] = []  # in the order of their RS
         self._early: EarlyUpdates | None = None
 
@@ -125,7 +126,7 @@ class ParameterGathering(Gathering):
 
     def show(self, i: int) -> None:
         if self._consumed and i not in self.state.clear:
-            mark_pending(self.state.params[i], self._refusals[i], True, partial(self._forgive, i))
+            mark_pending(self.state.params[i], self._refusals[i], True, self._pardons[i])
 
     def _forgive(self, i: int, set_to_none: bool) -> bool:
         """Let ``Module.zero_grad`` clear the gradient that the step has consumed."""

@@ -58,6 +58,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     text = "also measure this placement of collectives, in turn with the other"
     add("--against", default="", choices=PLACEMENTS, help=text)
     add("--recompute", action="store_true", help="keep a stage's inputs only and repeat its forward")
+    _add_measuring(given)
+    _add_bundles(given)
+    return given.parse_args(arguments)
+
+
+def _add_measuring(given: argparse.ArgumentParser) -> None:
+    add = given.add_argument
     add("--warmup", type=int, default=4, metavar="N", help="untimed steps before each round")
     add("--steps", type=int, default=10, metavar="N", help="timed steps of each round")
     add("--rounds", type=int, default=1, metavar="N", help="rounds; the table reports medians")
@@ -71,6 +78,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     text = "one rank on each emulated host, with links of this speed (needs root)"
     add("--link", metavar="L", help=text)
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_bundles(given: argparse.ArgumentParser) -> None:
     add = given.add_argument_group("bundles").add_argument
     add("--num-hp", type=int, default=1, metavar="N", help="bundles on each host")
     add("--world-size", type=int, default=1, metavar="N", help="number of hosts")
@@ -81,7 +91,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     text = "fronts on the first half of the hosts, rears on the others; --num-hp ranks on each"
     add("--across", action="store_true", help=text)
     add("--DP-ONLY", action="store_true", help="the whole model on every rank")
-    return given.parse_args(arguments)
 
 
 def options_of(given: argparse.Namespace) -> argparse.Namespace:

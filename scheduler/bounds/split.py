@@ -107,12 +107,14 @@ def _key(job: tuple[float, float]) -> tuple[int, float]:
 
 def fluid_exposed(profile: Profile, link: Link) -> float:
     """Exposed seconds by the linear programme."""
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_matrix
-    except ImportError:
-        raise ValueError("this bound is solved by SciPy, which is not installed: pip install scipy") from None
-    parts = Parts.of(profile, link)
+    return _least_exposed(*_fluid_constraints(Parts.of(profile, link)))
+
+
+def _fluid_constraints(parts: Parts) -> tuple[list[tuple[int, int, float]], list[float], int]:
+    """Return the constraints' (row, variable, factor), the rows' upper limits, and the number of parts of W.
+
+    The first variables are parts of W, the last one is the exposed time.
+    """
     count = len(parts.inputs)
     ends, layers = _spread(parts.inputs, count), _spread(parts.wire, count)
     apart = [layer for layer in range(count) if parts.weights[layer]]
@@ -145,11 +147,21 @@ def fluid_exposed(profile: Profile, link: Link) -> float:
             ]
             limit = backward + below[last] - computed - open_[: last + 1].sum()
             at_most([*terms, (exposed, -1.0)], float(limit))
+    return rows, limits, exposed
+
+
+def _least_exposed(rows: list[tuple[int, int, float]], limits: list[float], count: int) -> float:
+    """Return the least last variable; the ``count`` ones before it lie between 0 and 1."""
+    try:
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_matrix
+    except ImportError:
+        raise ValueError("this bound is solved by SciPy, which is not installed: pip install scipy") from None
     row, column, value = zip(*rows)
-    matrix = coo_matrix((value, (row, column)), shape=(len(limits), exposed + 1))
-    goal = np.zeros(exposed + 1)
-    goal[exposed] = 1.0
-    bounds = [(0.0, 1.0)] * exposed + [(0.0, None)]
+    matrix = coo_matrix((value, (row, column)), shape=(len(limits), count + 1))
+    goal = np.zeros(count + 1)
+    goal[count] = 1.0
+    bounds = [(0.0, 1.0)] * count + [(0.0, None)]
     solved = linprog(goal, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
     if not solved.success:
         raise ValueError(f"the split bound's linear programme was not solved: {solved.message}")

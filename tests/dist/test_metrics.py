@@ -17,27 +17,15 @@ RANKS = 2
 def train() -> None:
     import json
     import os
-    import time
     import urllib.request
     from types import SimpleNamespace
 
     import torch
-    from torch import nn
 
     import commsched as hvd
+    from tests.support import late_ranks
 
-    hvd.init()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.01), named_parameters=model.named_parameters()
-    )
-    for _ in range(24):
-        if hvd.rank() == 1:
-            time.sleep(0.1)  # rank 0 has to wait for this rank's gradients
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = late_ranks.train(24, late=lambda step: 1)
     model(torch.randn(8, 64))  # completes the last step, so that no figure changes from here on
     if hvd.rank() == 0:  # alone: the other rank does not call it
         written = {}

@@ -14,25 +14,10 @@ RANKS = 2
 
 
 def train() -> None:
-    import time
-
-    import torch
-    from torch import nn
-
     import commsched as hvd
+    from tests.support import late_ranks
 
-    hvd.init()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.01), named_parameters=model.named_parameters()
-    )
-    for step in range(12):
-        if hvd.rank() == step % 2:
-            time.sleep(0.1)  # the other one has to wait for this rank's gradients
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _, optimizer = late_ranks.train(12, late=lambda step: step % 2)
     print(optimizer.profile().source)
     hvd.shutdown()
 

@@ -30,8 +30,10 @@ class Backward(NamedTuple):
 
 
 @njit(cache=True)
-def exposed_seconds(work: Backward, order: np.ndarray) -> float:
-    """The exposed time of an order of the backward; infinite where it holds too much."""
+def _completed(work: Backward, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Return when gradients to send are complete, of which layers they are, when the backward ends, and the
+    most bytes it holds.
+    """
     count = len(work.inputs)
     now, held, most = 0.0, 0.0, 0.0
     for layer in range(count):
@@ -57,8 +59,16 @@ def exposed_seconds(work: Backward, order: np.ndarray) -> float:
         if (code < count) == apart and work.wire[layer] > 0.0:
             release[jobs], layers[jobs] = now, layer
             jobs += 1
+    return release[:jobs], layers[:jobs], now, most
+
+
+@njit(cache=True)
+def exposed_seconds(work: Backward, order: np.ndarray) -> float:
+    """The exposed time of an order of the backward; infinite where it holds too much."""
+    release, layers, now, most = _completed(work, order)
     if most > work.room:
         return np.inf
+    count, jobs = len(work.inputs), len(release)
     due = np.empty(count)
     due[0] = now
     for layer in range(1, count):

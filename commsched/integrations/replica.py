@@ -1,0 +1,159 @@
+"""Keeps the ranks' copies of a model equal as ``DistributedDataParallel`` does.
+
+Rank 0's parameters and buffers are sent once, its buffers again later: a forward may write to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from commsched.collectives.data_movement import broadcast_
+from commsched.collectives.initialization import size
+from commsched.collectives.objects import allgather_object
+from commsched.errors import CommError
+
+_NAME = "commsched.replica"
+_BYTES_AT_ONCE = 250 * 2**20
+
+
+class Replica:
+    """One rank's copy of a model that all ranks train."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        broadcast_buffers: bool = True,
+        *,
+        in_evaluation: bool = True,
+        only_written: bool = False,
+        hold_statistics: bool = False,
+    ) -> None:
+        """Overwrite parameters and buffers with rank 0's.
+
+        With ``broadcast_buffers``, ``before_forward`` sends rank 0's buffers before the first forward and
+        each that follows a training forward outside of ``pause()``. The other options send them less often:
+
+        - ``in_evaluation=False``: never before forwards without gradients.
+        - ``only_written``: only if this rank has written to a buffer. All ranks must write in the same steps.
+        - ``hold_statistics``: running statistics of normalisation wait for a forward in evaluation mode. A
+          forward in training mode updates them without reading them.
+        """
+        self.model = model
+        self._in_evaluation, self._only_written = in_evaluation, only_written
+        self._hold_statistics = hold_statistics
+        self._sends = broadcast_buffers and size() > 1
+        self._due, self._paused = True, False
+        self._held: list[tuple[str, nn.Module]] = []  # modules whose statistics are due and wait
+        self._ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._hook: Any = None
+        if size() > 1:
+            named = [*model.named_parameters(), *model.named_buffers()]
+            tensors = {name: tensor for name, tensor in named if name not in self._ignored}
+            _check_alike(tensors)
+            _overwrite(tensors.values())
+        self._sent = _versions(self._buffers(model.named_modules()))
+
+    def attach(self) -> None:
+        """Call ``before_forward`` before each forward of the model, until ``close()``."""
+        if self._sends:
+            self._hook = self.model.register_forward_pre_hook(self._before_forward)
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self.before_forward()
+
+    def before_forward(self) -> None:
+        """Overwrite the buffers that are due with rank 0's."""
+        trains = torch.is_grad_enabled()
+        if not self._sends or not (trains or self._in_evaluation):
+            return
+        modules = list(self.model.named_modules()) if self._due else self._held
+        self._held = [(prefix, module) for prefix, module in modules if self._holds(module)]
+        buffers = self._buffers((prefix, module) for prefix, module in modules if not self._holds(module))
+        if not self._only_written or self._written(buffers):
+            _overwrite(buffers.values())
+            self._sent.update(_versions(buffers))
+        self._due = trains and not self._paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within this context forwards make no buffers due, as in ``DistributedDataParallel.no_sync``."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _holds(self, module: nn.Module) -> bool:
+        return self._hold_statistics and module.training and isinstance(module, _NormBase)
+
+    def _buffers(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+        """Return the modules' own buffers, without those of modules within them."""
+        found = (pair for prefix, module in modules for pair in module.named_buffers(prefix, recurse=False))
+        return {name: buffer for name, buffer in found if name not in self._ignored}
+
+    def _written(self, buffers: dict[str, torch.Tensor]) -> bool:
+        """Return whether a buffer was written to or replaced: most models have constant ones only."""
+        for name, (buffer, version) in _versions(buffers).items():
+            sent, sent_version = self._sent.get(name, (None, 0))
+            if buffer is not sent or version != sent_version:
+                return True
+        return False
+
+
+def _versions(buffers: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return each buffer with the number of times that it was written to."""
+    return {name: (b, -1 if b.is_inference() else b._version) for name, b in buffers.items()}
+
+
+def _check_alike(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise on every rank unless all have tensors of the same names, shapes and types. Collective."""
+    mine = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()]
+    everybody = allgather_object(mine, _NAME)
+    for rank, theirs in enumerate(everybody):
+        for number, (expected, actual) in enumerate(zip_longest(everybody[0], theirs, fillvalue="missing")):
+            if actual != expected:
+                raise CommError(
+                    f"the ranks have different models: parameter or buffer {number} is {expected} on rank 0"
+                    f" and {actual} on rank {rank}; build the same model on every rank"
+                )
+
+
+def _overwrite(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite the tensors with rank 0's. They travel as bytes, so that any types share a broadcast."""
+    for portion in _portions(tensors):
+        # The thread that receives could not write to a tensor made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in portion])
+            broadcast_(flat, 0, name=_NAME)
+            values = flat.split([tensor.nbytes for tensor in portion])
+        with torch.no_grad():
+            for tensor, value in zip(portion, values, strict=True):
+                tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+
+
+def _portions(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of tensors on one device, of 250 MB at most or a single tensor.
+
+    Types with large elements come first, which aligns every tensor in the concatenation.
+    """
+    portion: list[torch.Tensor] = []
+    bytes_ = 0
+    for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.element_size())):
+        bytes_ += tensor.nbytes
+        if portion and (bytes_ > _BYTES_AT_ONCE or tensor.device != portion[0].device):
+            yield portion
+            portion, bytes_ = [], tensor.nbytes
+        portion.append(tensor)
+    if portion:
+        yield portion
