@@ -165,7 +165,7 @@ def image_classifier(ours: bool) -> Run:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
-    return lightning(Classifier(), ours, images(2048, 32), 64)
+    return lightning(Classifier(), ours, images(2048, 64), 64)
 
 
 def gan(ours: bool) -> Run:
