@@ -206,7 +206,7 @@ class SplitBackward:
         params = [self.reducer.params[i] for i in (part.weight, *part.others)]
         call = Call(part, inside, out, params)
         before = part.last() if part.last is not None else None
-        if before is not None and before.halves == 2:  # a second forward before the backward
+        if before is not None and not before.done:  # a second forward before the backward
             before.whole = call.whole = True
             part.refused = part.refused or self._trying
         part.last = weakref.ref(call)
@@ -219,22 +219,22 @@ class SplitBackward:
         """Return the gradients of the input and of each parameter; None for a weight's that waits."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         task = torch._C._current_graph_task_id()
+        call.done = True
         tensors = [call.inside, *call.params]
         if self._trying:
             return self._tried(call, grad, keep)
         # Only a whole backward() accumulates; grad() and backward(inputs=...) want what they have named.
         if call.whole or not _engine.is_checkpoint_valid() or self._task not in (None, task):
-            call.halves = 0
             return call.gradients(grad, tensors, keep)
         if self._task is None:
-            self._task = task
+            self._task, self._held = task, 0
             _engine.queue_callback(self.reducer.end_of_backward)
-        call.halves = 2
         place, own, behind = call.part.places
+        self._run_before(own, keep)
+        # W never comes first: a sent gradient may update the weight, which B reads.
+        inputs, *rest = call.gradients(grad, [call.inside, *call.params[1:]], True)
         heapq.heappush(self._waiting, (place, next(self._numbers), call, grad))
         self._held += grad.nbytes
-        self._run_before(own, keep)
-        inputs, *rest = call.gradients(grad, [call.inside, *call.params[1:]], call.half() or keep)
         watch = self.reducer.arrivals.watch
         if watch is not None:
             watch.grad(call.part.weight)
@@ -273,9 +273,7 @@ class SplitBackward:
         self._held -= grad.nbytes + call.inside.nbytes
         self.reducer.splitting = True
         try:
-            torch.autograd.backward(
-                [call.edge], [grad], retain_graph=call.half() or keep, inputs=[call.params[0]]
-            )
+            torch.autograd.backward([call.edge], [grad], retain_graph=keep, inputs=[call.params[0]])
         finally:
             self.reducer.splitting = False
         if watch is not None:
@@ -287,7 +285,6 @@ class SplitBackward:
         whole = call.gradients(grad, tensors, True)
         inputs = call.gradients(grad, [call.inside, *call.params[1:]], True)
         weight = call.gradients(grad, [call.params[0]], keep)
-        call.halves = 0
         same = all(map(same_bits, whole, [inputs[0], *weight, *inputs[1:]]))
         part.tried, part.refused = True, part.refused or not same
         part.kept = max(part.kept, call.inside.nbytes, grad.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,9 @@ _FORWARDS = frozenset(
     )
 )
 """Forwards whose kernels make the gradients of input and weight one by one, from nothing but the input."""
+
+
+_PRIVATE = ("_get_current_graph_task_keep_graph", "_top_saved_tensors_default_hooks")
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -89,18 +93,13 @@ class Call:
         self.edge = get_gradient_edge(out)  # not the output itself: the model may not need it any more
         self.value: Tensor | None = out.data
         self.whole = False  # to be run as an unsplit backward would
-        self.halves = 2  # of its backward that have not run
+        self.done = False  # whether its backward has begun
 
     def gradients(self, grad: Tensor, of: Sequence[Tensor], keep: bool) -> list[Tensor | None]:
         """Return the gradients of these tensors, None where none is needed."""
         wanted = [tensor for tensor in of if tensor.requires_grad]
         found = iter(torch.autograd.grad([self.edge], wanted, [grad], keep) if wanted else ())
         return [next(found) if tensor.requires_grad else None for tensor in of]
-
-    def half(self) -> bool:
-        """Count a half that runs now; return whether the other one still needs the graph."""
-        self.halves -= 1
-        return self.halves > 0
 
 
 class Join(torch.autograd.Function):
@@ -178,7 +177,23 @@ class Check:
             self._part.refused = True
 
 
+@cache
+def supported() -> bool:
+    """Return whether this torch has what a split backward needs: 2.6 takes no edges for ``backward()``."""
+    autograd = torch._C._autograd
+    if not all(hasattr(autograd, name) for name in _PRIVATE):
+        return False
+    x = torch.zeros(1, requires_grad=True)
+    try:
+        torch.autograd.backward([get_gradient_edge(x * 1)], [torch.ones(1)], inputs=[x])
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    return True
+
+
 def candidates(params: Sequence[Tensor], owners: Sequence[Owner]) -> list[Part]:
+    if not supported():
+        return []
     found = []
     times: dict[int, int] = {}
     for _, own in owners:
