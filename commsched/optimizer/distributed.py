@@ -18,7 +18,14 @@ from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.collectives.reductions import Adasum, Average
 from commsched.optimizer.driver import Driver
 from commsched.optimizer.master_weights import check_master_weights
-from commsched.optimizer.options import Options, in_bytes, is_sum, needs_plain, tell_ignored
+from commsched.optimizer.options import (
+    Options,
+    checked_row_sparse,
+    in_bytes,
+    is_sum,
+    needs_plain,
+    tell_ignored,
+)
 from commsched.optimizer.parameter_names import checked_names, group_indices
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
@@ -46,6 +53,7 @@ def DistributedOptimizer(
     transport: str | None = None,
     bucket_mb: float | None = None,
     profile: Profile | str | None = None,
+    row_sparse: bool | str = "auto",
 ) -> Optimizer:
     """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, under compute.
 
@@ -55,7 +63,8 @@ def DistributedOptimizer(
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
     precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``gloo`` or
     ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
-    (or its file) to plan from instead of measuring.
+    (or its file) to plan from instead of measuring. ``row_sparse`` sends only the touched rows of embeddings'
+    gradients: ``"auto"`` where that takes less time, True always, False never.
 
     Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
     plan. The result is an instance of ``optimizer``'s class that shares its state and parameter groups.
@@ -89,6 +98,7 @@ def DistributedOptimizer(
         profile=profile,
         groups=group_indices(optimizer.param_groups, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
+        row_sparse=checked_row_sparse(row_sparse, one_by_one),
     )
     base = type(optimizer)
     cls = type(base.__name__, (DistributedMethods, base), {"_base": base})

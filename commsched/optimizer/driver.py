@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 from commsched.backends.choice import backend_for
@@ -32,7 +31,7 @@ from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.gathering import Gathering
-from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.joining import Joining
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
@@ -70,10 +69,11 @@ class Driver:
         self.backend = backend_for(params, options.transport, options.process_set)
         ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
-        self.model = Model(tuple(names), numels, dtypes)
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
-        self.planner = Planner(self.model, self.backend, options, self._owners)
+        model, modules = Model(tuple(names), numels, dtypes), owners(params, optimizer._model)
+        self.planner = Planner(model, self.backend, options, self._owners)
+        self.planner.send_by_rows(params, modules)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
@@ -87,7 +87,7 @@ class Driver:
         self.order = list(range(len(params)))
         self.times = StepTimes(self.arrivals, self.backend)
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.reducer, optimizer._model, options.bucket_bytes)
+        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         file = settings().timeline
@@ -110,10 +110,11 @@ class Driver:
 
     def install(self, plan: Plan) -> None:
         self.plan = plan
-        buckets = plan.buckets(self.model.itemsizes)
-        size = self.backend.ranks.size
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
-        kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
+        model, size = self.planner.model, self.backend.ranks.size
+        rows = {i: row.elements for i, row in model.rows.items()}
+        buckets = plan.buckets(model)
+        layout = build_layout(model.numels, model.itemsizes, buckets, size, self._owners, rows)
+        kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()
 
@@ -194,6 +195,10 @@ class Driver:
             self._watch_next()
 
     def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
+        events = self.backend.events()
+        self._record_operations(events)
+        self.planner.learn(events, self.plan, self.reducer.state.buffers.layout, self.reducer.joined)
+        model = self.planner.model
         rows = self._samples_of_all(samples)
         if not rows:
             warnings.warn(
@@ -201,11 +206,10 @@ class Driver:
                 " backward); it plans from sizes alone",
                 stacklevel=2,
             )
-            profile = self.model.guess(self.order, self.planner.link)
+            profile = model.guess(self.order, self.planner.link)
         else:
-            profile = self.model.profile(self.order, *across_ranks(rows, self.order), "measured in this run")
+            profile = model.profile(self.order, *across_ranks(rows, self.order), "measured in this run")
         self.profile = profile
-        self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
         if rows and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
@@ -222,27 +226,13 @@ class Driver:
         if not rows or self.profile is None:
             return
         source = "measured in this run, beside the traffic"
-        profile = self.model.profile(self.order, *across_ranks(rows, self.order), source)
+        profile = self.planner.model.profile(self.order, *across_ranks(rows, self.order), source)
         slower = profile.compute / self.profile.compute - 1
         self.profile = profile
         if abs(slower) > SAME:
             self.install(self.planner.better(profile, self.order))
         else:
             self.plan = replace(self.plan, profile=profile)
-
-    def _bucket_times(self) -> list[tuple[int, float]]:
-        """Return bytes and median seconds of each bucket's RS and AG, timed without other traffic."""
-        events = self.backend.events()
-        self._record_operations(events)
-        times: list[tuple[int, float]] = []
-        if self.reducer.joined:
-            return times  # this rank's operations last until the others have computed
-        for number, bucket in enumerate(self.plan.program.buckets):
-            for op in (0, 1):
-                took = events[(events["bucket"] == number) & (events["op"] == op)]
-                if len(took):
-                    times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
-        return times
 
     def start_join(self) -> Joining | None:
         """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""

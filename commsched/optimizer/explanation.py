@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ class Explanation:
     hash: str
     transport: str
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
+    by_rows: Mapping[str, int]  # parameters of which only touched rows travel, and their bytes in memory
     link: str
     profile_source: str
     bound: float
@@ -37,7 +39,9 @@ class Explanation:
         ]
         for number, (size, names) in enumerate(self.buckets):
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {few}")
+            whole = sum(self.by_rows.get(name, 0) for name in names)
+            rows = f", touched rows of {whole / 2**20:.2f} MiB" if whole else ""
+            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {few}{rows}")
         return "\n".join(lines)
 
 
@@ -54,7 +58,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
                 " without a plan"
             )
         return None
-    plan = driver.plan
+    plan, model = driver.plan, driver.planner.model
     program, profile, link = plan.program, plan.profile, plan.link
     names = [layer.name for layer in profile.layers]
     explanation = Explanation(
@@ -65,6 +69,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
+        by_rows={model.names[i]: model.bytes(i) for i in model.rows},
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
