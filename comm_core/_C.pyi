@@ -144,11 +144,13 @@ class Engine:
         needs_update: bool = False,
         name: str = "",
         ends: Sequence[int] = (),
+        row: int = 0,
     ) -> int:
         """Add a bucket and return its number. Call it between steps only.
 
         `reduce` is the flat gradient buffer, its length a multiple of the number of ranks unless `ends` says
         where each rank's part ends; `gather` is the buffer that the AG fills (default: `reduce`).
+        With `row`, the buffer holds rows of so many elements, and only rows with a nonzero bit travel.
         """
 
     def clear_buckets(self) -> None: ...

@@ -56,6 +56,7 @@ class EngineBackend(Backend):
     def __init__(self, ranks: Ranks, name: str, transport: Any, timeout: float) -> None:
         self.ranks, self.name, self.timeout, self._transport = ranks, name, timeout, transport
         self.uneven_parts = name != "horovod"
+        self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
         with translated:
             self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
@@ -76,6 +77,7 @@ class EngineBackend(Backend):
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
                     ends=piece.ends,
+                    row=piece.row,
                 )
             for number, flags in enumerate(work.flags):
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")

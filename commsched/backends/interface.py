@@ -97,6 +97,7 @@ class Backend(ABC):
     device: torch.device
     can_step_early = True  # whether a thread of its own may update shards
     uneven_parts = False  # whether the ranks' parts of a bucket may differ in length
+    by_rows = False  # whether buckets of rows may leave out the rows that are zero
 
     def room(self) -> AbstractContextManager[Any]:
         """Return the context in which the memory of the next buckets is allocated."""

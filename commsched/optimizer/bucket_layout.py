@@ -9,7 +9,7 @@ shards differ in length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -44,6 +44,7 @@ class Slice:
     stop: int
     params: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()  # of each rank's shard, from ``start`` on; empty: all shards are equally long
+    row: int = 0  # elements of a row, of which only touched ones travel; 0: all elements travel
 
     @property
     def numel(self) -> int:
@@ -72,22 +73,41 @@ def build_layout(
     buckets: Sequence[Bucket],
     ranks: int,
     owners: Sequence[int] | None = None,
+    rows: Mapping[int, int] | None = None,
 ) -> Layout:
     """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
     A cut inside a tensor moves to where the bucket's length is a multiple of the ranks, because padding would
-    tear the tensor apart. With ``owners`` (ranks by parameter), no tensor may be cut. Parameters without
-    elements have no slot.
+    tear the tensor apart. With ``owners`` (ranks by parameter), no tensor may be cut. ``rows`` has the
+    elements of a row of each parameter that travels by rows, which is alone in its group and is cut between
+    rows. Parameters without elements have no slot.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
-    for group, members in groupby(numbered, key=lambda item: item[1].group):
-        if owners is None:
-            _lay_out_group(layout, group, list(members), numels, itemsizes, ranks)
+    for group, grouped in groupby(numbered, key=lambda item: item[1].group):
+        members = list(grouped)
+        first = members[0][1].pieces[0].layer
+        if rows and first in rows:
+            _lay_out_rows(layout, group, members, numels[first], itemsizes[first], rows[first])
+        elif owners is None:
+            _lay_out_group(layout, group, members, numels, itemsizes, ranks)
         else:
             _check_whole(buckets, numels, itemsizes)
-            _lay_out_owned(layout, group, list(members), numels, owners, ranks)
+            _lay_out_owned(layout, group, members, numels, owners, ranks)
     return layout
+
+
+def _lay_out_rows(
+    layout: Layout, group: int, buckets: list[tuple[int, Bucket]], numel: int, itemsize: int, row: int
+) -> None:
+    """Lay out the one parameter of a group of rows. Buckets need no padding: ranks own rows, not parts."""
+    for number, bucket in buckets:
+        start, stop = bucket.pieces[0].start // itemsize, bucket.pieces[-1].stop // itemsize
+        layout.slices[number] = Slice(number, group, start, stop, row=row)
+    param = buckets[0][1].pieces[0].layer
+    layout.slots[param] = Slot(param, group, 0, numel)
+    layout.lengths[group] = numel
+    _register(layout, group)
 
 
 def _check_whole(buckets: Sequence[Bucket], numels: Sequence[int], itemsizes: Sequence[int]) -> None:

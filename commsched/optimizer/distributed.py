@@ -18,7 +18,15 @@ from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.collectives.reductions import Adasum, Average
 from commsched.optimizer.driver import Driver
 from commsched.optimizer.master_weights import check_master_weights
-from commsched.optimizer.options import Options, checked_split, in_bytes, is_sum, needs_plain, tell_ignored
+from commsched.optimizer.options import (
+    Options,
+    checked_row_sparse,
+    checked_split,
+    in_bytes,
+    is_sum,
+    needs_plain,
+    tell_ignored,
+)
 from commsched.optimizer.parameter_names import checked_names, group_indices
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
@@ -48,6 +56,7 @@ def DistributedOptimizer(
     profile: Profile | str | None = None,
     split_backward: str | bool = "auto",
     extra_memory: int | None = None,
+    row_sparse: bool | str = "auto",
 ) -> Optimizer:
     """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, under compute.
 
@@ -59,7 +68,8 @@ def DistributedOptimizer(
     ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
     (or its file) to plan from instead of measuring. ``split_backward``: weight gradients may be computed
     later in the same backward where that hides more, and hold ``extra_memory`` bytes (default: a tenth of
-    what the backward needs); the bits are the same.
+    what the backward needs); the bits are the same. ``row_sparse`` sends only the touched rows of embeddings'
+    gradients: ``"auto"`` where that takes less time, True always, False never.
 
     Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
     plan. The result is an instance of ``optimizer``'s class that shares its state and parameter groups.
@@ -95,6 +105,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         split_backward=checked_split(split_backward, schedule, profile),
         extra_memory=extra_memory,
+        row_sparse=checked_row_sparse(row_sparse, one_by_one),
     )
     base = type(optimizer)
     cls = type(base.__name__, (DistributedMethods, base), {"_base": base})

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
 from commsched.backends.choice import backend_for
@@ -28,7 +27,7 @@ from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.gathering import Gathering
-from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.joining import Joining
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
@@ -68,10 +67,11 @@ class Driver:
         self.backend = backend_for(params, options.transport, options.process_set)
         ranks = self.backend.ranks
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
-        self.model = Model(tuple(names), numels, dtypes)
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
-        self.planner = Planner(self.model, self.backend, options, self._owners)
+        model, modules = Model(tuple(names), numels, dtypes), owners(params, optimizer._model)
+        self.planner = Planner(model, self.backend, options, self._owners)
+        self.planner.send_by_rows(params, modules)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
@@ -86,9 +86,9 @@ class Driver:
         self.times = StepTimes(self.arrivals, self.backend)
         self.split: SplitBackward | None = None
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.reducer, optimizer._model, options.bucket_bytes)
+        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes)
         if self.planner.may_split:
-            self.split = SplitBackward(self.reducer, self.hooks.modules, options.extra_memory)
+            self.split = SplitBackward(self.reducer, modules, options.extra_memory)
             self.hooks.look = self.split.look
             self.hooks.removed_with.append(self.split.remove)
         self.profile: Profile | None = None
@@ -112,10 +112,11 @@ class Driver:
 
     def install(self, plan: Plan) -> None:
         self.plan = plan
-        buckets = plan.buckets(self.model.itemsizes)
-        size = self.backend.ranks.size
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
-        kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
+        model, size = self.planner.model, self.backend.ranks.size
+        rows = {i: row.elements for i, row in model.rows.items()}
+        buckets = plan.buckets(model)
+        layout = build_layout(model.numels, model.itemsizes, buckets, size, self._owners, rows)
+        kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         if self.split is not None:
             self.split.install(plan.program.backward, plan.layers)
@@ -203,6 +204,10 @@ class Driver:
             self._watch_next()
 
     def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
+        events = self.backend.events()
+        self._record_operations(events)
+        self.planner.learn(events, self.plan, self.reducer.state.buffers.layout, self.reducer.joined)
+        model = self.planner.model
         rows = self._samples_of_all(samples)
         if not rows:
             warnings.warn(
@@ -210,11 +215,10 @@ class Driver:
                 " backward); it plans from sizes alone",
                 stacklevel=2,
             )
-            profile = self.model.guess(self.order, self.planner.link)
+            profile = model.guess(self.order, self.planner.link)
         else:
             profile = self._profile(rows, "measured in this run")
         self.profile = profile
-        self.planner.refine_link(self._bucket_times())
         self.install(self.planner.better(profile, self.order))
         if rows and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
@@ -235,10 +239,10 @@ class Driver:
             split.install(self.plan.program.backward, self.plan.layers)
 
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
-        times = across_ranks(rows, self.order)
+        times, model = across_ranks(rows, self.order), self.planner.model
         if self.split is None:
-            return self.model.profile(self.order, times, source)
-        return self.model.profile(self.order, self.split.completed(times), source, self.split.kept())
+            return model.profile(self.order, times, source)
+        return model.profile(self.order, self.split.completed(times), source, self.split.kept())
 
     def _samples_of_all(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the times of each rank that has some: ranks that have joined have none."""
@@ -259,20 +263,6 @@ class Driver:
             self.install(self.planner.better(profile, self.order))
         else:
             self.plan = replace(self.plan, profile=profile)
-
-    def _bucket_times(self) -> list[tuple[int, float]]:
-        """Return bytes and median seconds of each bucket's RS and AG, timed without other traffic."""
-        events = self.backend.events()
-        self._record_operations(events)
-        times: list[tuple[int, float]] = []
-        if self.reducer.joined:
-            return times  # this rank's operations last until the others have computed
-        for number, bucket in enumerate(self.plan.program.buckets):
-            for op in (0, 1):
-                took = events[(events["bucket"] == number) & (events["op"] == op)]
-                if len(took):
-                    times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
-        return times
 
     def start_join(self) -> Joining | None:
         """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class Explanation:
     hash: str
     transport: str
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
+    by_rows: Mapping[str, int]  # parameters of which only touched rows travel, and their bytes in memory
     link: str
     profile_source: str
     bound: float
@@ -45,7 +46,9 @@ class Explanation:
             gain = f"; without, a step would take {milliseconds(unsplit)}" if unsplit else ""
             lines.append(f"gradients computed later: {_few(self.split)}{gain}")
         for number, (size, names) in enumerate(self.buckets):
-            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {_few(names)}")
+            whole = sum(self.by_rows.get(name, 0) for name in names)
+            rows = f", touched rows of {whole / 2**20:.2f} MiB" if whole else ""
+            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {_few(names)}{rows}")
         return "\n".join(lines)
 
 
@@ -66,7 +69,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
                 " without a plan"
             )
         return None
-    plan = driver.plan
+    plan, model = driver.plan, driver.planner.model
     program, profile, link = plan.program, plan.profile, plan.link
     names = [layer.name for layer in profile.layers]
     explanation = Explanation(
@@ -77,6 +80,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
+        by_rows={model.names[i]: model.bytes(i) for i in model.rows},
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,

@@ -19,10 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.row_traffic import Owner
 from commsched.optimizer.step_state import Phase
-
-Owner = tuple[nn.Module, tuple[int, ...]]
-"""A module, and the indices of the parameters that it owns."""
 
 
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
@@ -67,7 +65,7 @@ class _BeforeForward:
 class Hooks:
     """All hooks of one optimizer, and the order of the forward that they have seen."""
 
-    def __init__(self, reducer: Reducer, model: nn.Module | None, graph_bytes: int | None = None) -> None:
+    def __init__(self, reducer: Reducer, modules: Sequence[Owner], graph_bytes: int | None = None) -> None:
         self.reducer = reducer
         self.graph_bytes = graph_bytes or 0
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
@@ -81,8 +79,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         # A module, or a piece of a compiled graph (None), and the parameters that it reads.
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
-        self.modules = owners(reducer.params, model)
-        for number, (module, params) in enumerate(self.modules):
+        for number, (module, params) in enumerate(modules):
             before = _BeforeForward(self, number, params)
             self.owners.append((module, params))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))

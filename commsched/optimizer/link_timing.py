@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
 from commsched.backends.interface import Backend
+from commsched.optimizer.bucket_layout import Layout
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link, fit
 
 # Bytes of the messages that measure the link: six sizes, up to the model's own size.
@@ -40,3 +44,18 @@ class TimedLink:
     def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
         sizes, seconds = zip(*messages, strict=True)
         return fit(sizes, seconds, name=f"{self._backend.name}, measured")
+
+
+def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of the RS and AG of each bucket that is sent whole.
+
+    A joined rank has none: its operations last until the others have computed.
+    """
+    times: list[tuple[int, float]] = []
+    whole = [(number, bucket) for number, bucket in enumerate(buckets) if not layout.slices[number].row]
+    for number, bucket in whole:
+        for op in (0, 1):
+            took = events[(events["bucket"] == number) & (events["op"] == op)]
+            if len(took):
+                times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
+    return times

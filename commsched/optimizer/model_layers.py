@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +19,21 @@ from scheduler.ir.profile import Layer, Profile
 OUTSIDE = "(between iterations)"
 
 
+class Rows(NamedTuple):
+    """Of a parameter that travels by rows: the elements of a row, and the bytes that one RS or AG sends."""
+
+    elements: int
+    sent: int
+
+
 @dataclass(frozen=True)
 class Model:
-    """The facts about the parameters that the scheduler needs: fixed, and the same on every rank."""
+    """The facts about the parameters that the scheduler needs: the same on every rank."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    rows: Mapping[int, Rows] = field(default_factory=dict)  # parameters of which only touched rows travel
 
     @property
     def itemsizes(self) -> list[int]:
@@ -32,15 +41,20 @@ class Model:
 
     @property
     def groups(self) -> list[int]:
-        """One bucket holds one dtype: the group of a parameter is the place of its dtype."""
+        """The group of each parameter: one bucket holds one dtype, or one parameter that travels by rows."""
         kinds = list(dict.fromkeys(self.dtypes))
-        return [kinds.index(dtype) for dtype in self.dtypes]
+        tables = {i: len(kinds) + place for place, i in enumerate(sorted(self.rows))}
+        return [tables.get(i, kinds.index(dtype)) for i, dtype in enumerate(self.dtypes)]
 
     def kind(self, group: int) -> torch.dtype:
-        return list(dict.fromkeys(self.dtypes))[group]
+        return self.dtypes[self.groups.index(group)]
 
     def bytes(self, i: int) -> int:
         return self.numels[i] * self.dtypes[i].itemsize
+
+    def sent(self, i: int) -> int:
+        """Return the bytes of one RS or AG of a parameter's gradient."""
+        return self.rows[i].sent if i in self.rows else self.bytes(i)
 
     @property
     def fingerprint(self) -> str:
@@ -67,7 +81,7 @@ class Model:
                 self.names[i],
                 times.forward[i],
                 times.backward[i],
-                self.bytes(i),
+                self.sent(i),
                 (kept or {}).get(i, 0),
                 times.weights[i],
                 groups[i],
@@ -78,9 +92,13 @@ class Model:
 
     def guess(self, order: Sequence[int], link: Link) -> Profile:
         """Return a profile without measurements: compute by bytes, as long as all communication."""
-        each = [2 * link.beta * self.bytes(i) for i in range(len(self.names))]
+        each = [2 * link.beta * self.sent(i) for i in range(len(self.names))]
         times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0, [0.0] * len(each))
         return self.profile(order, times, "a guess from the sizes")
+
+    def _has(self, i: int, size: int) -> bool:
+        """Return whether a user's profile may give parameter ``i`` so many bytes."""
+        return size == self.bytes(i) or (i in self.rows and size < self.bytes(i))
 
     def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
         """Return a user's profile of this model, checked, and its layers' order as parameter indices."""
@@ -91,7 +109,7 @@ class Model:
         wrong = [
             f"{layer.name} has {layer.bytes} bytes there and {self.bytes(index[layer.name])} here"
             for layer in profile.layers
-            if layer.name in index and layer.bytes != self.bytes(index[layer.name])
+            if layer.name in index and not self._has(index[layer.name], layer.bytes)
         ]
         if missing or strange or wrong or len(found) != len(set(found)):
             raise ValueError(

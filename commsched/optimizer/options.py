@@ -36,6 +36,7 @@ class Options:
     sparse_as_dense: bool = False
     split_backward: str | bool = "auto"
     extra_memory: int | None = None
+    row_sparse: bool | str = "auto"
 
     def for_other_params(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> Options:
         """Return the options for other parameters, without the program or profile of these."""
@@ -51,6 +52,17 @@ def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str 
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     elsewhere = len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices)
     return bool(op == Adasum or one_by_one or elsewhere or wanted_transport(transport) == PLAIN)
+
+
+def checked_row_sparse(value: bool | str, one_by_one: bool) -> bool | str:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"row_sparse must be 'auto', True or False, got {value!r}")
+    if value is True and one_by_one:
+        raise ValueError(
+            "row_sparse=True needs buckets, but Adasum, compressors of your own, transport='plain' and"
+            " parameters on several devices are reduced one by one; use row_sparse='auto'"
+        )
+    return value
 
 
 def tell_ignored(gather: str, early_step: bool) -> None:

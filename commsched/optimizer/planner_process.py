@@ -44,11 +44,13 @@ def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[st
     return policies.plan(profile, link, policy, **options)
 
 
-def predict_in_child(program: Program, profile: Profile, link: Link) -> Prediction:
+def predict_in_child(
+    program: Program, profile: Profile, link: Link, dense: Profile | None = None
+) -> Prediction:
     """Return what ``predict`` does, from a child process unless the compiler is loaded already."""
-    answer = _answer_of_child("predict", program, profile, link)
+    answer = _answer_of_child("predict", program, profile, link, dense)
     if answer is None:
-        return predict(program, profile, link)
+        return predict(program, profile, link, dense)
     assert isinstance(answer, Prediction)
     return answer
 

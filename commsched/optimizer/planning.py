@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from commsched.backends.interface import Backend
-from commsched.optimizer.link_timing import TimedLink
+from commsched.optimizer.bucket_layout import Layout
+from commsched.optimizer.link_timing import TimedLink, times_of_buckets
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planner_process import plan_in_child, predict_in_child
+from commsched.optimizer.row_traffic import Owner, counted_rows, first_rows, sent_by_rows
 from commsched.optimizer.whole_matrix import BUCKET_BYTES, whole_buckets
 from scheduler import policies
 from scheduler.ir.actions import Kind
@@ -34,28 +38,43 @@ class Plan:
     profile: Profile
     link: Link
     layers: tuple[int, ...]
+    whole: Mapping[int, int] = field(default_factory=dict)  # bytes in memory of layers that travel by rows
 
     @cached_property
     def prediction(self) -> Prediction:
         """The simulated times of the program; the first access takes about a second."""
-        return predict_in_child(self.program, self.profile, self.link)
+        return predict_in_child(self.program, self.profile, self.link, self._dense() if self.whole else None)
+
+    def _dense(self) -> Profile:
+        """Return the profile with whole gradients, as DDP sends them."""
+        layers = list(self.profile.layers)
+        for place, size in self.whole.items():
+            layers[place] = replace(layers[place], bytes=size)
+        return replace(self.profile, layers=tuple(layers))
 
     @property
     def is_predicted(self) -> bool:
         """Whether ``prediction`` returns at once."""
         return "prediction" in self.__dict__
 
-    def buckets(self, itemsizes: Sequence[int]) -> list[Bucket]:
-        """Return the program's buckets with parameters in the place of layers, cut between elements."""
+    def buckets(self, model: Model) -> list[Bucket]:
+        """Return the program's buckets with parameters in the place of layers.
+
+        They are cut between elements, or between rows, which a bucket gets by its share of the bytes sent.
+        """
+        sizes = self.profile.sizes
         found = []
         for bucket in self.program.buckets:
-            pieces = []
-            for piece in bucket.pieces:
-                param = self.layers[piece.layer]
-                size = itemsizes[param]
-                pieces.append(Piece(param, piece.start // size * size, piece.stop // size * size))
+            pieces = (_cut(model, self.layers[p.layer], p, sizes[p.layer]) for p in bucket.pieces)
             found.append(Bucket(tuple(pieces), bucket.group))
         return found
+
+
+def _cut(model: Model, param: int, piece: Piece, sent: int) -> Piece:
+    """Return the bytes of a parameter that are sent as bytes ``[start, stop)`` of ``sent``."""
+    unit = model.dtypes[param].itemsize * (model.rows[param].elements if param in model.rows else 1)
+    units = model.bytes(param) // unit
+    return Piece(param, piece.start * units // sent * unit, piece.stop * units // sent * unit)
 
 
 class Planner:
@@ -69,7 +88,7 @@ class Planner:
         owners: Sequence[int] | None = None,
     ) -> None:
         self.model, self.owners = model, owners
-        self.backend, self.ranks = backend, backend.ranks
+        self.backend, self.ranks, self._asked = backend, backend.ranks, asked
         self.schedule = schedule = asked.schedule
         options: dict[str, Any] = {"gather": asked.gather, "early_step": asked.early_step}
         if asked.bucket_bytes:
@@ -88,7 +107,8 @@ class Planner:
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
             f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
-            f" split_backward={asked.split_backward}, extra_memory={asked.extra_memory}"
+            f" split_backward={asked.split_backward}, extra_memory={asked.extra_memory},"
+            f" row_sparse={asked.row_sparse}"
         )
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
@@ -101,9 +121,21 @@ class Planner:
         """Whether plans come from times measured in this run."""
         return isinstance(self.schedule, str) and self.given is None
 
-    def refine_link(self, operations: Sequence[tuple[int, float]]) -> None:
-        """Fit the link again with the times of the buckets."""
-        self.link = self._timed_link.refined(operations)
+    def send_by_rows(self, params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> None:
+        """Let embeddings travel by rows, where the arguments ask for it and it may pay."""
+        if self._asked.row_sparse is not False:
+            rows = first_rows(self.model, params, modules, self.backend, self._asked, self.link, self.given)
+            self.model = replace(self.model, rows=self.ranks.share(rows))
+
+    def learn(self, events: Any, plan: Plan, layout: Layout, joined: bool) -> None:
+        """Fit the link and count rows with the operations under a plan that sent them beside no compute."""
+        mine = [] if joined else times_of_buckets(events, plan.program.buckets, layout)
+        self.link = self._timed_link.refined(mine)
+        if self.model.rows:
+            sent = {} if joined else sent_by_rows(events, layout, self.model.rows, self.ranks.size)
+            always = self._asked.row_sparse is True
+            rows = counted_rows(self.model, self.ranks.all_values(sent), always, self.link)
+            self.model = replace(self.model, rows=rows)
 
     def first(self, order: Sequence[int]) -> Plan:
         """Return the first plan; it communicates after the backward if a measured plan will follow."""
@@ -125,7 +157,9 @@ class Planner:
                 if self.may_split and any(layer.weight_backward for layer in profile.layers):
                     given = {**given, "split_backward": True, "extra_memory": self.extra_memory}
                 program = plan_in_child(profile, self.link, policy, given)
-                plan = Plan(program, profile, self.link, (-1, *order))
+                layers = (-1, *order)
+                whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
+                plan = Plan(program, profile, self.link, layers, whole)
             except ValueError as error:
                 plan = error
         plan = self.ranks.share(plan)

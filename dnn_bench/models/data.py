@@ -129,6 +129,12 @@ def labelled(
     return inputs, torch.randint(num_classes, (batch,), generator=generator)
 
 
+def clicks(root: str, batch: int, generator: Generator, *, fields: int, vocab_size: int) -> Batch:
+    """Ids of which small ones are frequent, as in logs of clicks, and whether somebody clicked."""
+    popular = torch.rand(batch, fields, generator=generator, dtype=torch.float64) ** 4
+    return (popular * vocab_size).long(), torch.randint(2, (batch,), generator=generator)
+
+
 def class_loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits_of(outputs), targets)
 
@@ -163,6 +169,7 @@ TASKS: dict[str, tuple[Callable[..., Batch], Callable[..., Tensor]]] = {
     "image": (images, class_loss),
     "pixels": (pixels, class_loss),
     "vector": (vectors, class_loss),
+    "clicks": (clicks, class_loss),
     "causal_lm": (causal, token_loss),
     "masked_lm": (masked_pairs, pair_loss),
     "masked_tokens": (masked, token_loss),

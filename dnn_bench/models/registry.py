@@ -39,6 +39,11 @@ def _vector(batch: int, width: int) -> ModelSpec:
     )
 
 
+def _clicks(batch: int, fields: int, vocab: int) -> ModelSpec:
+    shape = {"fields": fields, "vocab_size": vocab}
+    return ModelSpec("recommendation.ClickModel", "clicks", batch, shape, dict(shape))
+
+
 RESNET, PLAIN, DENSENET = "convolutional.ResNet", "convolutional.Plain", "convolutional.DenseNet"
 INCEPTION, VIT = "inception.InceptionV4", "transformer.ViT"
 SMALL = {"size": 64, "classes": 500}
@@ -73,6 +78,7 @@ _MODELS: dict[str, ModelSpec] = {
     "bert_tiny": _text("bert", "masked_lm", 16, seq_len=64, vocab=7680, **TINY),
     "gpt2": _text("gpt2", "causal_lm", 4, seq_len=128, vocab=50257),
     "gpt2_tiny": _text("gpt2", "causal_lm", 16, seq_len=64, vocab=8192, **TINY),
+    "dlrm_tiny": _clicks(batch=256, fields=26, vocab=400_000),
 }
 # Each language model with a classification head for sentence pairs (two classes, as in MRPC and QQP).
 CLASSES = {"num_classes": 2}
@@ -178,4 +184,4 @@ def loss(name: str, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 def unit(name: str) -> str:
     """What one element of a batch is called in a throughput: `img`, `sentence` or `sample`."""
     task = spec(name).task
-    return "sentence" if task in SENTENCES else "sample" if task == "vector" else "img"
+    return "sentence" if task in SENTENCES else "sample" if task in ("vector", "clicks") else "img"

@@ -1,7 +1,7 @@
 """Plans and predictions in a child process: a training process should not keep the 120 MB that numba takes.
 
-The parent pickles ("plan", profile, link, policy, options) or ("predict", program, profile, link) to stdin.
-The answer on stdout is a pickled ``Program``, ``Prediction`` or ``ValueError``.
+The parent pickles ("plan", profile, link, policy, options) or ("predict", program, profile, link, dense) to
+stdin. The answer on stdout is a pickled ``Program``, ``Prediction`` or ``ValueError``.
 """
 
 from __future__ import annotations

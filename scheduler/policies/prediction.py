@@ -26,9 +26,12 @@ class Prediction:
     ddp_exposed: float
 
 
-def predict(program: Program, profile: Profile, link: Link) -> Prediction:
-    """Return the simulated times of ``program``, and of DDP on the same profile and link."""
-    ours, ddp = simulate(program, profile, link), simulate_ddp(profile, link, program.ranks)
+def predict(program: Program, profile: Profile, link: Link, dense: Profile | None = None) -> Prediction:
+    """Return the simulated times of ``program``, and of DDP on the same profile and link.
+
+    ``dense``: the profile with the bytes that DDP sends, where ``program`` sends fewer.
+    """
+    ours, ddp = simulate(program, profile, link), simulate_ddp(dense or profile, link, program.ranks)
     if program.backward:
         bound = profile.compute + split_exposed(profile, link)
     else:

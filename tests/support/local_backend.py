@@ -15,7 +15,7 @@ from commsched.backends.interface import Scaling
 from commsched.backends.ranks import Ranks
 from commsched.optimizer.bucket_layout import Buffers, build_layout
 from commsched.optimizer.gather_gradients import GradientGathering
-from commsched.optimizer.hooks import Hooks
+from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.planning import Plan
 from commsched.optimizer.reducer import Reducer
@@ -47,12 +47,12 @@ def reducer_of(
     profile = facts.guess(order, link)
     program = plan(profile, link, policy, ranks=size, bucket_bytes=bucket_bytes)
     chosen = Plan(program, profile, link, (-1, *order))
-    layout = build_layout(facts.numels, facts.itemsizes, chosen.buckets(facts.itemsizes), size)
+    layout = build_layout(facts.numels, facts.itemsizes, chosen.buckets(facts), size)
     state = StepState(params, names, Scaling(after=1.0 / size), sums=False)
     reducer = Reducer(state, backend, GradientGathering(state, backend))
     kinds = {group: (facts.kind(group), torch.device("cpu")) for group in layout.lengths}
     reducer.install(program, Buffers(layout, kinds))
-    return reducer, Hooks(reducer, model)
+    return reducer, Hooks(reducer, owners(params, model))
 
 
 def run_threads(

@@ -6,7 +6,20 @@ DirectTransport::DirectTransport(std::shared_ptr<Channel> channel, int rank, int
     : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth),
       sends_(static_cast<size_t>(size) * depth),
       receives_(static_cast<size_t>(size) * depth),
-      parts_(size) {}
+      parts_(size),
+      packed_rows_(size),
+      received_rows_(size),
+      row_counts_(size) {}
+
+void DirectTransport::prepare(const BucketSpec& bucket) {
+  ExchangeTransport::prepare(bucket);
+  if (bucket.row == 0) return;
+  if (!bucket.gathers_gradients() || bucket.needs_update || bucket.count / bucket.row > UINT32_MAX) {
+    throw EngineError(ErrorKind::usage, "only gradients of fewer than 2^32 rows travel by rows, but bucket '" + bucket.name +
+                                            "' has " + std::to_string(bucket.count / bucket.row) +
+                                            " rows, or gathers parameters; add it without row=");
+  }
+}
 
 void DirectTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
   Request& slot = request(all, peer, k);
@@ -69,8 +82,9 @@ void DirectTransport::reduce(const Work& work, size_t k) {
 
 void DirectTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return scale_alone(b);
-  apply_prescale(b);
   const Work work{b, tag, b.dtype, b.wire_dtype};
+  if (b.row > 0) return reduce_scatter_rows(work);
+  apply_prescale(b);
   const size_t all = segments(b, work.wire);
   size_t posted = 0;
   for (size_t k = 0; k < all; ++k) {
@@ -124,6 +138,7 @@ void DirectTransport::place(const Work& work, size_t k) {
 void DirectTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return;
   const Work work{b, tag, gather_type(b), gather_wire(b)};
+  if (b.row > 0) return all_gather_rows(work);
   const size_t all = segments(b, work.wire);
   size_t posted = 0;
   for (size_t k = 0; k < all; ++k) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "exchange.h"
+#include "rows.h"
 
 namespace commsched {
 
@@ -9,8 +10,10 @@ class DirectTransport : public ExchangeTransport {
  public:
   DirectTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 
+  void prepare(const BucketSpec& bucket) override;
   void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
+  int64_t row_bytes() const override { return row_bytes_; }
 
  private:
   // The operation in progress.
@@ -32,9 +35,23 @@ class DirectTransport : public ExchangeTransport {
   void post_gather(const Work& work, size_t k);
   void place(const Work& work, size_t k);
 
+  // Buckets of rows: direct_rows.cpp.
+  void reduce_scatter_rows(const Work& work);
+  void all_gather_rows(const Work& work);
+  void pack_for_owners(const Work& work);
+  void sum_rows(const Work& work);
+  void exchange_rows(const Work& work, int round);
+  void post_rows(const Work& work, int round, size_t k);
+  RowMessage& outgoing_rows(int round, int to);
+
   std::vector<Request> sends_;     // [peer][slot]
   std::vector<Request> receives_;  // [peer][slot]
   std::vector<const void*> parts_;  // by rank, for one sum
+  std::vector<RowMessage> packed_rows_, received_rows_;  // by rank
+  std::vector<uint64_t> row_counts_;                     // by rank
+  std::vector<uint32_t> touched_;
+  std::vector<char> zero_row_;
+  int64_t row_bytes_ = 0;
 };
 
 }  // namespace commsched

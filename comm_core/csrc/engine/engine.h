@@ -63,7 +63,7 @@ class EngineCore {
   bool run_op(Lock& lock, const OpTag& tag);
   bool may_start(const OpTag& tag) const;
   Clock::time_point could_start_at(const OpTag& tag) const;
-  void finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start);
+  void finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start, int64_t sent);
 
   // Callers.
   const Bucket& checked(int bucket) const;

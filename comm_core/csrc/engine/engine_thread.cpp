@@ -63,6 +63,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   if (stopping_ || error_) return false;
 
   const Clock::time_point ready = could_start_at(tag), start = Clock::now();
+  const int64_t row_bytes = transport_->row_bytes();
   const BucketSpec& spec = buckets_[tag.bucket].spec;  // safe to keep: buckets change between steps only
   busy_ = true;
   progress_ = start;
@@ -83,7 +84,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   lock.lock();
   busy_ = false;
   if (failure) return false;
-  finish_op(tag, ready, start);
+  finish_op(tag, ready, start, spec.row > 0 ? transport_->row_bytes() - row_bytes : bytes_sent(spec, tag.op));
   return true;
 }
 
@@ -99,7 +100,7 @@ Clock::time_point EngineCore::could_start_at(const OpTag& tag) const {
   return b.spec.needs_update ? b.updated_at : b.reduced_at;
 }
 
-void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start) {
+void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::time_point start, int64_t sent) {
   Bucket& b = buckets_[tag.bucket];
   const Clock::time_point end = Clock::now();
   if (tag.op != Op::AG) {
@@ -107,8 +108,7 @@ void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::tim
     b.reduced_at = end;
   }
   if (tag.op != Op::RS) b.gathered = tag.step;
-  log_.add({tag.step, static_cast<int32_t>(tag.op), tag.bucket, seconds(ready), seconds(start), seconds(end),
-            bytes_sent(b.spec, tag.op)});
+  log_.add({tag.step, static_cast<int32_t>(tag.op), tag.bucket, seconds(ready), seconds(start), seconds(end), sent});
   progress_ = end;
   changed_.notify_all();
 }

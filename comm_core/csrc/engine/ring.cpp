@@ -11,6 +11,14 @@ constexpr int kOwn = 1;
 RingTransport::RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
     : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth), sends_(depth), receives_(depth) {}
 
+void RingTransport::prepare(const BucketSpec& bucket) {
+  if (bucket.row > 0) {
+    throw EngineError(ErrorKind::usage, "the ring sends whole buckets, but bucket '" + bucket.name +
+                                            "' shall travel by rows; use the direct exchange, or add the bucket without row=");
+  }
+  ExchangeTransport::prepare(bucket);
+}
+
 // Reducing, round 0 sends shard rank-1; the shard received in a round is sent in the next one, until the own shard arrives.
 // Gathering, round 0 sends the own shard.
 int RingTransport::shard_sent(const Work& work, size_t m) const {

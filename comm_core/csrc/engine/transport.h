@@ -12,6 +12,11 @@ namespace commsched {
 // Throws unless every element of the bucket belongs to one of `size` ranks.
 inline void check_parts(const BucketSpec& spec, int size) {
   const std::string bucket = "bucket '" + spec.name + "' has " + std::to_string(spec.count) + " elements, but ";
+  if (spec.row > 0) {
+    if (spec.count % spec.row == 0 && spec.ends.empty()) return;
+    throw EngineError(ErrorKind::usage, "a bucket of rows must hold whole rows and no ends of parts: " + bucket + "a row has " +
+                                            std::to_string(spec.row));
+  }
   if (spec.ends.empty() && spec.count % size != 0) {
     throw EngineError(ErrorKind::usage, "a bucket's elements must divide by the number of ranks: " + bucket + "there are " +
                                             std::to_string(size) + " ranks; pad it");
@@ -43,6 +48,9 @@ class Transport {
     reduce_scatter(bucket, tag);
     all_gather(bucket, tag);
   }
+
+  // Bytes sent so far in operations on buckets of rows; of other buckets the length says it.
+  virtual int64_t row_bytes() const { return 0; }
 
   // From any thread: the operation in progress and all later ones throw EngineError.
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -48,6 +48,7 @@ struct BucketSpec {
   void* reduce_ptr = nullptr;   // the gradients: `count` elements of `dtype`, summed in place
   void* gather_ptr = nullptr;   // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
   size_t count = 0;             // elements
+  size_t row = 0;               // elements of a row; only rows with a nonzero bit travel. 0: all elements do
   std::vector<size_t> ends;     // where each rank's part ends; empty: all parts have count / N elements
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;

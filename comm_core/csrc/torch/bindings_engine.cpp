@@ -39,7 +39,7 @@ void check_flat(const at::Tensor& tensor, const char* what) {
 }
 
 BucketSpec make_spec(const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
-                     double prescale, double postscale, bool needs_update, std::string name, std::vector<size_t> ends) {
+                     double prescale, double postscale, bool needs_update, std::string name, std::vector<size_t> ends, size_t row) {
   const at::Tensor& gathered = gather.value_or(reduce);
   check_flat(reduce, "the gradient buffer");
   check_flat(gathered, "the gathered buffer");
@@ -52,6 +52,7 @@ BucketSpec make_spec(const at::Tensor& reduce, const std::optional<at::Tensor>& 
   spec.reduce_ptr = reduce.data_ptr();
   spec.gather_ptr = gathered.data_ptr();
   spec.count = reduce.numel();
+  spec.row = row;
   spec.ends = std::move(ends);
   spec.dtype = dtype_of(reduce.scalar_type());
   spec.gather_dtype = dtype_of(gathered.scalar_type());
@@ -80,7 +81,7 @@ std::vector<PlanOp> as_plan(const std::vector<std::pair<std::string, int>>& item
 // One operation outside of any engine, for measuring and for values that no bucket holds.
 void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double postscale, int64_t step,
                std::vector<size_t> ends) {
-  const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends));
+  const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
   check_parts(spec, transport.size());
   const py::gil_scoped_release no_gil;
   const OpTag tag{step, 0, op, 0};
@@ -182,15 +183,15 @@ void bind_the_engine(py::module_& m) {
       .def(
           "add_bucket",
           [](Engine& e, const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
-             double prescale, double postscale, bool needs_update, const std::string& name, std::vector<size_t> ends) {
+             double prescale, double postscale, bool needs_update, const std::string& name, std::vector<size_t> ends, size_t row) {
             const BucketSpec spec =
-                make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name, std::move(ends));
+                make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name, std::move(ends), row);
             const py::gil_scoped_release no_gil;
             return e->add_bucket(spec);
           },
           py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(),
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "",
-          py::arg("ends") = std::vector<size_t>())
+          py::arg("ends") = std::vector<size_t>(), py::arg("row") = 0)
       .def("clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
       .def("install",
            [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {

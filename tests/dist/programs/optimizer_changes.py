@@ -274,8 +274,8 @@ def recording_a_timeline_does_not_change_the_plan(me: Me) -> None:
         settings.cache_clear()
         try:
             twin = Twin(me, Branches, schedule="auto", planned=False, lag=0.0)
-            planner, seen = twin.optimizer._driver.planner, []
-            planner.refine_link = seen.extend
+            link, seen = twin.optimizer._driver.planner._timed_link, []
+            link.refined = lambda times: seen.extend(times) or link.link
             for step in range(6):
                 twin.step(using(step))
         finally:

@@ -115,7 +115,7 @@ def test_buckets_are_cut_between_elements() -> None:
         Bucket((Piece(3, 66, 132), Piece(1, 0, 40)), 0),
         Bucket((Piece(2, 0, 14),), 1),
     )
-    buckets = Plan(replace(program, buckets=cut), profile, LINK, (-1, 0, 1, 2)).buckets(MODEL.itemsizes)
+    buckets = Plan(replace(program, buckets=cut), profile, LINK, (-1, 0, 1, 2)).buckets(MODEL)
     assert buckets[0].pieces == (Piece(2, 0, 64),)
     assert buckets[1].pieces == (Piece(2, 64, 132), Piece(0, 0, 40))
     assert buckets[2].pieces == (Piece(1, 0, 14),)
