@@ -27,7 +27,7 @@ from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
@@ -39,6 +39,7 @@ from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.timeline import Timeline
@@ -69,14 +70,14 @@ class Driver:
         names = [optimizer._parameter_names[p] for p in params]
         self.backend = backend_for(params, options.transport, options.process_set)
         ranks = self.backend.ranks
-        numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
-        self.model = Model(tuple(names), numels, dtypes)
+        self.model = Model.of(params, names, options.wire_dtype)
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
         self.planner = Planner(self.model, self.backend, options, self._owners)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
-        state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
+        residuals = residuals_of(optimizer, params, self.model, ranks, after, not sharded)
+        state = StepState(params, names, scaling, options.sums, residuals, options.sparse_as_dense)
         self.gathering: Gathering = (
             ParameterGathering(state, self.backend, optimizer, options.master_weights)
             if sharded
@@ -111,8 +112,7 @@ class Driver:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         buckets = plan.buckets(self.model.itemsizes)
-        size = self.backend.ranks.size
-        layout = build_layout(self.model.numels, self.model.itemsizes, buckets, size, self._owners)
+        layout = self.model.layout(buckets, self.backend.ranks.size, self._owners)
         kinds = {group: (self.model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()

@@ -7,6 +7,7 @@ from typing import Any
 
 from comm_core.engine import OPS
 from commsched.optimizer.metrics import Metrics, metrics_of, milliseconds
+from commsched.optimizer.quantised import SHARE
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -23,6 +24,7 @@ class Explanation:
     link: str
     profile_source: str
     bound: float
+    quantised: tuple[bool, ...]  # by bucket: whether its gradients travel in blocks of int8
     metrics: Metrics
     program: Program
     profile: Profile
@@ -37,7 +39,8 @@ class Explanation:
         ]
         for number, (size, names) in enumerate(self.buckets):
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {few}")
+            wire = f", gradients as int8 {size * SHARE / 2**20:.2f} MiB" if self.quantised[number] else ""
+            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB{wire}: {few}")
         return "\n".join(lines)
 
 
@@ -68,6 +71,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
+        quantised=tuple(driver.model.quantises(b.group) for b in program.buckets),
         metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,
         profile=profile,

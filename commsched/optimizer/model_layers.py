@@ -8,9 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
+from commsched.backends.interface import Scaling
+from commsched.optimizer.bucket_layout import Layout, build_layout
+from commsched.optimizer.quantised import BLOCK, SHARE, WIRE, travels_quantised
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
@@ -24,22 +30,51 @@ class Model:
     names: tuple[str, ...]
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    quantised: frozenset[int] = frozenset()  # the parameters that travel in blocks of int8
+
+    @classmethod
+    def of(cls, params: Sequence[nn.Parameter], names: Sequence[str], wire: Any = None) -> Model:
+        """Return the facts about these parameters, whose gradients travel as ``wire``."""
+        quantised = (i for i, p in enumerate(params) if wire is WIRE and travels_quantised(p))
+        numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
+        return cls(tuple(names), numels, dtypes, frozenset(quantised))
 
     @property
     def itemsizes(self) -> list[int]:
         return [dtype.itemsize for dtype in self.dtypes]
 
     @property
+    def _kinds(self) -> list[tuple[torch.dtype, bool]]:
+        return [(dtype, i in self.quantised) for i, dtype in enumerate(self.dtypes)]
+
+    @property
     def groups(self) -> list[int]:
-        """One bucket holds one dtype: the group of a parameter is the place of its dtype."""
-        kinds = list(dict.fromkeys(self.dtypes))
-        return [kinds.index(dtype) for dtype in self.dtypes]
+        """One bucket holds one dtype, quantised or not: a parameter's group is the place of that pair."""
+        kinds = list(dict.fromkeys(self._kinds))
+        return [kinds.index(kind) for kind in self._kinds]
 
     def kind(self, group: int) -> torch.dtype:
-        return list(dict.fromkeys(self.dtypes))[group]
+        return list(dict.fromkeys(self._kinds))[group][0]
+
+    def quantises(self, group: int) -> bool:
+        """Return whether the buckets of a group travel in blocks of int8."""
+        return list(dict.fromkeys(self._kinds))[group][1]
+
+    def layout(self, buckets: Sequence[Bucket], ranks: int, owners: Sequence[int] | None = None) -> Layout:
+        """Return the places of the gradients in buckets that name parameters."""
+        blocks = {group: BLOCK for group in set(self.groups) if self.quantises(group)}
+        return build_layout(self.numels, self.itemsizes, buckets, ranks, owners, blocks)
 
     def bytes(self, i: int) -> int:
         return self.numels[i] * self.dtypes[i].itemsize
+
+    def wire_share(self, wire: torch.dtype | None) -> float:
+        """Return the bytes of all gradients in messages as a share of their own."""
+        scaling, sent = Scaling(wire_dtype=wire), 0.0
+        for i, dtype in enumerate(self.dtypes):
+            cast = scaling.wire_type(dtype) or dtype
+            sent += self.bytes(i) * SHARE if i in self.quantised else self.numels[i] * cast.itemsize
+        return sent / (sum(map(self.bytes, range(len(self.numels)))) or 1.0)
 
     @property
     def fingerprint(self) -> str:

@@ -82,12 +82,16 @@ class Planner:
         self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
-            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())}"
+            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
+            f" wire_dtype={asked.wire_dtype}"
         )
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
         )
-        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))))
+        share = model.wire_share(asked.wire_dtype)
+        if asked.gather == "parameters":
+            share = (share + 1) / 2  # parameters travel as they are
+        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))), share)
         self.link = self._timed_link.link
 
     @property

@@ -11,6 +11,11 @@ constexpr int kOwn = 1;
 RingTransport::RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
     : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth), sends_(depth), receives_(depth) {}
 
+void RingTransport::prepare(const BucketSpec& bucket) {
+  refuse_blocks(bucket, "a ring, which would round the sum at every hop");
+  ExchangeTransport::prepare(bucket);
+}
+
 // Reducing, round 0 sends shard rank-1; the shard received in a round is sent in the next one, until the own shard arrives.
 // Gathering, round 0 sends the own shard.
 int RingTransport::shard_sent(const Work& work, size_t m) const {

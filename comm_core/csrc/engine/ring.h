@@ -11,6 +11,7 @@ class RingTransport : public ExchangeTransport {
  public:
   RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 
+  void prepare(const BucketSpec& bucket) override;
   void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
 

@@ -41,6 +41,7 @@ PythonTransport::~PythonTransport() {
 }
 
 void PythonTransport::prepare(const BucketSpec& bucket) {
+  refuse_blocks(bucket, "a Python transport");
   if (bucket.ends.empty()) return;
   throw EngineError(ErrorKind::usage, "a Python transport reduces and gathers parts of equal length, but those of bucket '" +
                                           bucket.name + "' differ; use the direct or the ring exchange");
