@@ -128,7 +128,15 @@ def extension(name: str, files: list[str], **more: Any) -> CppExtension:
         include_dirs=[str(ROOT / "comm_core/csrc"), str(ROOT / "comm_core/cuda")],
         depends=sources("comm_core", ".h") + sources("comm_core", ".inl"),
         # -g0: Python's own flags ask for debug information, most of the file's size and compile time.
-        extra_compile_args=["-O3", "-g0", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"],
+        # -ffp-contract=off: the same bits on processors that can fuse a product into a sum.
+        extra_compile_args=[
+            "-O3",
+            "-g0",
+            "-Wall",
+            "-Wno-unknown-pragmas",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+        ],
         **more,
     )
 

@@ -145,12 +145,18 @@ class Engine:
         name: str = "",
         ends: Sequence[int] = (),
         row: int = 0,
+        sent_residual: Tensor | None = None,
+        sum_residual: Tensor | None = None,
     ) -> int:
         """Add a bucket and return its number. Call it between steps only.
 
         `reduce` is the flat gradient buffer, its length a multiple of the number of ranks unless `ends` says
         where each rank's part ends; `gather` is the buffer that the AG fills (default: `reduce`).
         With `row`, the buffer holds rows of so many elements, and only rows with a nonzero bit travel.
+
+        With `wire_dtype=torch.int8`, float32 gradients travel in blocks of 256 with one scale. What rounding
+        loses is kept in the residuals, which are float32 like the buffer (`sent_residual`) and like this
+        rank's part of it (`sum_residual`), and added to the next step's values.
         """
 
     def clear_buckets(self) -> None: ...

@@ -28,7 +28,7 @@ def measure(script: str, arguments: list[str], steps: int) -> Measurement | None
     observation = observe(script, arguments, steps)
     step, exposed, sample = observation.figures()
     params = observation.params
-    model = Model(observation.names, tuple(p.numel() for p in params), tuple(p.dtype for p in params))
+    model = Model.of(params, observation.names)
     backend = backend_for(params, None, global_process_set)
     try:
         ranks = backend.ranks

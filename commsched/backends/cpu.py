@@ -68,16 +68,19 @@ class EngineBackend(Backend):
             engine.clear_buckets()
             for piece in work.buffers.layout.slices:
                 data = work.buffers.bucket(piece.number)
+                sent, sums = work.residuals.get(piece.number, (None, None))
                 engine.add_bucket(
                     data,
                     gather=None if gathered is None else gathered.bucket(piece.number),
-                    wire_dtype=scaling.wire_type(data.dtype),
+                    wire_dtype=scaling.wire_type(data.dtype) if sent is None else torch.int8,
                     prescale=scaling.before,
                     postscale=scaling.after,
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
                     ends=piece.ends,
                     row=piece.row,
+                    sent_residual=sent,
+                    sum_residual=sums,
                 )
             for number, flags in enumerate(work.flags):
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -34,7 +34,9 @@ class Scaling:
     wire_dtype: torch.dtype | None = None
 
     def wire_type(self, dtype: torch.dtype) -> torch.dtype | None:
-        return self.wire_dtype if dtype in (torch.float32, torch.float64) else None
+        """Return the type of a bucket's messages, if it is another one; quantised buckets have residuals."""
+        castable = dtype in (torch.float32, torch.float64) and self.wire_dtype is not torch.int8
+        return self.wire_dtype if castable else None
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,26 @@ class StepWork:
     flags: Sequence[torch.Tensor]
     gathered: Buffers | None = None  # parameters; None where the gradients themselves are gathered
     scaling: Scaling = Scaling()
+    # Buckets that travel in blocks of int8: what rounding their gradients, and the sums of this rank's shard,
+    # has lost so far.
+    residuals: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
 
 
 def step_work(
-    program: Program, buffers: Buffers, flags: int, ranks: int, gathered: Buffers | None, scaling: Scaling
+    program: Program,
+    buffers: Buffers,
+    flags: int,
+    ranks: int,
+    gathered: Buffers | None,
+    scaling: Scaling,
+    residuals: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]],
 ) -> StepWork:
     """Return the program with ``flags`` flags after its backward, and with ``early_step`` after each RS."""
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
     tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
-    return StepWork(link_order(program), buffers, tensors, gathered, scaling)
+    return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals)
 
 
 def link_order(program: Program) -> list[tuple[str, int]]:

@@ -44,6 +44,12 @@ class Ranks:
                 f" {', '.join(f'rank {rank} has {values[rank]}' for rank in others[:4])}; {advice}"
             )
 
+    def add_up(self, tensor: torch.Tensor, name: str) -> None:
+        """Replace a tensor by its sum over the ranks."""
+        from commsched.collectives.reductions import Sum, allreduce_
+
+        allreduce_(tensor, op=Sum, name=name, process_set=self.process_set)
+
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:

@@ -54,9 +54,26 @@ class BF16Compressor(FP16Compressor):
     wire_dtype = torch.bfloat16
 
 
+class Int8Compressor(Compressor):
+    """Sends large float32 gradients in blocks of int8 with one scale, and makes up for the rounding later.
+
+    For ``DistributedOptimizer`` only, which keeps what rounding has lost from one step to the next.
+    """
+
+    wire_dtype = torch.int8
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise ValueError(
+            "Compression.int8 is for the buckets of DistributedOptimizer, and a collective by itself keeps no"
+            " residual; use Compression.fp16, bf16 or none here"
+        )
+
+
 class Compression:
     """The choices for ``compression=``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor

@@ -105,6 +105,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if rank() != root_rank:
         state = _replace(skeleton, _Placeholder, lambda holder: tensors[holder.index])
         _check_groups(state, optimizer)
+    # A state that is spread over the ranks is cut anew, on the root too.
+    if rank() != root_rank or getattr(optimizer, "spreads_state", False):
         optimizer.load_state_dict(state)
 
 

@@ -158,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
 
     def sharded_optimizers(self) -> list[DistributedMethods]:
         """Return the optimizers of which no rank has whole gradients."""
-        return [o for o in self._distributed_optimizers() if o.shards_state]
+        return [o for o in self._distributed_optimizers() if o._shards is not None]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip like Accelerate's. With ``gather="parameters"`` only the norm's parts travel."""
@@ -192,9 +192,9 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def whole_states(self) -> Iterator[None]:
-        """Gather sharded states on all ranks, so that one rank alone can call ``state_dict()`` within."""
+        """Gather states that are spread over the ranks: one rank alone can call ``state_dict()`` within."""
         changed = [
-            prepared for prepared in self._optimizers if prepared.optimizer in self.sharded_optimizers()
+            prepared for prepared in self._optimizers if getattr(prepared.optimizer, "spreads_state", False)
         ]
         for prepared in changed:
             prepared.state_dict = partial(dict, prepared.state_dict())

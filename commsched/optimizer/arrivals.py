@@ -81,6 +81,7 @@ class Arrivals:
             for i in complete:
                 now.exposed[i] = True
                 clear_pending(state.params[i])
+            state.residuals.give_back(set(now.unused).intersection(complete), state.buffers)
             for i in used:
                 self.gathering.show(i)
             state.pending -= len(complete)
@@ -121,6 +122,7 @@ class Arrivals:
         late = any(flag >= LATE for flag in used)
         if late:
             now.used = used = [flag % LATE for flag in used]
+        now.unused = [i for i in state.residuals.params if not used[i]]
         sparse = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE and not state.sparse_as_dense]
         if late or sparse:
             self.gathering.reduce_outside(late, sparse)

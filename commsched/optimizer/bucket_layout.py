@@ -9,7 +9,7 @@ shards differ in length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -74,26 +74,29 @@ def build_layout(
     ranks: int,
     owners: Sequence[int] | None = None,
     rows: Mapping[int, int] | None = None,
+    alignment: Mapping[int, int] | None = None,
 ) -> Layout:
     """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
     A cut inside a tensor moves to where the bucket's length is a multiple of the ranks, because padding would
     tear the tensor apart. With ``owners`` (ranks by parameter), no tensor may be cut. ``rows`` has the
     elements of a row of each parameter that travels by rows, which is alone in its group and is cut between
-    rows. Parameters without elements have no slot.
+    rows. Tensors and shards start at multiples of ``ALIGN`` elements, or of the group's ``alignment``.
+    Parameters without elements have no slot.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
     for group, grouped in groupby(numbered, key=lambda item: item[1].group):
         members = list(grouped)
         first = members[0][1].pieces[0].layer
+        align = (alignment or {}).get(group, ALIGN)
         if rows and first in rows:
             _lay_out_rows(layout, group, members, numels[first], itemsizes[first], rows[first])
         elif owners is None:
-            _lay_out_group(layout, group, members, numels, itemsizes, ranks)
+            _lay_out_group(layout, group, members, numels, itemsizes, ranks, align)
         else:
             _check_whole(buckets, numels, itemsizes)
-            _lay_out_owned(layout, group, members, numels, owners, ranks)
+            _lay_out_owned(layout, group, members, numels, owners, ranks, align)
     return layout
 
 
@@ -128,6 +131,7 @@ def _lay_out_owned(
     numels: Sequence[int],
     owners: Sequence[int],
     ranks: int,
+    align: int,
 ) -> None:
     start = 0
     for number, bucket in buckets:
@@ -135,7 +139,7 @@ def _lay_out_owned(
         for rank in range(ranks):
             for i in (piece.layer for piece in bucket.pieces if owners[piece.layer] == rank):
                 layout.slots[i] = Slot(i, group, cursor, numels[i])
-                cursor += _round_up(numels[i], ALIGN)
+                cursor += _round_up(numels[i], align)
             ends.append(cursor - start)
         layout.slices[number] = Slice(number, group, start, cursor, ends=tuple(ends))
         start = cursor
@@ -150,13 +154,14 @@ def _lay_out_group(
     numels: Sequence[int],
     itemsizes: Sequence[int],
     ranks: int,
+    align: int,
 ) -> None:
-    unit = ranks * ALIGN
+    unit = ranks * align
     start = 0
     for position, (number, bucket) in enumerate(buckets):
         cursor = start
         for piece in bucket.pieces:
-            cursor = _place(layout, group, piece, cursor, numels[piece.layer], itemsizes[piece.layer])
+            cursor = _place(layout, group, piece, cursor, numels[piece.layer], itemsizes[piece.layer], align)
         cut = bucket.pieces[-1]
         slot = layout.slots[cut.layer]
         open_ended = cut.stop < numels[cut.layer] * itemsizes[cut.layer]
@@ -173,7 +178,9 @@ def _lay_out_group(
     _register(layout, group)
 
 
-def _place(layout: Layout, group: int, piece: Piece, cursor: int, numel: int, itemsize: int) -> int:
+def _place(
+    layout: Layout, group: int, piece: Piece, cursor: int, numel: int, itemsize: int, align: int
+) -> int:
     """Give a tensor its slot at its first piece; return the position behind the piece."""
     slot = layout.slots.get(piece.layer)
     if slot is None:
@@ -182,7 +189,7 @@ def _place(layout: Layout, group: int, piece: Piece, cursor: int, numel: int, it
                 f"the first bucket that names tensor {piece.layer} holds its bytes from {piece.start} on; a"
                 " split tensor must be in consecutive buckets of its group, in order of its bytes"
             )
-        slot = layout.slots[piece.layer] = Slot(piece.layer, group, _round_up(cursor, ALIGN), numel)
+        slot = layout.slots[piece.layer] = Slot(piece.layer, group, _round_up(cursor, align), numel)
     stop = slot.offset + -(-piece.stop // itemsize)
     return max(cursor, slot.offset + slot.numel if piece.stop >= numel * itemsize else stop)
 
@@ -223,13 +230,14 @@ class Buffers:
         self.layout, self._kinds, self._room = layout, kinds, room
         with room():
             self.flat = {
-                group: torch.zeros(length, dtype=kinds[group][0], device=kinds[group][1])
-                for group, length in layout.lengths.items()
+                group: torch.zeros(layout.lengths[group], dtype=dtype, device=device)
+                for group, (dtype, device) in kinds.items()
             }
 
-    def more(self) -> Buffers:
-        """Return another set of the same tensors."""
-        return Buffers(self.layout, self._kinds, self._room)
+    def more(self, groups: Iterable[int] | None = None) -> Buffers:
+        """Return another set of the same tensors, or of those of some groups."""
+        kinds = self._kinds if groups is None else {group: self._kinds[group] for group in groups}
+        return Buffers(self.layout, kinds, self._room)
 
     def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
         """Return the slot in the shape of ``like``, with its strides if they leave no holes in memory."""

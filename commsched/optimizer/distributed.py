@@ -28,6 +28,7 @@ from commsched.optimizer.options import (
     tell_ignored,
 )
 from commsched.optimizer.parameter_names import checked_names, group_indices
+from commsched.optimizer.quantised import WIRE, exact_transport
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile
@@ -88,6 +89,8 @@ def DistributedOptimizer(
         gather, early_step = "gradients", False
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support process sets; use the global one")
+    if getattr(compression, "wire_dtype", None) is WIRE:
+        transport = exact_transport(transport, params, one_by_one)
     names = checked_names(optimizer.param_groups, named)
     options = Options(
         process_set=process_set,

@@ -21,7 +21,7 @@ from commsched.backends.interface import Scaling
 from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
 from commsched.env import settings
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.closing import close, close_at_exit
 from commsched.optimizer.drift import StepTimes
 from commsched.optimizer.gather_gradients import GradientGathering
@@ -34,6 +34,7 @@ from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.split_backward import SplitBackward
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
@@ -66,15 +67,15 @@ class Driver:
         names = [optimizer._parameter_names[p] for p in params]
         self.backend = backend_for(params, options.transport, options.process_set)
         ranks = self.backend.ranks
-        numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, self.backend) if sharded else None
-        model, modules = Model(tuple(names), numels, dtypes), owners(params, optimizer._model)
+        model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
         self.planner = Planner(model, self.backend, options, self._owners)
         self.planner.send_by_rows(params, modules)
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
-        state = StepState(params, names, scaling, options.sums, options.sparse_as_dense)
+        residuals = residuals_of(optimizer, params, model, ranks, after, not sharded)
+        state = StepState(params, names, scaling, options.sums, residuals, options.sparse_as_dense)
         self.gathering: Gathering = (
             ParameterGathering(state, self.backend, optimizer, options.master_weights)
             if sharded
@@ -112,10 +113,8 @@ class Driver:
 
     def install(self, plan: Plan) -> None:
         self.plan = plan
-        model, size = self.planner.model, self.backend.ranks.size
-        rows = {i: row.elements for i, row in model.rows.items()}
-        buckets = plan.buckets(model)
-        layout = build_layout(model.numels, model.itemsizes, buckets, size, self._owners, rows)
+        model = self.planner.model
+        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners)
         kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
         if self.split is not None:

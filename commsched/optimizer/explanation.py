@@ -8,6 +8,7 @@ from typing import Any
 
 from comm_core.engine import OPS
 from commsched.optimizer.metrics import Metrics, metrics_of, milliseconds
+from commsched.optimizer.quantised import SHARE
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -29,6 +30,7 @@ class Explanation:
     profile_source: str
     bound: float
     split: tuple[str, ...]
+    quantised: tuple[bool, ...]  # by bucket: whether its gradients travel in blocks of int8
     metrics: Metrics
     program: Program
     profile: Profile
@@ -48,7 +50,8 @@ class Explanation:
         for number, (size, names) in enumerate(self.buckets):
             whole = sum(self.by_rows.get(name, 0) for name in names)
             rows = f", touched rows of {whole / 2**20:.2f} MiB" if whole else ""
-            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB: {_few(names)}{rows}")
+            wire = f", gradients as int8 {size * SHARE / 2**20:.2f} MiB" if self.quantised[number] else ""
+            lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB{wire}: {_few(names)}{rows}")
         return "\n".join(lines)
 
 
@@ -85,6 +88,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
         split=tuple(driver.split.names()) if driver.split is not None else (),
+        quantised=tuple(driver.planner.model.quantises(b.group) for b in program.buckets),
         metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,
         profile=profile,

@@ -113,10 +113,11 @@ class GradientGathering(Gathering):
         process_set, mine = ranks.process_set, ranks.global_rank(ranks.rank) == root
         named = [(f"commsched.join.{i}", p) for i, p in enumerate(state.params)]
         broadcast_parameters(named, root, process_set=process_set)
-        whole = optimizer.state_dict() if mine else None
+        # The wrapped class's own methods: each rank keeps its residuals.
+        whole = optimizer._base.state_dict(optimizer) if mine else None
         whole = broadcast_object(whole, root, "commsched.join", process_set)
         if not mine:
-            optimizer.load_state_dict(whole)
+            optimizer._base.load_state_dict(optimizer, whole)
 
     def finish_round(self) -> None:
         for bucket in range(self.state.flags_bucket):
@@ -128,3 +129,4 @@ class GradientGathering(Gathering):
 
     def finish_all(self) -> None:
         self.arrivals.complete_all()
+        self.state.residuals.keep()

@@ -12,7 +12,6 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import nn
 
 from commsched.backends.interface import Backend
 from commsched.optimizer import sharded_errors as refusals
@@ -23,6 +22,7 @@ from commsched.optimizer.clipping import factor_for, total_norm
 from commsched.optimizer.early_update import EarlyUpdates
 from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.pending import can_pend, clear_pending, mark_pending, raw_grad, set_raw_grad
+from commsched.optimizer.residuals import State
 from commsched.optimizer.shards import Shards, check_elementwise
 from commsched.optimizer.step_state import Phase, StepState
 from commsched.optimizer.whole_matrix import WHOLE
@@ -33,6 +33,7 @@ from scheduler.ir.program import Program
 class ParameterGathering(Gathering):
     arrivals: Arrivals
     shards: Shards
+    spreads_state = True
 
     def __init__(self, state: StepState, backend: Backend, optimizer: Any, masters: bool) -> None:
         super().__init__(state, backend)
@@ -59,10 +60,10 @@ class ParameterGathering(Gathering):
         if program.early_step and not self.backend.can_step_early:
             raise refusals.early_on_gpu()
         if self._buckets:
-            self._optimizer.__dict__["state"].update(self.whole_state())
+            self._keep_shards()
         ranks, params = self.backend.ranks, self.state.params
         self.shards = Shards(self._optimizer, params, buffers, ranks.rank, ranks.size, self._masters)
-        self.take_state()
+        self.shards.take_state(self._optimizer.__dict__["state"])
         return self.shards.buffers
 
     def installed(self, program: Program) -> None:
@@ -246,7 +247,8 @@ class ParameterGathering(Gathering):
             self.gather_gradients()
             self.state.detach_gradients()
             self.discard()
-        self._optimizer.__dict__["state"].update(self.whole_state())
+        self._keep_shards()
+        self.state.residuals.keep()
 
     def cleared(self) -> None:
         if self._consumed:
@@ -278,14 +280,17 @@ class ParameterGathering(Gathering):
             return total.to(reduce(torch.promote_types, (p.dtype for p in state.params), torch.float32))
 
     def take_state(self) -> None:
-        """Cut the shards' state out of ``optimizer.state``; the state of frozen parameters stays there."""
-        whole = self._optimizer.__dict__["state"]
-        self.shards.take_state(whole)
-        for param in self.shards.params:
-            whole.pop(param, None)
+        super().take_state()
+        self.shards.take_state(self._optimizer.__dict__["state"])
 
-    def whole_state(self) -> dict[nn.Parameter, dict[str, object]]:
-        """Return the optimizer's state of whole parameters, on every rank. Collective."""
+    def whole_state(self, state: State) -> State:
+        self.absent.check_none("state_dict()")
+        return super().whole_state({**state, **self._gathered_shards()})
+
+    def _gathered_shards(self) -> State:
         self.arrivals.settle()
-        gathered = self.shards.gathered_state(self.backend.ranks.all_values, self.backend.gather_now)
-        return {**self._optimizer.__dict__["state"], **gathered}
+        return self.shards.gathered_state(self.backend.ranks.all_values, self.backend.gather_now)
+
+    def _keep_shards(self) -> None:
+        """Put the state of whole parameters into the optimizer, on every rank. Collective."""
+        self._optimizer.__dict__["state"].update(self._gathered_shards())

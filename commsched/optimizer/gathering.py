@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from commsched.backends.interface import Backend
+from commsched.optimizer.absent_ranks import AbsentRanks
 from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.step_state import StepState
+from commsched.optimizer.residuals import State
+from commsched.optimizer.step_state import Phase, StepState
 from scheduler.ir.program import Program
 
 
@@ -102,8 +104,27 @@ class Gathering(ABC):
     def finish_all(self) -> None:
         """Complete all pending work, so that another reducer can take over; gradients stay."""
 
+    @property
+    def spreads_state(self) -> bool:
+        """Whether ``whole_state()`` is collective, because each rank has a part of the state."""
+        return bool(self.state.residuals.params)
+
+    def whole_state(self, state: State) -> State:
+        """Return the optimizer's state with everything that belongs into a state dict."""
+        if self.state.residuals.params:
+            AbsentRanks(self.state, self.backend.ranks).check_none("state_dict()")
+        self._finish_residuals()
+        return self.state.residuals.added_to(state)
+
     def take_state(self) -> None:
         """Use a state that was loaded into the optimizer."""
+        self._finish_residuals()
+        self.state.residuals.load()
+
+    def _finish_residuals(self) -> None:
+        """Wait for the round that changes the residuals, if there is one."""
+        if self.state.residuals.params and self.state.phase is Phase.SENT:
+            self.finish_round()
 
     def close(self) -> None:
         """End threads; pending results are lost."""

@@ -19,11 +19,14 @@ _SMALLEST, _LARGEST = 1 << 12, 1 << 21
 class TimedLink:
     """Times RS and AG of six sizes. Its methods are collective."""
 
-    def __init__(self, backend: Backend, model_bytes: int) -> None:
+    def __init__(self, backend: Backend, model_bytes: int, wire_share: float = 1.0) -> None:
+        """``wire_share``: the part of a gradient's bytes that its messages have. Rates are per own byte."""
         self._backend = backend
         largest = min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
-        self._messages = self._mean([(size, backend.exchange_seconds(size)) for size in sizes])
+        self._messages = self._mean(
+            [(size, backend.exchange_seconds(round(size * wire_share))) for size in sizes]
+        )
         self.link = self._fit(self._messages)
 
     def refined(self, operations: Sequence[tuple[int, float]]) -> Link:

@@ -8,11 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from commsched.backends.interface import Scaling
+from commsched.optimizer.bucket_layout import Layout, build_layout
 from commsched.optimizer.profiling import Sample
+from commsched.optimizer.quantised import BLOCK, SHARE, WIRE, travels_quantised
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
@@ -34,20 +39,44 @@ class Model:
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     rows: Mapping[int, Rows] = field(default_factory=dict)  # parameters of which only touched rows travel
+    quantised: frozenset[int] = frozenset()  # the parameters that travel in blocks of int8
+
+    @classmethod
+    def of(cls, params: Sequence[nn.Parameter], names: Sequence[str], wire: Any = None) -> Model:
+        """Return the facts about these parameters, whose gradients travel as ``wire``."""
+        quantised = (i for i, p in enumerate(params) if wire is WIRE and travels_quantised(p))
+        numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
+        return cls(tuple(names), numels, dtypes, quantised=frozenset(quantised))
 
     @property
     def itemsizes(self) -> list[int]:
         return [dtype.itemsize for dtype in self.dtypes]
 
     @property
+    def _kinds(self) -> list[tuple[torch.dtype, bool]]:
+        return [(dtype, i in self.quantised) for i, dtype in enumerate(self.dtypes)]
+
+    @property
     def groups(self) -> list[int]:
-        """The group of each parameter: one bucket holds one dtype, or one parameter that travels by rows."""
-        kinds = list(dict.fromkeys(self.dtypes))
+        """The group of each parameter: one bucket holds one dtype, quantised or not, or one parameter that
+        travels by rows.
+        """
+        kinds = list(dict.fromkeys(self._kinds))
         tables = {i: len(kinds) + place for place, i in enumerate(sorted(self.rows))}
-        return [tables.get(i, kinds.index(dtype)) for i, dtype in enumerate(self.dtypes)]
+        return [tables.get(i, kinds.index(kind)) for i, kind in enumerate(self._kinds)]
 
     def kind(self, group: int) -> torch.dtype:
         return self.dtypes[self.groups.index(group)]
+
+    def quantises(self, group: int) -> bool:
+        """Return whether the buckets of a group travel in blocks of int8."""
+        return self.groups.index(group) in self.quantised
+
+    def layout(self, buckets: Sequence[Bucket], ranks: int, owners: Sequence[int] | None = None) -> Layout:
+        """Return the places of the gradients in buckets that name parameters."""
+        blocks = {group: BLOCK for group in set(self.groups) if self.quantises(group)}
+        rows = {i: row.elements for i, row in self.rows.items()}
+        return build_layout(self.numels, self.itemsizes, buckets, ranks, owners, rows, blocks)
 
     def bytes(self, i: int) -> int:
         return self.numels[i] * self.dtypes[i].itemsize
@@ -55,6 +84,14 @@ class Model:
     def sent(self, i: int) -> int:
         """Return the bytes of one RS or AG of a parameter's gradient."""
         return self.rows[i].sent if i in self.rows else self.bytes(i)
+
+    def wire_share(self, wire: torch.dtype | None) -> float:
+        """Return the bytes of all gradients in messages as a share of their own."""
+        scaling, sent = Scaling(wire_dtype=wire), 0.0
+        for i, dtype in enumerate(self.dtypes):
+            cast = scaling.wire_type(dtype) or dtype
+            sent += self.bytes(i) * SHARE if i in self.quantised else self.numels[i] * cast.itemsize
+        return sent / (sum(map(self.bytes, range(len(self.numels)))) or 1.0)
 
     @property
     def fingerprint(self) -> str:

@@ -108,12 +108,15 @@ class Planner:
         agreed = (
             f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
             f" split_backward={asked.split_backward}, extra_memory={asked.extra_memory},"
-            f" row_sparse={asked.row_sparse}"
+            f" row_sparse={asked.row_sparse}, wire_dtype={asked.wire_dtype}"
         )
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
         )
-        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))))
+        share = model.wire_share(asked.wire_dtype)
+        if asked.gather == "parameters":
+            share = (share + 1) / 2  # parameters travel as they are
+        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))), share)
         self.link = self._timed_link.link
 
     @property

@@ -51,8 +51,10 @@ class Reducer:
         with state.lock:
             if state.views:
                 self.arrivals.complete_all()
+            state.residuals.install(buffers)
             gathered = self.gathering.prepare(program, buffers)
-            work = step_work(program, buffers, state.places.size, size, gathered, state.scaling)
+            lost = state.residuals.by_bucket()
+            work = step_work(program, buffers, state.places.size, size, gathered, state.scaling, lost)
             state.install(buffers, work.flags)
             self.backend.install(work)
             self.gathering.installed(program)

@@ -183,7 +183,7 @@ class Shards:
     # -- whole state -----------------------------------------------------------------------------------------
 
     def take_state(self, full: dict[Any, Any]) -> None:
-        """Cut this rank's parts out of the state of whole parameters."""
+        """Take this rank's parts out of the state of whole parameters; that of frozen ones stays there."""
         self.state.clear()
         for parts in self.parts:
             for part in parts:
@@ -191,6 +191,8 @@ class Shards:
                 for key, value in full.get(param, {}).items():
                     self.state[part.leaf][key] = self._cut(key, value, param, part)
                 self._take_master(part)
+        for param in self.params:
+            full.pop(param, None)
 
     def _take_master(self, part: Part) -> None:
         saved = self.state[part.leaf].pop(KEY, None) if part.leaf in self.state else None

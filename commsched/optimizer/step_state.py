@@ -19,6 +19,7 @@ from torch import nn
 from commsched.backends.interface import Scaling
 from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
 from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
+from commsched.optimizer.residuals import Residuals
 
 # A parameter's entry in the flags that every round sums over the ranks.
 DENSE = 1
@@ -83,6 +84,7 @@ class Round:
         self.sparse: dict[int, torch.Tensor] = {}
         self.late: dict[int, torch.Tensor] = {}
         self.joined: list[int] = []  # ranks that have joined, once the flags have arrived
+        self.unused: list[int] = []  # quantised parameters that no rank used, once the flags have arrived
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
 
     @classmethod
@@ -110,10 +112,12 @@ class StepState:
         names: Sequence[str],
         scaling: Scaling,
         sums: bool,
+        residuals: Residuals,
         sparse_as_dense: bool = False,
     ) -> None:
         self.params, self.names = list(params), list(names)
         self.scaling = scaling
+        self.residuals = residuals  # of the parameters that are quantised
         self.sums = sums  # op=Sum, not Average
         self.sparse_as_dense = sparse_as_dense  # sparse gradients travel in the dense buckets
         self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came

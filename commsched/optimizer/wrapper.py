@@ -203,9 +203,9 @@ class DistributedMethods(Optimizer):
         self.__dict__["state"] = value
 
     @property
-    def shards_state(self) -> bool:
-        """Whether each rank has a part of the state and of the gradients only (``gather="parameters"``)."""
-        return self._shards is not None
+    def spreads_state(self) -> bool:
+        """Whether every rank must call ``state_dict()``, because each has a part of the state only."""
+        return self._driver is not None and self._driver.gathering.spreads_state
 
     @property
     def _shards(self) -> ParameterGathering | None:
@@ -220,13 +220,12 @@ class DistributedMethods(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict; either optimizer can load that of the other.
 
-        With ``gather="parameters"`` every rank must call: the state is gathered from all of them.
+        With ``gather="parameters"`` or ``Compression.int8`` every rank must call: each has a part of it.
         """
         self._settle()
         own = self.__dict__["state"]
-        if self._shards is not None:
-            self._shards.absent.check_none("state_dict()")
-            self.__dict__["state"] = self._shards.whole_state()
+        if self._driver is not None:
+            self.__dict__["state"] = self._driver.gathering.whole_state(own)
         try:
             return self._base.state_dict(self)
         finally:

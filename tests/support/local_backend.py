@@ -13,12 +13,13 @@ import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.interface import Scaling
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.planning import Plan
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.step_state import StepState
 from scheduler.ir.link import Link
 from scheduler.policies import plan
@@ -42,13 +43,14 @@ def reducer_of(
     """A reducer of a model's gradients, planned for made-up times, and its hooks."""
     named = list(model.named_parameters())
     params, names = [p for _, p in named], tuple(name for name, _ in named)
-    facts = Model(names, tuple(p.numel() for p in params), tuple(p.dtype for p in params))
+    facts = Model.of(params, names)
     link, order, size = Link(alpha=1e-4, beta=1e-8), list(range(len(params))), backend.ranks.size
     profile = facts.guess(order, link)
     program = plan(profile, link, policy, ranks=size, bucket_bytes=bucket_bytes)
     chosen = Plan(program, profile, link, (-1, *order))
-    layout = build_layout(facts.numels, facts.itemsizes, chosen.buckets(facts), size)
-    state = StepState(params, names, Scaling(after=1.0 / size), sums=False)
+    layout = facts.layout(chosen.buckets(facts), size)
+    nothing = residuals_of(torch.optim.SGD(params), params, facts, backend.ranks, 1.0, of_sums=False)
+    state = StepState(params, names, Scaling(after=1.0 / size), False, nothing)
     reducer = Reducer(state, backend, GradientGathering(state, backend))
     kinds = {group: (facts.kind(group), torch.device("cpu")) for group in layout.lengths}
     reducer.install(program, Buffers(layout, kinds))

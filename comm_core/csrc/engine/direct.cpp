@@ -40,7 +40,7 @@ void DirectTransport::post_scatter(const Work& work, size_t k) {
   const MessageTag tag = message(work.tag, 0, k);
   for (int d = 1; mine > 0 && d < size_; ++d) {
     const int from = peer(d);
-    request(receives_, from, k) = channel_->irecv(received_.slot(from, k), mine * dtype_size(work.wire), from, tag);
+    request(receives_, from, k) = channel_->irecv(received_.slot(from, k), wire_bytes(work.wire, mine), from, tag);
   }
   for (int d = 1; d < size_; ++d) {
     const int to = peer(d);
@@ -51,11 +51,11 @@ void DirectTransport::post_scatter(const Work& work, size_t k) {
     const char* data = at(b.reduce_ptr, b.dtype, theirs.begin(k));
     if (work.wire != work.type) {
       char* staged = outgoing_.slot(to, k);
-      convert(data, work.type, staged, work.wire, n, b.prescale);
+      convert(data, work.type, staged, work.wire, n, b.prescale, b.sent_residual_at(theirs.begin(k)));
       data = staged;
     }
-    pass_gate(n * dtype_size(work.wire));
-    request(sends_, to, k) = channel_->isend(data, n * dtype_size(work.wire), to, tag);
+    pass_gate(wire_bytes(work.wire, n));
+    request(sends_, to, k) = channel_->isend(data, wire_bytes(work.wire, n), to, tag);
   }
 }
 
@@ -74,7 +74,7 @@ void DirectTransport::reduce(const Work& work, size_t k) {
   if (work.wire != work.type) {
     // Round this rank's own part to the wire type too, so that the sum does not depend on who owns the shard.
     char* staged = outgoing_.slot(rank_, k);
-    convert(mine, work.type, staged, work.wire, n, b.prescale);
+    convert(mine, work.type, staged, work.wire, n, b.prescale, b.sent_residual_at(own.begin(k)));
     parts_[rank_] = staged;
   }
   sum_in_order(parts_.data(), size_, work.wire, mine, work.type, n, b.postscale);
@@ -104,7 +104,7 @@ void DirectTransport::post_gather(const Work& work, size_t k) {
     const Cut theirs = part(work, from);
     if (theirs.size(k) == 0) continue;
     char* place = cast ? received_.slot(from, k) : at(b.gather_ptr, work.type, theirs.begin(k));
-    request(receives_, from, k) = channel_->irecv(place, theirs.size(k) * dtype_size(work.wire), from, tag);
+    request(receives_, from, k) = channel_->irecv(place, wire_bytes(work.wire, theirs.size(k)), from, tag);
   }
   for (int d = 1; d < size_; ++d) wait_for(sends_, peer(d), k);
   const Cut own = part(work, rank_);
@@ -113,13 +113,13 @@ void DirectTransport::post_gather(const Work& work, size_t k) {
   char* data = at(b.gather_ptr, work.type, own.begin(k));
   if (cast) {
     char* staged = outgoing_.slot(rank_, k);
-    convert(data, work.type, staged, work.wire, n, 1.0);
+    convert(data, work.type, staged, work.wire, n, 1.0, b.sum_residual_at(own.begin(k) - own.start));
     convert(staged, work.wire, data, work.type, n, 1.0);  // keep the rounded values that the others receive
     data = staged;
   }
   for (int d = 1; d < size_; ++d) {
-    pass_gate(n * dtype_size(work.wire));
-    request(sends_, peer(d), k) = channel_->isend(data, n * dtype_size(work.wire), peer(d), tag);
+    pass_gate(wire_bytes(work.wire, n));
+    request(sends_, peer(d), k) = channel_->isend(data, wire_bytes(work.wire, n), peer(d), tag);
   }
 }
 

@@ -115,11 +115,13 @@ void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::tim
 
 int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
   const int n = transport_->size(), rank = transport_->rank();
-  const auto mine = static_cast<int64_t>(spec.part_end(rank, n) - spec.part_begin(rank, n));
-  const int64_t others = static_cast<int64_t>(spec.count) - mine;
-  const int64_t scattered = others * static_cast<int64_t>(dtype_size(spec.wire_dtype));
+  const auto part = [&](int r, DType wire) {
+    return static_cast<int64_t>(wire_bytes(wire, spec.part_end(r, n) - spec.part_begin(r, n)));
+  };
+  int64_t bytes = 0;
+  for (int r = 0; op != Op::AG && r < n; ++r) bytes += r == rank ? 0 : part(r, spec.wire_dtype);
   const DType gathered = spec.gathers_gradients() ? spec.wire_dtype : spec.gather_dtype;
-  return (op != Op::AG ? scattered : 0) + (op != Op::RS ? mine * (n - 1) * static_cast<int64_t>(dtype_size(gathered)) : 0);
+  return bytes + (op == Op::RS ? 0 : (n - 1) * part(rank, gathered));
 }
 
 // Adds the operation, the bucket and advice to a channel's error.

@@ -24,6 +24,11 @@ ExchangeTransport::ExchangeTransport(std::shared_ptr<Channel> channel, int rank,
 
 void ExchangeTransport::prepare(const BucketSpec& bucket) {
   check_wire(bucket.dtype, bucket.wire_dtype);
+  if (wire_elements(bucket.wire_dtype, segment_bytes_) == 0) {
+    throw EngineError(ErrorKind::usage, "segment_bytes must hold a block of " + std::to_string(kQuantBytes) +
+                                            " bytes for a bucket that travels in blocks, but is " +
+                                            std::to_string(segment_bytes_));
+  }
   if (bucket.wire_dtype != bucket.dtype) outgoing_.reserve(size_, depth_, segment_bytes_);
 }
 

@@ -57,7 +57,7 @@ class ExchangeTransport : public Transport {
  protected:
   Cut cut(const BucketSpec& b, int rank, DType wire) const {
     const size_t start = b.part_begin(rank, size_);
-    return {start, b.part_end(rank, size_) - start, segment_bytes_ / dtype_size(wire)};
+    return {start, b.part_end(rank, size_) - start, wire_elements(wire, segment_bytes_)};
   }
 
   // Of the longest part.

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "quantise.h"
+
 namespace commsched {
 namespace {
 
@@ -139,6 +141,7 @@ bool is_floating(DType dtype) { return dtype <= DType::bf16; }
 }  // namespace
 
 void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale) {
+  if (from == DType::q8) return sum_quantised(parts, num_parts, static_cast<float*>(out), n, scale);
   if (from == to && !is_floating(from)) {
     return with_integer(from, [&](auto t) {
       using T = typename decltype(t)::type;
@@ -152,7 +155,10 @@ void sum_in_order(const void* const* parts, int num_parts, DType from, void* out
   });
 }
 
-void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale) {
+void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale, float* residual) {
+  if (to_type == DType::q8) {
+    return quantise(static_cast<const float*>(from), n, scale, residual, static_cast<char*>(to));
+  }
   if (from_type == to_type && scale == 1.0) {
     if (from != to && n > 0) std::memcpy(to, from, n * dtype_size(to_type));
     return;
@@ -161,10 +167,11 @@ void convert(const void* from, DType from_type, void* to, DType to_type, size_t 
 }
 
 void check_wire(DType dtype, DType wire) {
-  if (wire == dtype) return;
+  if (wire == dtype || (wire == DType::q8 && dtype == DType::f32)) return;
   if (is_floating(dtype) && is_floating(wire) && dtype_size(wire) < dtype_size(dtype)) return;
   throw EngineError(ErrorKind::usage, std::string("a bucket of ") + dtype_name(dtype) + " cannot travel as " +
-                                          dtype_name(wire) + ": use the same type or a smaller floating type");
+                                          dtype_name(wire) +
+                                          ": use the same type, a smaller floating type, or for float32 blocks of int8");
 }
 
 }  // namespace commsched

@@ -16,6 +16,7 @@ void RingTransport::prepare(const BucketSpec& bucket) {
     throw EngineError(ErrorKind::usage, "the ring sends whole buckets, but bucket '" + bucket.name +
                                             "' shall travel by rows; use the direct exchange, or add the bucket without row=");
   }
+  refuse_blocks(bucket, "a ring, which would round the sum at every hop");
   ExchangeTransport::prepare(bucket);
 }
 

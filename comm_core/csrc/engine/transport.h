@@ -31,6 +31,13 @@ inline void check_parts(const BucketSpec& spec, int size) {
   }
 }
 
+// Throws if the bucket is to travel in blocks of int8: only the direct exchange can do that.
+inline void refuse_blocks(const BucketSpec& spec, const std::string& who) {
+  if (spec.wire_dtype != DType::q8) return;
+  throw EngineError(ErrorKind::usage, "bucket '" + spec.name + "' cannot travel in blocks of int8 over " + who +
+                                          "; use the direct exchange");
+}
+
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -38,6 +38,33 @@ void check_flat(const at::Tensor& tensor, const char* what) {
   throw EngineError(ErrorKind::usage, std::string(what) + " must be a one-dimensional contiguous tensor on the CPU");
 }
 
+// The type in which a bucket's gradients travel.
+DType wire_of(at::ScalarType type) { return type == at::kChar ? DType::q8 : dtype_of(type); }
+
+float* residual_of(const at::Tensor& residual, size_t length, const BucketSpec& spec, const char* what) {
+  check_flat(residual, what);
+  if (spec.wire_dtype == DType::q8 && residual.scalar_type() == at::kFloat && residual.numel() == static_cast<int64_t>(length)) {
+    return residual.data_ptr<float>();
+  }
+  throw EngineError(ErrorKind::usage, std::string(what) + " of bucket '" + spec.name + "' must be " + std::to_string(length) +
+                                          " elements of float32, for wire_dtype=torch.int8, but has " +
+                                          std::to_string(residual.numel()) + " of " + c10::toString(residual.scalar_type()));
+}
+
+// What blocks of int8 have lost so far, which the engine adds to the next values.
+struct Residuals {
+  std::optional<at::Tensor> sent, sums;
+
+  void hand_over(BucketSpec& spec, int rank, int size) const {
+    if (sent) spec.sent_residual = residual_of(*sent, spec.count, spec, "the residual of gradients");
+    if (sums) {
+      const size_t part = spec.part_end(rank, size) - spec.part_begin(rank, size);
+      spec.sum_residual = residual_of(*sums, part, spec, "the residual of sums");
+    }
+    spec.owner = std::make_shared<std::pair<std::shared_ptr<void>, Residuals>>(spec.owner, *this);
+  }
+};
+
 BucketSpec make_spec(const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
                      double prescale, double postscale, bool needs_update, std::string name, std::vector<size_t> ends, size_t row) {
   const at::Tensor& gathered = gather.value_or(reduce);
@@ -56,7 +83,7 @@ BucketSpec make_spec(const at::Tensor& reduce, const std::optional<at::Tensor>& 
   spec.ends = std::move(ends);
   spec.dtype = dtype_of(reduce.scalar_type());
   spec.gather_dtype = dtype_of(gathered.scalar_type());
-  spec.wire_dtype = wire_dtype.is_none() ? spec.dtype : dtype_of(wire_dtype.cast<at::ScalarType>());
+  spec.wire_dtype = wire_dtype.is_none() ? spec.dtype : wire_of(wire_dtype.cast<at::ScalarType>());
   spec.prescale = prescale;
   spec.postscale = postscale;
   spec.needs_update = needs_update;
@@ -183,15 +210,18 @@ void bind_the_engine(py::module_& m) {
       .def(
           "add_bucket",
           [](Engine& e, const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
-             double prescale, double postscale, bool needs_update, const std::string& name, std::vector<size_t> ends, size_t row) {
-            const BucketSpec spec =
-                make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name, std::move(ends), row);
+             double prescale, double postscale, bool needs_update, const std::string& name, std::vector<size_t> ends, size_t row,
+             const std::optional<at::Tensor>& sent_residual, const std::optional<at::Tensor>& sum_residual) {
+            BucketSpec spec = make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name, std::move(ends), row);
+            check_parts(spec, e->transport().size());
+            Residuals{sent_residual, sum_residual}.hand_over(spec, e->transport().rank(), e->transport().size());
             const py::gil_scoped_release no_gil;
             return e->add_bucket(spec);
           },
           py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(),
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "",
-          py::arg("ends") = std::vector<size_t>(), py::arg("row") = 0)
+          py::arg("ends") = std::vector<size_t>(), py::arg("row") = 0, py::arg("sent_residual") = py::none(),
+          py::arg("sum_residual") = py::none())
       .def("clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
       .def("install",
            [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {

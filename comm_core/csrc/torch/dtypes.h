@@ -10,7 +10,7 @@
 namespace commsched {
 
 inline at::ScalarType scalar_type(DType dtype) {
-  constexpr at::ScalarType types[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte};
+  constexpr at::ScalarType types[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte, at::kChar};
   return types[static_cast<int>(dtype)];
 }
 

@@ -45,6 +45,7 @@ void PythonTransport::prepare(const BucketSpec& bucket) {
     throw EngineError(ErrorKind::usage, "a Python transport sends whole buckets, but bucket '" + bucket.name +
                                             "' shall travel by rows; use the direct exchange, or add the bucket without row=");
   }
+  refuse_blocks(bucket, "a Python transport");
   if (bucket.ends.empty()) return;
   throw EngineError(ErrorKind::usage, "a Python transport reduces and gathers parts of equal length, but those of bucket '" +
                                           bucket.name + "' differ; use the direct or the ring exchange");

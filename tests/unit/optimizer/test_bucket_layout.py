@@ -28,23 +28,23 @@ def buckets_for(numels: list[int], seed: int, itemsize: int = 4) -> tuple[Bucket
 
 
 @settings(max_examples=150, deadline=None)
-@given(SIZES, st.integers(0, 10**6), st.integers(1, 9))
+@given(SIZES, st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([ALIGN, 256]))
 def test_slots_are_whole_and_apart_and_slices_cover_everything(
-    numels: list[int], seed: int, ranks: int
+    numels: list[int], seed: int, ranks: int, align: int
 ) -> None:
     buckets = buckets_for(numels, seed)
-    layout = build_layout(numels, [4] * len(numels), buckets, ranks)
+    layout = build_layout(numels, [4] * len(numels), buckets, ranks, alignment={0: align})
     assert set(layout.slots) == {i for i, n in enumerate(numels) if n}
     slots = sorted(layout.slots.values(), key=lambda s: s.offset)
     for slot in slots:
-        assert slot.numel == numels[slot.param] and slot.offset % ALIGN == 0
+        assert slot.numel == numels[slot.param] and slot.offset % align == 0
     for a, b in zip(slots, slots[1:], strict=False):
         assert a.offset + a.numel <= b.offset
     slices = sorted(layout.slices, key=lambda s: s.start)
     assert [s.number for s in layout.slices] == list(range(len(buckets)))
     position = 0
     for piece in slices:
-        assert piece.start == position <= piece.stop and piece.numel % ranks == 0
+        assert piece.start == position <= piece.stop and piece.numel % (ranks * align) == 0
         position = piece.stop
     assert position == layout.lengths.get(0, 0)
     assert all(slot.offset + slot.numel <= position for slot in slots)

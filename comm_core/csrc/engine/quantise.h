@@ -1,0 +1,15 @@
+// Blocks of 256 float32 elements as one float32 scale (largest magnitude / 127) and a signed byte for each element.
+#pragma once
+
+#include "types.h"
+
+namespace commsched {
+
+// Writes wire_bytes(DType::q8, n) bytes that stand for in[i] * scale + residual[i], and leaves in `residual` what rounding lost.
+// A block that is not finite becomes NaN, except its zeros, and keeps its residual. Without a residual (nullptr) the loss is forgotten.
+void quantise(const float* in, size_t n, double scale, float* residual, char* out);
+
+// out[i] = (parts[0][i] + parts[1][i] + ...) * scale of n quantised elements each, added in float32 in the order of `parts`.
+void sum_quantised(const void* const* parts, int num_parts, float* out, size_t n, double scale);
+
+}  // namespace commsched

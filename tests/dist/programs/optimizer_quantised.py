@@ -1,0 +1,285 @@
+"""``Compression.int8``: bits as an oracle makes them, residuals that lose nothing, bytes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commsched as hvd
+from commsched.optimizer.quantised import travels_quantised
+from commsched.optimizer.residuals import KEY
+from commsched.optimizer.shards import memory_order
+from tests.support.cases import Me, case, main
+from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
+from tests.support.quantised_training import INT8, Ledger, Wide, loss_of, quantised
+from tests.support.reference_run import momentum
+
+
+@case(ranks=(2, 3), slow=(4,))
+def every_plan_gives_the_bits_of_the_oracle(me: Me) -> None:
+    ways = [{"schedule": policy} for policy in ("wfbp", "dear", "bytescheduler", "sequential")]
+    ways += [{"schedule": "optimal", "bucket_mb": size} for size in (0.001, 0.02, 10)]
+    for way in (*ways, {"transport": "gloo"}):
+        twin = quantised(me, **way)
+        for step in range(6):
+            twin.step(loss_of(step))
+        twin.compare(f"{way}")
+        prints = me.everybody(fingerprint(twin.model))
+        assert len(set(prints)) == 1, prints
+        release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+def new_plans_move_residuals_without_changing_a_bit(me: Me) -> None:
+    twin = quantised(me, schedule="auto", planned=False, lag=0.0, bucket_mb=None)
+    seen = set()
+    for step in range(14):
+        twin.step(loss_of(step))
+        seen.add(twin.optimizer._driver.plan.program.hash)
+        twin.compare(f"step {step}")
+    assert len(seen) > 1, "the plan never changed, so nothing was moved"
+    release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+def shards_are_updated_with_sums_of_rounded_gradients(me: Me) -> None:
+    for early in (False, True):
+        twin = quantised(me, gather="parameters", early_step=early)
+        for step in range(6):
+            twin.step(loss_of(step))
+            twin.compare_update(f"early_step={early}, step {step}")
+        release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def whole_matrices_are_quantised_too(me: Me) -> None:
+    def muon(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Muon(model.parameters(), lr=2e-3)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 200, bias=False), nn.Tanh(), nn.Linear(200, 70, bias=False))
+
+    twin = quantised(me, build, muon, gather="parameters")
+    for step in range(4):
+        twin.step(loss_of(step))
+    twin.compare()
+    release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+def the_state_holds_what_is_lacking(me: Me) -> None:
+    for gather in ("gradients", "parameters"):
+        twin = quantised(me, gather=gather)
+        for step in range(3):
+            twin.step(loss_of(step))
+            twin.compare_update(f"step {step}")
+        saved = twin.optimizer.state_dict()
+        params = list(twin.plain.parameters())
+        assert {i for i, entries in saved["state"].items() if KEY in entries} == {
+            i for i, p in enumerate(params) if travels_quantised(p)
+        }
+        for i, p in enumerate(params):
+            if travels_quantised(p):
+                wanted = twin.oracle.lacking(p)
+                found = memory_order(saved["state"][i][KEY], p).double()
+                assert wanted.abs().max() > 0
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+        other = quantised(me, gather=gather)
+        other.optimizer.load_state_dict(saved)
+        again = other.optimizer.state_dict()
+        for i in saved["state"]:
+            assert saved["state"][i].keys() == again["state"][i].keys()
+            if KEY in saved["state"][i]:
+                assert_close([again["state"][i][KEY]], [saved["state"][i][KEY]], 4, f"residual {i}", 1e-9)
+        for entries in saved["state"].values():
+            entries.pop(KEY, None)
+        other.optimizer.load_state_dict(saved)  # what plain PyTorch saves
+        assert not any(KEY in entries for entries in other.optimizer.state_dict()["state"].values())
+        release(other.optimizer)
+        release(twin.optimizer)
+
+
+GATHERS = ("gradients", "parameters")
+
+
+@case(ranks=(2, 3), slow=(4,))
+def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me) -> None:
+    """The state is the same whole numbers at each number of ranks, and they arrive to the last."""
+    for gather in GATHERS:
+        ledger = Ledger(me, gather=gather)
+        saved = ledger.optimizer.state_dict()
+        before = [torch.randint(-50, 51, p.shape, generator=torch.Generator().manual_seed(i)).double()
+                  for i, p in enumerate(ledger.params)]  # fmt: skip
+        for values in before:
+            values.view(-1)[::256] = 0
+        saved["state"] = {i: {KEY: values.float()} for i, values in enumerate(before)}
+        ledger.optimizer.load_state_dict(saved)
+        for _ in range(4):
+            ledger.step()
+            ledger.check("after loading", exact=True, before=before)
+        release(ledger.optimizer)
+
+
+@case(ranks=(2, 3))
+def nothing_is_lost_where_no_rank_uses_a_parameter(me: Me) -> None:
+    for gather in GATHERS:
+        ledger = Ledger(me, gather=gather)
+        for used in ((), (0,), (0,), (1,), (), (0,)):
+            ledger.step(*used)
+            ledger.check(f"{gather}, used {used}")
+        release(ledger.optimizer)
+
+
+@case(ranks=(2, 3))
+def nothing_is_lost_where_backwards_add_up_before_a_step(me: Me) -> None:
+    """With op=Sum, all ranks but one send the difference to what the first backward has delivered."""
+    for gather in GATHERS:
+        ledger = Ledger(me, gather=gather)
+        for backwards in (1, 3, 2, 1):
+            ledger.step(backwards=backwards)
+            ledger.check(f"{gather}, {backwards} backwards")
+        release(ledger.optimizer)
+
+
+@case(ranks=(2, 3))
+def nothing_is_lost_when_the_optimizer_changes(me: Me) -> None:
+    for gather in GATHERS:
+        ledger = Ledger(me, gather=gather)
+        ledger.step()
+        ledger.params[1].requires_grad_(False)
+        ledger.step(0)
+        ledger.check("frozen")
+        ledger.params[1].requires_grad_(True)
+        ledger.step()
+        ledger.check("unfrozen")
+        ledger.optimizer.release()
+        ledger.optimizer.resume()
+        ledger.step()
+        ledger.check("resumed")
+        hvd.broadcast_optimizer_state(ledger.optimizer, root_rank=0)
+        ledger.step()
+        ledger.check("broadcast")
+        release(ledger.optimizer)
+
+
+@case(ranks=(2,))
+def ranks_with_fewer_batches_keep_their_residuals(me: Me) -> None:
+    for gather in GATHERS:
+        model = seeded(Wide)
+        optimizer: Any = hvd.DistributedOptimizer(
+            momentum(model), model.named_parameters(), compression=INT8, gather=gather
+        )
+        for step in range(3 + 2 * me.rank):
+            model(batch(me.rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if me.rank == 1 and step == 4:
+                try:
+                    optimizer.state_dict()
+                    raise AssertionError("one rank alone has no whole state")
+                except ValueError as error:
+                    assert "needs all ranks" in str(error), error
+        hvd.join()
+        assert len(set(me.everybody(fingerprint(model)))) == 1
+        assert any(KEY in entries for entries in optimizer.state_dict()["state"].values())
+        release(optimizer)
+
+
+@case(ranks=(2,))
+def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me) -> None:
+    model = seeded(Wide)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), compression=INT8
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        factor = float("inf") if step == 1 and me.rank == 1 else 1.0
+        scale = scaler.get_scale()
+        scaler.scale(model(batch(me.rank, step)).square().mean() * factor).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert (scaler.get_scale() < scale) == (step == 1), f"step {step}: {scale} to {scaler.get_scale()}"
+    assert all(p.isfinite().all() for p in model.parameters())
+    state = optimizer.state_dict()["state"]
+    assert all(entries[KEY].isfinite().all() for entries in state.values() if KEY in entries)
+    release(optimizer)
+
+
+@case(ranks=(2, 3))
+def messages_have_a_quarter_of_the_bytes(me: Me) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40))
+
+    twin = quantised(me, build, bucket_mb=0.5, lag=0.0)
+    for step in range(8):
+        twin.step(loss_of(step))
+    whole = sum(4 * p.numel() for p in twin.model.parameters()) * 2 * (me.size - 1) / me.size
+    found = hvd.metrics(twin.optimizer)
+    assert found is not None and found.bytes is not None
+    assert 0.25 < found.bytes / whole < 0.27, found.bytes / whole
+    told = str(hvd.explain(twin.optimizer, show=False)).splitlines()
+    (wide,) = (line for line in told if line.startswith("  bucket") and "2.weight" in line)
+    assert ", gradients as int8 " in wide and "bias" not in wide, told
+    assert any("bias" in line and "int8" not in line for line in told), told
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def what_is_refused(me: Me) -> None:
+    def refused(model: nn.Module | None = None, **options: Any) -> str:
+        model = model or Wide()
+        try:
+            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **{"compression": INT8, **options})
+        except (ValueError, hvd.CommError) as error:
+            return str(error)
+        raise AssertionError("accepted")
+
+    assert "not possible over transport 'ring'" in refused(transport="ring")
+    assert "not possible over transport 'horovod'" in refused(transport="horovod")
+    assert "not possible over transport 'stream'" in refused(transport="stream")
+    assert "without buckets" in refused(transport="plain")
+    assert "without buckets" in refused(op=hvd.Adasum)
+    assert "on CPUs only" in refused(Wide().to("meta"))
+    text = refused(compression=INT8 if me.rank else hvd.Compression.none)
+    assert "the arguments of DistributedOptimizer must be the same on all ranks" in text, text
+    try:
+        hvd.allreduce(torch.ones(3), compression=INT8)
+        raise AssertionError("accepted")
+    except ValueError as error:
+        assert "for the buckets of DistributedOptimizer" in str(error)
+
+
+@case(ranks=(), slow=(2,))
+def digits_are_learned_as_well(me: Me) -> None:
+    from dnn_bench.converge.tasks import digits
+
+    (images, labels), _ = digits()
+    losses = {}
+    for compression in (hvd.Compression.none, INT8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))  # fmt: skip
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            model.named_parameters(),
+            compression=compression,
+        )
+        for step in range(100):
+            dice = torch.Generator().manual_seed(step)
+            mine = torch.randint(len(labels), (96,), generator=dice).chunk(me.size)[me.rank]
+            F.cross_entropy(model(images[mine]), labels[mine]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses[compression] = float(F.cross_entropy(model(images), labels))
+        release(optimizer)
+    plain, rounded = losses.values()
+    assert plain < 0.3 and abs(rounded / plain - 1) < 0.005, losses
+
+
+main(__name__)

@@ -1,0 +1,116 @@
+"""Training with ``Compression.int8`` beside what it must give, and a count of what was delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from commsched.optimizer.quantised import travels_quantised
+from commsched.optimizer.residuals import KEY
+from commsched.optimizer.shards import memory_order
+from tests.support.cases import Me
+from tests.support.oracle import Oracle, batch
+from tests.support.quantised import exchanged
+from tests.support.reference_run import Twin, momentum
+
+INT8 = hvd.Compression.int8
+
+
+class Wide(nn.Module):
+    """Matrices that are quantised, one of them turned and one not of whole blocks, among small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 200)
+        self.norm = nn.LayerNorm(200)
+        self.turned = nn.Parameter(torch.randn(200, 70).mul(0.1).t())
+        self.second = nn.Linear(70, 70)
+        self.last = nn.Linear(70, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.relu(self.first(x)))
+        return self.last(torch.tanh(self.second(x @ self.turned.t())))
+
+
+def loss_of(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
+    return lambda model, rank: model(batch(rank, step)).square().mean()
+
+
+class QuantisedOracle(Oracle):
+    """Rounds large matrices, and keeps what that loses, as all ranks and owners do together."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: int, rounds_sums: bool) -> None:
+        super().__init__(model, optimizer, ranks)
+        self.quantised = [p for p in self.params if travels_quantised(p)]
+        self.sent = {p: [torch.zeros(p.numel()).numpy() for _ in range(ranks)] for p in self.quantised}
+        self.sums = {p: torch.zeros(p.numel()).numpy() if rounds_sums else None for p in self.quantised}
+
+    def backward(self, *losses: Any) -> None:
+        by_rank = [self._local(rank, losses) for rank in range(self.ranks)]
+        for p, grads in zip(self.params, zip(*by_rank, strict=True), strict=True):
+            p.grad = self.rounded(p, grads) if p in self.sent else self.reduced(grads)
+
+    def rounded(self, p: nn.Parameter, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        data = [memory_order(torch.zeros_like(p) if g is None else g, p).numpy() for g in grads]
+        total = exchanged(data, self.sent[p], self.sums[p], [p.numel()], self.scale)
+        result = torch.empty_like(p, requires_grad=False)
+        result.as_strided((p.numel(),), (1,)).copy_(torch.from_numpy(total))
+        return result
+
+    def lacking(self, p: nn.Parameter) -> torch.Tensor:
+        """What the reduced gradients still lack, in the order of memory."""
+        total = sum(torch.from_numpy(mine).double() for mine in self.sent[p]) * self.scale
+        sums = self.sums[p]
+        return total if sums is None else total + torch.from_numpy(sums)
+
+
+def quantised(me: Me, build: Callable[[], nn.Module] = Wide, make: Any = momentum, **options: Any) -> Twin:
+    twin = Twin(me, build, make, compression=INT8, **{"bucket_mb": 0.01, **options})
+    rounds_sums = options.get("gather") != "parameters"
+    twin.oracle = QuantisedOracle(twin.plain, twin.oracle.optimizer, me.size, rounds_sums)
+    return twin
+
+
+class Ledger:
+    """Gradients of whole numbers, what was delivered of their sums over the ranks, and what is lacking."""
+
+    def __init__(self, me: Me, **options: Any) -> None:
+        self.me = me
+        self.params = [nn.Parameter(torch.zeros(64, 80)), nn.Parameter(torch.zeros(48, 100))]
+        self.optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.params, lr=1.0), compression=INT8, op=hvd.Sum, bucket_mb=0.01, **options
+        )
+        self.summed = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]
+        self.steps = 0
+
+    def gradient(self, i: int, rank: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(1000 * self.steps + 10 * rank + i)
+        values = torch.randint(-900, 901, self.params[i].shape, generator=dice).float()
+        values.view(-1)[::256] = 127 * 8  # the largest of each block: scales, and so losses, are whole
+        return values
+
+    def step(self, *used: int, backwards: int = 1) -> None:
+        """One step with gradients of these parameters (default: of all)."""
+        used = used or (0, 1)
+        for _ in range(backwards):
+            losses = [(self.params[i] * self.gradient(i, self.me.rank)).sum() for i in used]
+            torch.stack(losses).sum().backward()
+            for i in used:
+                self.summed[i] += sum(self.gradient(i, rank).double() for rank in range(self.me.size))
+            self.steps += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self, what: str, exact: bool = False, before: Sequence[torch.Tensor] = ()) -> None:
+        """With lr=1, a parameter is minus what was delivered."""
+        state = self.optimizer.state_dict()["state"]
+        for i, (p, summed) in enumerate(zip(self.params, self.summed, strict=True)):
+            lacking = state.get(i, {}).get(KEY, torch.zeros_like(p)).double()
+            apart = -p.detach().double() + lacking - summed
+            if before:
+                apart -= before[i]
+            assert apart.abs().max() <= (0 if exact else 0.01), f"{what}: {i}: {apart.abs().max()}"
