@@ -30,8 +30,7 @@ class Reducer:
         self.params = state.params
         state.places = FlagPlaces.of(len(self.params), backend.ranks.size)
         self.arrivals = Arrivals(state, backend, gathering, self.seal)
-        self.backward_passes = 1
-        self.paused = False
+        self.backward_passes, self.paused = 1, False
         # Nothing is sent before the end of the backward; so in the first round, to see what fires twice.
         self.hold = True
         self.joined = False  # this rank takes part with zeros until every rank has joined
@@ -52,8 +51,7 @@ class Reducer:
             if state.views:
                 self.arrivals.complete_all()
             state.residuals.install(buffers)
-            gathered = self.gathering.prepare(program, buffers)
-            lost = state.residuals.by_bucket()
+            gathered, lost = self.gathering.prepare(program, buffers), state.residuals.by_bucket()
             work = step_work(program, buffers, state.places.size, size, gathered, state.scaling, lost)
             state.install(buffers, work.flags)
             self.backend.install(work)
