@@ -28,7 +28,7 @@ from commsched.optimizer.options import (
     tell_ignored,
 )
 from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.quantised import WIRE, exact_transport
+from commsched.optimizer.quantised import WIRE, transport_for_blocks
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile
@@ -90,7 +90,7 @@ def DistributedOptimizer(
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support process sets; use the global one")
     if getattr(compression, "wire_dtype", None) is WIRE:
-        transport = exact_transport(transport, params, one_by_one)
+        transport = transport_for_blocks(transport, params, one_by_one)
     names = checked_names(optimizer.param_groups, named)
     options = Options(
         process_set=process_set,

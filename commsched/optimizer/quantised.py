@@ -22,7 +22,7 @@ def travels_quantised(param: torch.Tensor) -> bool:
     return param.dtype == torch.float32 and param.dim() > 1 and param.numel() >= _FEWEST
 
 
-def exact_transport(transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
+def transport_for_blocks(transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
     """Return the transport for quantised buckets, or raise where nothing can move them."""
     refused = "compression=Compression.int8 is not possible"
     elsewhere = sorted({param.device.type for param in params} - {"cpu"})
