@@ -113,14 +113,14 @@ def test_a_profile_decides_by_its_bytes() -> None:
         replace(model, rows={}).fitted(profile, [0, 1])
 
 
-def test_what_was_sent_is_the_mean_of_steps_and_operations() -> None:
-    """Of 3 ranks each sends two thirds of a message: 200 and 400 bytes are those of messages of 450 bytes."""
+def test_bytes_are_the_mean_and_seconds_the_median_of_the_steps() -> None:
+    """Of 3 ranks each sends two thirds of a message: 150 bytes are those of a message of 225 bytes."""
     layout = build_layout(MODEL.numels, MODEL.itemsizes, BUCKETS, 3, rows={0: 10, 2: 20})
     fields = [("step", "i8"), ("op", "i4"), ("bucket", "i4"), ("start", "f8"), ("end", "f8"), ("bytes", "i8")]
     rows = [
-        (step, op, bucket, 10.0, 10.0 + (0.25 if bucket == 0 else 7.0), size)
-        for step in (4, 5)
-        for op, bucket, size in ((0, 0, 100 * (step - 3)), (1, 0, 100 * (step - 3)), (0, 2, 10**6))
+        (step, op, bucket, 10.0, 10.0 + (took if bucket == 0 else 7.0), sent)
+        for step, took, size in ((4, 0.25, 100), (5, 0.25, 200), (6, 5.0, 150))
+        for op, bucket, sent in ((0, 0, size), (1, 0, size), (0, 2, 10**6))
     ]
     sent = sent_by_rows(np.array(rows, dtype=fields), layout, {0: Rows(10, 16000)}, 3)
     assert sent == {0: Sent(pytest.approx(225.0), 0.5)}  # type: ignore[arg-type]
