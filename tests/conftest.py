@@ -1,10 +1,14 @@
-"""What every test gets: one thread, no launcher's variables from the shell, and servers that fork ranks."""
+"""What every test gets: one thread, no launcher's variables from the shell, servers that fork ranks."""
 
+import faulthandler
 import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,10 +23,33 @@ os.environ.clear()
 os.environ.update(variables)
 fork_server.share()
 
+# pytest-timeout raises in the main thread once that runs Python again. If it never does, this many seconds
+# later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
+GRACE = float(os.environ.get("PYTEST_STUCK_GRACE", 60))
+STDERR = pytest.StashKey[int]()
+
 
 def pytest_collection_finish() -> None:
     """Let collections, and an optimizer's search for its modules, pass over everything imported so far."""
     gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # before pytest captures it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process of a test that its time-out could not end."""
+    own = item.get_closest_marker("timeout")
+    asked = item.config.getoption("timeout")
+    usual = item.config.getini("timeout") if asked is None else asked
+    if limit := float(own.args[0] if own else usual):
+        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -8,6 +8,6 @@
 Importing this package does not import torch, so that listing the names is quick.
 """
 
-from dnn_bench.baselines.registry import LIMIT, OURS, PEER, Baseline, MissingPeer, get, names, start
+from dnn_bench.baselines.registry import LIMIT, OURS, PEER, ROUNDED, Baseline, MissingPeer, get, names, start
 
-__all__ = ["LIMIT", "OURS", "PEER", "Baseline", "MissingPeer", "get", "names", "start"]
+__all__ = ["LIMIT", "OURS", "PEER", "ROUNDED", "Baseline", "MissingPeer", "get", "names", "start"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -20,15 +21,25 @@ from dnn_bench.baselines.trainer import Job, Operation, Trainer
 LEAST_SHARE = 0.01  # of the model's parameters; smaller parts go with the root
 
 
+POWERSGD_RANK, POWERSGD_START = 4, 2  # the first iterations travel whole: DDP forms its buckets anew in them
+
+
 class DDP(Trainer):
-    def __init__(self, job: Job, bucket_cap_mb: float | None = None) -> None:
-        self.bucket_cap_mb = bucket_cap_mb
+    def __init__(self, job: Job, bucket_cap_mb: float | None = None, compression: str = "") -> None:
+        self.bucket_cap_mb, self.compression = bucket_cap_mb, compression
         self.recorded: list[Operation] = []
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         buckets: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **buckets)
+        if self.compression == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.compression:
+            wrapped.register_comm_hook(None, getattr(default_hooks, f"{self.compression}_compress_hook"))
         return wrapped, self.job.build_optimizer(wrapped.parameters())
 
     def record_operations(self) -> None:
@@ -105,24 +116,30 @@ class Horovod(Trainer):
 
     library = "horovod.torch"
 
+    def __init__(self, job: Job, compression: str = "none") -> None:
+        self.compression = compression
+        super().__init__(job)
+
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
         self.ranks.broadcast_optimizer_state(optimizer, root_rank=0)
-        return model, self.ranks.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        options = {"compression": getattr(self.ranks.Compression, self.compression)}
+        return model, self.ranks.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
 class Commsched(Trainer):
     library = "commsched"
 
-    def __init__(self, job: Job, **options: Any) -> None:
-        self.options = options
+    def __init__(self, job: Job, compression: str = "none", **options: Any) -> None:
+        self.compression, self.options = compression, options
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
         options = {"named_parameters": model.named_parameters(), "model": model, **self.options}
+        options["compression"] = getattr(self.ranks.Compression, self.compression)
         return model, self.ranks.DistributedOptimizer(optimizer, **options)
 
     def operations(self) -> list[Operation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from scheduler import policies
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HERE = "dnn_bench.baselines."
 LIMIT, PEER, OURS = "limit", "peer", "commsched"
+ROUNDED = "rounded"  # sends gradients in fewer bits, which exact baselines are not compared with
 AS_THEY_COME = ("horovod", "ddp", "fsdp2")  # peers with their default settings
 
 
@@ -53,11 +54,19 @@ def _entries() -> list[Baseline]:
             for schedule in ("auto", *policies.names())
         ),
         Baseline("auto_unsplit", OURS, HERE + "peers.Commsched", {"split_backward": False}),
+        Baseline("auto_dense", OURS, HERE + "peers.Commsched", {"row_sparse": False}),
+        *(_rounded(f"ddp_{hook}", "DDP", hook) for hook in ("bf16", "fp16", "powersgd")),
+        replace(_horovod("horovod_fp16", None), kind=ROUNDED, options={"compression": "fp16"}, exact=False),
+        *(_rounded(f"auto_{name}", "Commsched", name) for name in ("bf16", "int8")),
     ]
 
 
 def _ddp(name: str, size: float | None) -> Baseline:
     return Baseline(name, PEER, HERE + "peers.DDP", {"bucket_cap_mb": size})
+
+
+def _rounded(name: str, trainer: str, compression: str) -> Baseline:
+    return Baseline(name, ROUNDED, f"{HERE}peers.{trainer}", {"compression": compression}, exact=False)
 
 
 def _horovod(name: str, size: float | None) -> Baseline:

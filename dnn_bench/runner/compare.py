@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.registry import AS_THEY_COME, OURS, PEER, MissingPeer, require
+from dnn_bench.baselines.registry import AS_THEY_COME, LIMIT, OURS, PEER, ROUNDED, MissingPeer, require
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict, results
@@ -22,8 +22,7 @@ from dnn_bench.runner.watcher import Watcher
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
 # beside the traffic and plan again in eight, the check's three among them.
-SETTLE = {OURS: 8}
-FEW = 3  # where there is no check
+SETTLE = {OURS: 8, ROUNDED: 10, LIMIT: 3}  # iterations before timing; those of the check come before them
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
@@ -132,7 +131,11 @@ class Comparison:
                 if self._worth_a_trace(row):
                     self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
-            fit = [row for row in self.rows if row.kind != OURS and row.status == OK and not row.recorded]
+            fit = [
+                row
+                for row in self.rows
+                if row.kind in (LIMIT, PEER) and row.status == OK and not row.recorded
+            ]
             staying = {row.name for row in fit}
             self._crew.dismiss(lambda ranks: ranks.baseline.name not in staying)
 
@@ -176,7 +179,7 @@ class Comparison:
             if row.reason:
                 row.status = WRONG
                 return
-        if settle := SETTLE.get(row.kind, 0) if ranks.baseline.exact else FEW:
+        if settle := SETTLE.get(row.kind, 0):
             ranks.call("block", settle - 1, 1)
 
     def _time(self, row: Row, ranks: RankSet) -> None:
@@ -198,7 +201,7 @@ class Comparison:
         return environment.least_disturbed(lambda: ranks.call(command, *arguments), tries, again)
 
     def _worth_a_trace(self, row: Row) -> bool:
-        if row.name == "wire":
+        if row.name == "wire" or row.kind == ROUNDED:
             return False
         if self.effort.trace == "best":
             return row.kind in (OURS, PEER) and row is fastest(self.rows, row.kind)
