@@ -44,7 +44,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     own = item.get_closest_marker("timeout")
     asked = item.config.getoption("timeout")
     usual = item.config.getini("timeout") if asked is None else asked
-    if limit := float(own.args[0] if own else usual):
+    if limit := float(own.args[0] if own else usual or 0):
         faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)

@@ -16,6 +16,9 @@ SETTLE = 2  # warm-up steps after a new plan, ignored
 WINDOW = 15  # steps whose median is compared
 KEPT = 4 * WINDOW  # steps over which medians are reported
 _MOST_MICROSECONDS = 2**31 - 2
+NOTICED = 4  # steps whose compute tells whether measuring was disturbed
+DISTURBED = 0.1
+BRIEF = 0.02  # seconds: shorter iterations differ by more than that from one another
 PATIENCE = 200  # at least so many steps between two new plans; doubled with every one
 
 
@@ -37,6 +40,11 @@ class Measured:
     steps: int = 0
 
 
+def disturbed(before: float, after: float) -> bool:
+    """Return whether iterations differ by so much that something else had the processor in one of them."""
+    return before > BRIEF and abs(after / before - 1) > DISTURBED
+
+
 class StepTimes:
     """Times every step since the last plan."""
 
@@ -53,6 +61,7 @@ class StepTimes:
         # The marks of steps that the device may not have finished.
         self._unread: deque[list[tuple[Any, Any]]] = deque()
         self._baseline: float | None = None
+        self._compute: float | None = None  # of the first ``NOTICED`` steps
         self._last = time.monotonic()
         self._arrivals.take_waits()
         self._arrivals.waits_of_ranks.clear()
@@ -69,6 +78,9 @@ class StepTimes:
         self._last = now
         if self._baseline is None and len(self._periods) == WINDOW:
             self._baseline = median(self._periods)
+        if self._compute is None and len(self._waits) >= NOTICED:
+            pairs = zip(self._periods, list(self._waits)[:NOTICED], strict=False)
+            self._compute = median(period - waited for period, waited in pairs)
 
     def _read_waits(self) -> None:
         """Read the waits of all steps that the device has finished, without waiting for it."""
@@ -96,6 +108,10 @@ class StepTimes:
         if self._baseline is None or self._count < self.patience:
             return False
         return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
+
+    def contradicts(self, compute: float) -> bool:
+        """Return whether the first steps needed much more or less compute than while they were measured."""
+        return self._compute is not None and disturbed(compute, self._compute)
 
     def may_replan_at_once(self) -> bool:
         """Return whether another forward order may start a new plan now.

@@ -4,7 +4,8 @@ The first iterations communicate after the backward and are timed. Then rank 0 p
 and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
 memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
 made from those times. In the flags of every round the ranks vote whether the step has become so much slower
-or faster that a new plan is due, so that no rank decides alone.
+or faster that a new plan is due, so that no rank decides alone. Soon after the second plan one rank's vote is
+enough: if its compute differs from what it was while it was measured, the measurement was disturbed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.closing import close, close_at_exit
-from commsched.optimizer.drift import StepTimes
+from commsched.optimizer.drift import StepTimes, disturbed
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.gathering import Gathering
@@ -32,7 +33,7 @@ from commsched.optimizer.joining import Joining
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
-from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
+from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.split_backward import SplitBackward
@@ -45,6 +46,7 @@ from scheduler.ir.profile import Profile
 WARM_UP = 1
 TRIED = 1  # another iteration, in which modules are tried that may be split
 SAMPLES = 3
+REPEATS = 2  # how often disturbed measurements are made again
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
 
@@ -94,6 +96,8 @@ class Driver:
             self.hooks.removed_with.append(self.split.remove)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
+        self._compute: float | None = None  # this rank's, as it was measured beside the traffic
+        self._repeats = REPEATS
         file = settings().timeline
         self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
         wanted = settings().log_every or settings().metrics_port
@@ -142,11 +146,17 @@ class Driver:
             self._split_as_given(self.split)
         elif self.planner.adapts:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
+            # Another program may have had one rank's processor.
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()
-            self.reducer.vote = self.backend.ranks.size if reordered else int(self.times.has_drifted())
+            every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
+            self.reducer.vote = every or int(self.times.has_drifted())
             if 2 * self.reducer.votes > self.backend.ranks.size:
                 self.times.patience *= 2
+                self._repeats -= 1
                 self._start_measuring()
+
+    def _was_disturbed(self) -> bool:
+        return self._repeats > 0 and self._compute is not None and self.times.contradicts(self._compute)
 
     def _watch_next(self) -> None:
         self.arrivals.watch = self.backend.watch()
@@ -169,7 +179,7 @@ class Driver:
     # -- measuring -------------------------------------------------------------------------------------------
 
     def _start_measuring(self) -> None:
-        self._measuring = Measuring(alone=True)
+        self._measuring, self._compute = Measuring(alone=True), None
         self.reducer.vote = 0
         self.arrivals.settle()
         self.hooks.forget_order()
@@ -207,7 +217,7 @@ class Driver:
         self._record_operations(events)
         self.planner.learn(events, self.plan, self.reducer.state.buffers.layout, self.reducer.joined)
         model = self.planner.model
-        rows = self._samples_of_all(samples)
+        rows, source = self._samples_of_all(samples, "measured in this run")
         if not rows:
             warnings.warn(
                 "commsched could not time the forward of this model (no module's forward was seen before the"
@@ -216,7 +226,7 @@ class Driver:
             )
             profile = model.guess(self.order, self.planner.link)
         else:
-            profile = self._profile(rows, "measured in this run")
+            profile = self._profile(rows, source)
         self.profile = profile
         self.install(self.planner.better(profile, self.order))
         if rows and self.backend.watch().sees_waits:
@@ -243,25 +253,30 @@ class Driver:
             return model.profile(self.order, times, source)
         return model.profile(self.order, self.split.completed(times), source, self.split.kept())
 
-    def _samples_of_all(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the times of each rank that has some: ranks that have joined have none."""
-        rows = self.backend.ranks.all_values(combine(samples) if samples else None)
-        return [row for row in rows if row is not None]
+    def _samples_of_all(self, samples: Sequence[Sample], how: str) -> tuple[list[Sample], str]:
+        """Return the times of each rank that has not joined, and what they are."""
+        mine = (combine(samples), spread(samples)) if samples else None
+        found = [row for row in self.backend.ranks.all_values(mine) if row is not None]
+        widest = max((width for _, width in found), default=0.0)
+        return [row for row, _ in found], f"{how}, {SAMPLES} iterations whose compute varied by {widest:.0%}"
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
         """Plan again from the times beside traffic, if they differ from those without."""
         self.arrivals.settle()
-        rows = self._samples_of_all(samples)
+        rows, source = self._samples_of_all(samples, "measured in this run, beside the traffic")
         if not rows or self.profile is None:
             return
-        source = "measured in this run, beside the traffic"
         profile = self._profile(rows, source)
-        slower = profile.compute / self.profile.compute - 1
-        self.profile = profile
-        if abs(slower) > SAME:
+        alone, self.profile = self.profile.compute, profile
+        self._compute = combine(samples).compute if samples else None
+        if self._repeats and profile.compute < alone and disturbed(alone, profile.compute):
+            self._repeats -= 1  # traffic makes nothing faster
+            self._start_measuring()
+        elif abs(profile.compute / alone - 1) > SAME:
             self.install(self.planner.better(profile, self.order))
         else:
             self.plan = replace(self.plan, profile=profile)
+            self.times.restart()
 
     def start_join(self) -> Joining | None:
         """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""

@@ -19,6 +19,11 @@ class Sample(NamedTuple):
     outside: float
     weights: list[float]
 
+    @property
+    def compute(self) -> float:
+        """Seconds of the whole iteration."""
+        return sum(self.forward) + sum(self.backward) + self.outside
+
 
 def iteration_times(
     seen: Moments, owners: Sequence[tuple[object, tuple[int, ...]]], order: Sequence[int]
@@ -82,6 +87,12 @@ def combine(samples: Sequence[Sample]) -> Sample:
         for rows in zip(*((s.forward, s.backward, s.weights) for s in samples), strict=True)
     ]
     return Sample(columns[0], columns[1], median(s.outside for s in samples), columns[2])
+
+
+def spread(samples: Sequence[Sample]) -> float:
+    """Return the difference between the longest and the shortest iteration, as a share of the median."""
+    times = [sample.compute for sample in samples]
+    return (max(times) - min(times)) / (median(times) or 1.0)
 
 
 def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:

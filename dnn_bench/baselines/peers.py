@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -38,8 +38,8 @@ class DDP(Trainer):
                 None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
             )
             wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.compression:
-            wrapped.register_comm_hook(None, getattr(default_hooks, f"{self.compression}_compress_hook"))
+        elif self.compression == "bf16":
+            wrapped.register_comm_hook(None, lambda state, bucket: _in_bf16(bucket))
         return wrapped, self.job.build_optimizer(wrapped.parameters())
 
     def record_operations(self) -> None:
@@ -63,6 +63,14 @@ class DDP(Trainer):
     def operations(self) -> list[Operation]:
         recorded, self.recorded = self.recorded, []
         return recorded
+
+
+def _in_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What torch's bf16_compress_hook does, which refuses CPUs."""
+    sent = bucket.buffer().bfloat16().div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda reduced: bucket.buffer().copy_(reduced.value()[0]))
 
 
 class Zero1(DDP):
@@ -141,6 +149,10 @@ class Commsched(Trainer):
         options = {"named_parameters": model.named_parameters(), "model": model, **self.options}
         options["compression"] = getattr(self.ranks.Compression, self.compression)
         return model, self.ranks.DistributedOptimizer(optimizer, **options)
+
+    def prediction(self) -> float | None:
+        found = self.ranks.metrics(self.optimizer)
+        return found.predicted_step if found is not None else None
 
     def operations(self) -> list[Operation]:
         """The engine's own record; its clock is time.monotonic(), as time.perf_counter() is on Linux."""

@@ -133,6 +133,10 @@ class Trainer:
         self.optimizer.step()
         return Stamps(start, forward, backward, time.perf_counter())
 
+    def prediction(self) -> float | None:
+        """What its plan expects of an iteration, where it has one."""
+        return None
+
     def finish(self) -> None:
         """Wait for all operations in flight."""
         if self.job.device.startswith("cuda"):

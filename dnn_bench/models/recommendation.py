@@ -6,15 +6,27 @@ import torch
 from torch import Tensor, nn
 
 
-class ClickModel(nn.Module):
-    """Predicts whether a user clicks: embeds every field of a sample, multiplies all pairs, then an MLP."""
+class Pairs(nn.Module):
+    """Multiplies every field with every other; appends the products to the fields."""
 
     pairs: Tensor
+
+    def __init__(self, fields: int) -> None:
+        super().__init__()
+        self.register_buffer("pairs", torch.triu_indices(fields, fields, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = (x @ x.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return torch.cat([x.flatten(1), products], dim=1)
+
+
+class ClickModel(nn.Module):
+    """Predicts whether a user clicks: embeds every field of a sample, multiplies all pairs, then an MLP."""
 
     def __init__(self, vocab_size: int, fields: int, dim: int = 64, hidden: int = 256) -> None:
         super().__init__()
         self.table = nn.Embedding(vocab_size, dim)
-        self.register_buffer("pairs", torch.triu_indices(fields, fields, 1), persistent=False)
+        self.interaction = Pairs(fields)
         width = fields * dim + fields * (fields - 1) // 2
         self.mlp = nn.Sequential(
             nn.Linear(width, hidden),
@@ -26,7 +38,5 @@ class ClickModel(nn.Module):
         nn.init.normal_(self.table.weight, std=dim**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        products = (x @ x.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        logits: Tensor = self.mlp(torch.cat([x.flatten(1), products], dim=1))
+        logits: Tensor = self.mlp(self.interaction(self.table(ids)))
         return logits

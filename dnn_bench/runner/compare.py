@@ -21,8 +21,8 @@ from dnn_bench.runner.watcher import Watcher
 
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
-# beside the traffic and plan again in eight, the check's three among them.
-SETTLE = {OURS: 8, ROUNDED: 10, LIMIT: 3}  # iterations before timing; those of the check come before them
+# beside the traffic, plan again and look whether they were disturbed. Of these fifteen the check does three.
+SETTLE = {OURS: 13, ROUNDED: 16, LIMIT: 3}
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
@@ -128,6 +128,8 @@ class Comparison:
                         self._turn(row, ranks, self._time)
                 self._give_up_slow_peers([row for row, _ in ready])
             for row, ranks in ready:
+                if ranks.baseline.plans_itself:
+                    self._turn(row, ranks, self._ask_for_its_prediction)
                 if self._worth_a_trace(row):
                     self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
@@ -188,6 +190,10 @@ class Comparison:
         row.stolen.append(stolen)
         if more := predict.MEASURED.get(row.name):
             self.measured[row.name].append(self._undisturbed(row, ranks, *more)[0])
+
+    def _ask_for_its_prediction(self, row: Row, ranks: RankSet) -> None:
+        """Its plan may split the backward, which the profile of a plain run knows nothing of."""
+        row.predicted = ranks.call("prediction")[0]
 
     def _undisturbed(
         self, row: Row, ranks: RankSet, command: str, *arguments: Any

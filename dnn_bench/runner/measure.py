@@ -231,6 +231,11 @@ class LinkSampler:
         self._thread.join()
 
 
+def prediction(trainer: Trainer) -> float | None:
+    """Return what rank 0's plan expects of an iteration."""
+    return trainer.prediction() if trainer.rank == 0 else None
+
+
 def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     """Spans of an iteration between two others, in seconds from its start, and the bytes sent meanwhile."""
     batch = trainer.job.local_batch(trainer.rank)

@@ -30,6 +30,7 @@ COMMANDS = {
     "block": "dnn_bench.runner.measure.run_block",
     "link": "dnn_bench.runner.measure.time_link",
     "profile": "dnn_bench.runner.measure.profile_of",
+    "prediction": "dnn_bench.runner.measure.prediction",
     "trace": "dnn_bench.runner.measure.trace_iteration",
     "collectives": "dnn_bench.collectives.transports.measure",
     "train": "dnn_bench.converge.tasks.train",

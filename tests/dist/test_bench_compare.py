@@ -1,5 +1,6 @@
 """Comparisons with real ranks: right, wrong, missing, failing and interrupted baselines."""
 
+import importlib.util
 import json
 import os
 import runpy
@@ -160,6 +161,15 @@ def test_horovod_under_its_own_launcher() -> None:
     skip_without_horovod()
     found = compare(LOCAL, baselines.get("horovod"))
     assert found["horovod"]["status"] == "ok", found["horovod"]["reason"]
+
+
+def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves() -> None:
+    names = ["auto", "auto_int8", "ddp_bf16", "ddp_powersgd"]
+    names += ["horovod_fp16"] if importlib.util.find_spec("horovod") else []
+    found = compare(*map(baselines.get, names), effort=Effort(1, 1, trace="none"))
+    assert [found[name]["status"] for name in names] == ["ok"] * len(names), found
+    assert found["auto"]["error"] is not None and found["auto_int8"]["error"] is None
+    assert isinstance(found["auto"]["predicted"], float)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def train() -> None:
     from tests.support import late_ranks
 
     _, optimizer = late_ranks.train(12, late=lambda step: step % 2)
-    print(optimizer.profile().source)
+    print(*optimizer.profile().source.split(", ")[:2], sep=", ")
     hvd.shutdown()
 
 

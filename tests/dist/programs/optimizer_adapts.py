@@ -67,6 +67,19 @@ def a_step_that_has_become_slower_is_planned_anew(me: Me) -> None:
 
 
 @case()
+def what_was_measured_beside_another_program_is_measured_again(me: Me) -> None:
+    """The first ten iterations take one rank twice as long. Their times are not those of training."""
+    twin = adapting(me)
+    twin.model.pause = 0.06 if me.rank == 1 else 0.03
+    train(twin, range(10))
+    twin.model.pause = 0.03
+    step = profiles_until(twin, range(10, 40), lambda old, new: forward(new) < 0.75 * forward(old))
+    assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
+    train(twin, range(step + 1, step + 12))
+    twin.end(must_have_waited=False)
+
+
+@case()
 def a_forward_in_another_order_is_planned_anew(me: Me) -> None:
     def order_of(profile: Profile) -> list[str]:
         return [layer.name for layer in profile.layers if layer.name.endswith("weight")]

@@ -49,11 +49,11 @@ def test_profiles_are_the_slowest_ranks_and_medians_over_repetitions() -> None:
 def test_faster_than_the_lower_bound_is_said() -> None:
     link = Link(0.0, BETA, "measured", 0.02)
     limit, near, over = row("wire", 0.5, "limit"), row("dear", 0.97), row("auto", 0.8)
-    (line,) = doubts(link, 1.0, [limit, near, over])
+    (line,) = doubts(link, {"commsched": 1.0}, [limit, near, over])
     assert line.startswith("auto is 20% faster than the lower bound")
 
 
 def test_a_link_that_fits_no_line_is_said() -> None:
-    (line,) = doubts(Link(0.0, BETA, "measured", 0.23), 1.0, [row("auto", 1.1)])
+    (line,) = doubts(Link(0.0, BETA, "measured", 0.23), {"commsched": 1.0}, [row("auto", 1.1)])
     assert "scatter by 23%" in line and "more repetitions" in line
-    assert doubts(Link(0.0, BETA, "measured", 0.08), 1.0, [row("auto", 1.1)]) == []
+    assert doubts(Link(0.0, BETA, "measured", 0.08), {"commsched": 1.0}, [row("auto", 1.1)]) == []

@@ -19,7 +19,7 @@ from commsched.backends.cuda import StreamBackend
 from commsched.backends.cuda_device import Device
 from commsched.env import Settings
 from commsched.optimizer import prometheus
-from commsched.optimizer.drift import SETTLE, StepTimes
+from commsched.optimizer.drift import NOTICED, SETTLE, StepTimes
 from commsched.optimizer.metrics import Metrics, metrics_of
 from commsched.optimizer.planning import Plan
 from commsched.optimizer.step_reports import StepReports
@@ -99,6 +99,16 @@ def test_measured_figures_by_hand() -> None:
     predicted = plan().prediction
     assert (found.predicted_exposed, found.ddp_exposed) == (predicted.exposed, predicted.ddp_exposed)
     assert times.last_wait() == pytest.approx(300_001, abs=1)
+
+
+def test_compute_that_contradicts_what_was_measured() -> None:
+    times, _ = times_of(FakeBackend(), steps=SETTLE + NOTICED - 1)
+    assert not times.contradicts(1.0), "so far nothing is known"
+    times, _ = times_of(FakeBackend(), steps=SETTLE + NOTICED)
+    times._compute = 1.0
+    assert times.contradicts(1.2) and times.contradicts(0.8) and not times.contradicts(1.05)
+    times._compute = 0.01
+    assert not times.contradicts(0.015), "short iterations vary"
 
 
 def test_waits_of_steps_that_the_device_has_not_finished_are_read_later() -> None:
