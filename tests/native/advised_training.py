@@ -1,13 +1,16 @@
 """A training script as users write it, with DDP or, with --commsched, changed to commsched.
 
 It trains a small model on made-up data. With --commsched rank 0 prints the median seconds of a step, and the
-seconds of its compute.
+seconds of its compute. With --disturbed-at N:CORE another process takes a processor for two seconds in step N.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
@@ -16,6 +19,13 @@ import torch.distributed as dist
 from dnn_bench import models
 
 SETTLE = 12  # steps in which commsched measures and plans
+BURN = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+"""
 
 
 def main() -> None:
@@ -24,7 +34,10 @@ def main() -> None:
     given.add_argument("--batch-size", type=int, default=8)
     given.add_argument("--steps", type=int, default=22)
     given.add_argument("--commsched", action="store_true", help="train with commsched instead of DDP")
+    given.add_argument("--settle", type=int, default=SETTLE, help="steps that are not timed")
+    given.add_argument("--disturbed-at", default="-1:0", metavar="STEP:CORE")
     options = given.parse_args()
+    disturbed, core = map(int, options.disturbed_at.split(":"))
     torch.manual_seed(1)
     model = models.build(options.model)
     inputs, targets = models.sample_batch(options.model, options.batch_size)
@@ -38,12 +51,16 @@ def main() -> None:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
     ends = []
-    for _ in range(options.steps):
+    for step in range(options.steps):
+        if step == disturbed:
+            burner = subprocess.Popen([sys.executable, "-c", BURN, str(core)])
         optimizer.zero_grad()
         models.loss(options.model, model(inputs), targets).backward()
         optimizer.step()
         ends.append(time.monotonic())
-    times = [after - before for before, after in zip(ends[SETTLE:], ends[SETTLE + 1 :], strict=False)]
+    times = [after - before for before, after in itertools.pairwise(ends[options.settle :])]
+    if disturbed >= 0:
+        burner.wait(60)
     if options.commsched:
         compute = optimizer.profile().compute
         if hvd.rank() == 0:
