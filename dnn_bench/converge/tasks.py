@@ -23,6 +23,7 @@ TEXT_LENGTH = 32
 CHARACTERS = 128
 LOSS_TOLERANCE = 1e-2  # of the loss, at any step: rounding grows while training goes on
 ACCURACY_TOLERANCE = 0.01
+END = 20  # steps
 
 Data = tuple[Tensor, Tensor]
 
@@ -144,6 +145,11 @@ class Run:
     losses: tuple[float, ...]
     accuracy: float
     digest: str
+
+    @property
+    def end_loss(self) -> float:
+        """The mean over the last steps, whose batches differ."""
+        return statistics.mean(self.losses[-END:])
 
 
 def mean_losses(ranks: Sequence[dict[str, Any]]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """A training script as users write it, with DDP or, with --commsched, changed to commsched.
 
 It trains a small model on made-up data. With --commsched rank 0 prints the median seconds of a step, and the
-seconds of its compute. With --disturbed-at N:CORE another process takes a processor for two seconds in step N.
+seconds of its compute. With --disturbed-at N:CORE another process takes a processor in step N, for 2 s.
 """
 
 from __future__ import annotations

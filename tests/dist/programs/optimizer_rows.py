@@ -89,7 +89,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.01)
 
 
-@case(ranks=(2, 3))
+@case(ranks=(2, 3), slow=(4,))
 def rows_give_the_bits_of_plain_training(me: Me) -> None:
     """Momentum and weight decay move rows that nobody touched."""
     for make in (momentum, adamw):
@@ -100,7 +100,7 @@ def rows_give_the_bits_of_plain_training(me: Me) -> None:
         twin.end()
 
 
-@case(ranks=(2, 3))
+@case(ranks=(2, 3), slow=(4,))
 def rows_give_the_bits_of_whole_gradients(me: Me) -> None:
     """With a plan from measured times, and with compression, sums and predivided averages."""
     for make in (momentum, adamw):
