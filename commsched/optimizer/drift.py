@@ -41,8 +41,8 @@ class Measured:
 
 
 def disturbed(before: float, after: float) -> bool:
-    """Return whether iterations differ by so much that something else had the processor in one of them."""
-    return before > BRIEF and abs(after / before - 1) > DISTURBED
+    """Return whether the earlier iterations took so much longer that something else had the processor."""
+    return before > BRIEF and before > (1 + DISTURBED) * after
 
 
 class StepTimes:
@@ -110,7 +110,7 @@ class StepTimes:
         return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
 
     def contradicts(self, compute: float) -> bool:
-        """Return whether the first steps needed much more or less compute than while they were measured."""
+        """Return whether the first steps needed much less compute than was measured."""
         return self._compute is not None and disturbed(compute, self._compute)
 
     def may_replan_at_once(self) -> bool:

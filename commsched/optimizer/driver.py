@@ -5,7 +5,7 @@ and installs the plan between two iterations. Compute is slower beside traffic (
 memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
 made from those times. In the flags of every round the ranks vote whether the step has become so much slower
 or faster that a new plan is due, so that no rank decides alone. Soon after the second plan one rank's vote is
-enough: if its compute differs from what it was while it was measured, the measurement was disturbed.
+enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Driver:
         profile = self._profile(rows, source)
         alone, self.profile = self.profile.compute, profile
         self._compute = combine(samples).compute if samples else None
-        if self._repeats and profile.compute < alone and disturbed(alone, profile.compute):
+        if self._repeats and disturbed(alone, profile.compute):
             self._repeats -= 1  # traffic makes nothing faster
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:
