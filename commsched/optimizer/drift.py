@@ -17,7 +17,7 @@ WINDOW = 15  # steps whose median is compared
 KEPT = 4 * WINDOW  # steps over which medians are reported
 _MOST_MICROSECONDS = 2**31 - 2
 NOTICED = 4  # steps whose compute tells whether measuring was disturbed
-DISTURBED = 0.1
+DISTURBED = 0.1  # computes so much faster than was measured
 BRIEF = 0.02  # seconds: shorter iterations differ by more than that from one another
 PATIENCE = 200  # at least so many steps between two new plans; doubled with every one
 
@@ -40,9 +40,9 @@ class Measured:
     steps: int = 0
 
 
-def disturbed(before: float, after: float) -> bool:
+def disturbed(before: float, after: float, by: float = DISTURBED) -> bool:
     """Return whether the earlier iterations took so much longer that something else had the processor."""
-    return before > BRIEF and before > (1 + DISTURBED) * after
+    return before > BRIEF and before > (1 + by) * after
 
 
 class StepTimes:

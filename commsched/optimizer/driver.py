@@ -47,6 +47,7 @@ WARM_UP = 1
 TRIED = 1  # another iteration, in which modules are tried that may be split
 SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
+APART = 0.3  # gradients that are measured apart, before there is traffic, take longer, but not by this
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
 
@@ -269,8 +270,8 @@ class Driver:
         profile = self._profile(rows, source)
         alone, self.profile = self.profile.compute, profile
         self._compute = combine(samples).compute if samples else None
-        if self._repeats and disturbed(alone, profile.compute):
-            self._repeats -= 1  # traffic makes nothing faster
+        if self._repeats and disturbed(alone, profile.compute, APART):
+            self._repeats -= 1
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:
             self.install(self.planner.better(profile, self.order))
