@@ -21,6 +21,7 @@ MEASURED: dict[str, tuple[Any, ...]] = {"local": ("profile", 2), "floor": ("prof
 Measured = dict[str, list[Any]]  # per limit and repetition, every rank's
 SCALES = (2, 4, 8, 16, 32)
 ROUGH_FIT = 0.15  # error of the link's fit beyond which it is said
+FEWER = 0.8  # of the bytes
 ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which was measured too
 
 
@@ -100,8 +101,11 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
             f"the link's times scatter by {link.error:.0%} about a start-up and a rate, and bounds and"
             " predictions with them; take more repetitions, on a machine that does nothing else"
         )
+    whole = sum(row.mean("sent") for row in rows if row.name == "wire" and row.measured)
     for row in rows:
         bound = bounds.get(row.kind, 0.0)
+        if row.measured and row.mean("sent") < FEWER * whole:
+            continue  # by rows, which the bound does not know
         if row.measured and median(row.times) < (1 - ROUGH_BOUND) * bound:
             less = 1 - median(row.times) / bound
             found.append(

@@ -15,8 +15,8 @@ def timed(slower: float = 1.0) -> list[tuple[int, float]]:
     return [(size, slower * (ALPHA + BETA * size)) for size in SIZES]
 
 
-def row(name: str, seconds: float, kind: str = "commsched") -> Row:
-    return Row(name, kind, repetitions=[[{"iterations": [seconds]}]])
+def row(name: str, seconds: float, kind: str = "commsched", sent: float = 100.0) -> Row:
+    return Row(name, kind, repetitions=[[{"iterations": [seconds], "sent": sent}]])
 
 
 def test_a_repetition_in_which_the_machine_was_elsewhere_does_not_slow_the_link() -> None:
@@ -51,6 +51,8 @@ def test_faster_than_the_lower_bound_is_said() -> None:
     limit, near, over = row("wire", 0.5, "limit"), row("dear", 0.97), row("auto", 0.8)
     (line,) = doubts(link, {"commsched": 1.0}, [limit, near, over])
     assert line.startswith("auto is 20% faster than the lower bound")
+    by_rows = row("auto", 0.8, sent=10.0)
+    assert doubts(link, {"commsched": 1.0}, [limit, by_rows]) == [], "it sends fewer bytes"
 
 
 def test_a_link_that_fits_no_line_is_said() -> None:
