@@ -142,8 +142,13 @@ def remove_leftovers() -> list[str]:
 
 
 def _started(pid: int) -> int:
-    """When a process started; 0 if there is none. A process id may have been given away again."""
+    """When a process started; 0 if there is none. A process id may have been given away again.
+
+    In the kernel's ticks since it booted: psutil adds the time of the boot, which two processes may see one
+    second apart where the clock is adjusted. One would then remove the other's cluster.
+    """
     try:
-        return int(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return 0
+    return int(fields[19])

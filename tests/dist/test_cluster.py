@@ -209,6 +209,16 @@ def test_what_a_killed_owner_left_is_removed_at_the_next_start() -> None:
     assert not (system.STATE / identity).exists()
 
 
+def test_an_adjusted_clock_makes_no_owner_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, identity, process = hold_cluster()
+    shifted = psutil.Process(owner.pid).create_time() + 1
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: shifted)
+    assert identity not in system.remove_leftovers() and is_alive(process)
+    owner.kill()
+    owner.wait(timeout=400)
+    assert identity in system.remove_leftovers()
+
+
 def test_a_process_with_the_owners_old_number_does_not_protect_leftovers() -> None:
     owner, identity, _ = hold_cluster()
     owner.kill()
