@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from commsched.pipeline.allocator import giving_back_large_blocks
+from commsched.pipeline.random_state import ONE_AT_A_TIME
 
 Make = Callable[[], nn.Module | Sequence[nn.Module]]
 
@@ -27,9 +28,6 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _FILLS = (
     "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_"
 ).split()
-
-# nn.Module.register_parameter is exchanged for the whole process: one construction at a time.
-_CONSTRUCTING = threading.Lock()
 
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
@@ -79,7 +77,8 @@ class Factory:
     def _run(
         self, construction: _Construction, random: Tensor | None = None
     ) -> tuple[nn.Module, _Construction]:
-        with _CONSTRUCTING, giving_back_large_blocks():
+        # nn.Module.register_parameter is exchanged for the whole process, too.
+        with ONE_AT_A_TIME, giving_back_large_blocks():
             before = torch.get_rng_state()
             if random is not None:
                 torch.set_rng_state(random)

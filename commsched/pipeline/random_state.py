@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held by whoever sets torch's generator back: it is one for all threads, and ranks may be threads."""
 
 
 def random_state(device: torch.device) -> list[Tensor]:
@@ -29,12 +33,13 @@ class SharedRandom:
 
     def draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call that draws random numbers; the generator of everything else stays where it is."""
-        before = random_state(self._device)
-        if self._state is None:
-            torch.manual_seed(self._seed)
-        else:
-            set_random_state(self._state, self._device)
-        result = func(*args, **kwargs)
-        self._state = random_state(self._device)
-        set_random_state(before, self._device)
-        return result
+        with ONE_AT_A_TIME:
+            before = random_state(self._device)
+            if self._state is None:
+                torch.manual_seed(self._seed)
+            else:
+                set_random_state(self._state, self._device)
+            result = func(*args, **kwargs)
+            self._state = random_state(self._device)
+            set_random_state(before, self._device)
+            return result

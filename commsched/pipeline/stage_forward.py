@@ -23,6 +23,7 @@ from commsched.pipeline.module_layers import (
     skeleton,
 )
 from commsched.pipeline.operations import Operations
+from commsched.pipeline.random_state import ONE_AT_A_TIME
 
 
 class PartialForward:
@@ -96,7 +97,7 @@ class PartialForward:
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
         device = mode.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             with intercepted(self._whole_layers, handle), mode:
                 output = self.model(**inputs)
         leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Absent)]

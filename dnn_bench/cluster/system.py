@@ -92,17 +92,18 @@ def end_processes(namespace: str, grace: float = 2.0) -> None:
     kill_at = time.monotonic() + grace
     give_up_at = kill_at + 30.0  # a killed process needs its turn to end
     asked: set[int] = set()
-    while pids := _pids(namespace):
+    # A process that ends leaves its namespace before it is gone.
+    while left := {*(inside := _pids(namespace)), *(pid for pid in asked if not _is_zombie(pid))}:
         now = time.monotonic()
         if now > give_up_at:
-            raise ClusterError(f"processes {pids} in {namespace} do not end")
-        for pid in pids:
+            raise ClusterError(f"processes {left} in {namespace} do not end")
+        for pid in inside:
             with contextlib.suppress(ProcessLookupError):
                 if now > kill_at:
                     os.kill(pid, signal.SIGKILL)
                 elif pid not in asked:
                     os.kill(pid, signal.SIGTERM)
-        asked.update(pids)
+        asked.update(inside)
         time.sleep(0.02)
 
 
