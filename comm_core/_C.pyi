@@ -30,6 +30,9 @@ class TcpChannel(Channel):
 def abort_message(work: Any) -> None:
     """Abort a c10d group's send or receive: a thread in its wait() returns False."""
 
+def changed_rows(part: Tensor, whole: Tensor, changed: Tensor) -> None:
+    """Write into `changed` in how many rows, and which, `whole` has other bits than `part + 0`."""
+
 def instances_of(type: type[_T]) -> list[_T]:
     """Return the instances of a class among all objects that the garbage collector knows."""
 
@@ -147,12 +150,17 @@ class Engine:
         row: int = 0,
         sent_residual: Tensor | None = None,
         sum_residual: Tensor | None = None,
+        changed: Tensor | None = None,
     ) -> int:
         """Add a bucket and return its number. Call it between steps only.
 
         `reduce` is the flat gradient buffer, its length a multiple of the number of ranks unless `ends` says
         where each rank's part ends; `gather` is the buffer that the AG fills (default: `reduce`).
         With `row`, the buffer holds rows of so many elements, and only rows with a nonzero bit travel.
+
+        With `changed`, the rows that any rank has changed are summed anew and written over those of `gather`,
+        which another bucket has gathered before. The int32 tensor holds how many rows this rank has changed,
+        then their numbers, ascending (see `changed_rows`); after the RS those of all ranks.
 
         With `wire_dtype=torch.int8`, float32 gradients travel in blocks of 256 with one scale. What rounding
         loses is kept in the residuals, which are float32 like the buffer (`sent_residual`) and like this

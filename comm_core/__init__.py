@@ -18,6 +18,7 @@ from comm_core._C import (
     Traffic,
     Transport,
     abort_message,
+    changed_rows,
     instances_of,
     link_gate,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "abort_message",
+    "changed_rows",
     "close_in_children",
     "instances_of",
     "link_gate",

@@ -14,8 +14,8 @@ DirectTransport::DirectTransport(std::shared_ptr<Channel> channel, int rank, int
 void DirectTransport::prepare(const BucketSpec& bucket) {
   ExchangeTransport::prepare(bucket);
   if (bucket.row == 0) return;
-  if (!bucket.gathers_gradients() || bucket.needs_update || bucket.count / bucket.row > UINT32_MAX) {
-    throw EngineError(ErrorKind::usage, "only gradients of fewer than 2^32 rows travel by rows, but bucket '" + bucket.name +
+  if (!bucket.gathers_gradients() || bucket.needs_update || bucket.count / bucket.row > INT32_MAX) {
+    throw EngineError(ErrorKind::usage, "only gradients of fewer than 2^31 rows travel by rows, but bucket '" + bucket.name +
                                             "' has " + std::to_string(bucket.count / bucket.row) +
                                             " rows, or gathers parameters; add it without row=");
   }
@@ -81,7 +81,7 @@ void DirectTransport::reduce(const Work& work, size_t k) {
 }
 
 void DirectTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
-  if (size_ == 1) return scale_alone(b);
+  if (size_ == 1 && !b.corrects()) return scale_alone(b);
   const Work work{b, tag, b.dtype, b.wire_dtype};
   if (b.row > 0) return reduce_scatter_rows(work);
   apply_prescale(b);
@@ -136,7 +136,7 @@ void DirectTransport::place(const Work& work, size_t k) {
 }
 
 void DirectTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
-  if (size_ == 1) return;
+  if (size_ == 1 && !b.corrects()) return;
   const Work work{b, tag, gather_type(b), gather_wire(b)};
   if (b.row > 0) return all_gather_rows(work);
   const size_t all = segments(b, work.wire);

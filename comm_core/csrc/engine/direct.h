@@ -38,9 +38,11 @@ class DirectTransport : public ExchangeTransport {
   // Buckets of rows: direct_rows.cpp.
   void reduce_scatter_rows(const Work& work);
   void all_gather_rows(const Work& work);
+  void find_rows_to_send(const Work& work);
+  void unite_changes(const Work& work);
   void pack_for_owners(const Work& work);
   void sum_rows(const Work& work);
-  void exchange_rows(const Work& work, int round);
+  void exchange_rows(const Work& work, int round, size_t row_bytes);
   void post_rows(const Work& work, int round, size_t k);
   RowMessage& outgoing_rows(int round, int to);
 

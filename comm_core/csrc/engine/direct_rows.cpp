@@ -1,11 +1,13 @@
 // Direct exchange of buckets of rows. Row k belongs to rank k % size: vocabularies are often sorted by frequency, and
 // neighbouring rows would load one rank with most of the traffic.
+#include <algorithm>
+
 #include "direct.h"
 
 namespace commsched {
 namespace {
 
-constexpr int kScatter = 0, kGather = 1, kCounts = 2;  // rounds of an operation's messages; counts are kCounts rounds behind
+constexpr int kScatter = 0, kGather = 1, kUnite = 2, kCounts = 3;  // rounds of messages; counts are kCounts rounds behind
 
 EngineError strange(int peer, uint32_t number) {
   return EngineError(ErrorKind::mismatch,
@@ -17,7 +19,7 @@ EngineError strange(int peer, uint32_t number) {
 }  // namespace
 
 // Exchanges the counts of rows, which say how long the messages are, then the messages in segments.
-void DirectTransport::exchange_rows(const Work& work, int round) {
+void DirectTransport::exchange_rows(const Work& work, int round, size_t row_bytes) {
   const MessageTag counts = message(work.tag, round + kCounts, 0);
   for (int d = 1; d < size_; ++d) {
     const int from = peer(d);
@@ -27,7 +29,6 @@ void DirectTransport::exchange_rows(const Work& work, int round) {
     const int to = peer(d);
     request(sends_, to, 0) = channel_->isend(outgoing_rows(round, to).count_address(), sizeof(uint64_t), to, counts);
   }
-  const size_t row_bytes = work.bucket.row * dtype_size(work.wire);
   size_t all = 0;
   for (int d = 1; d < size_; ++d) {
     const int other = peer(d);
@@ -66,11 +67,39 @@ void DirectTransport::post_rows(const Work& work, int round, size_t k) {
 
 RowMessage& DirectTransport::outgoing_rows(int round, int to) { return packed_rows_[round == kScatter ? to : rank_]; }
 
-// Packs this rank's touched rows by owner, and clears those of other owners: the all-gather writes touched sums only.
+void DirectTransport::find_rows_to_send(const Work& work) {
+  const BucketSpec& b = work.bucket;
+  if (b.corrects()) return unite_changes(work);
+  find_touched(static_cast<const char*>(b.reduce_ptr), b.count / b.row, b.row * dtype_size(b.dtype), 0, 1, touched_);
+}
+
+// Tells all ranks which rows any of them has changed: each sends all of these.
+void DirectTransport::unite_changes(const Work& work) {
+  const auto rows = static_cast<uint32_t>(work.bucket.count / work.bucket.row);
+  int32_t* const changed = work.bucket.changed;
+  touched_.assign(changed + 1, changed + 1 + changed[0]);
+  RowMessage& mine = packed_rows_[rank_];
+  mine.reset(touched_.size(), 0);
+  for (size_t k = 0; k < touched_.size(); ++k) mine.set_number(k, touched_[k]);
+  exchange_rows(work, kUnite, 0);
+  for (int d = 1; d < size_; ++d) {
+    const RowMessage& theirs = received_rows_[peer(d)];
+    for (uint64_t k = 0; k < theirs.count(); ++k) {
+      const bool ascends = k == 0 || theirs.number(k) > theirs.number(k - 1);
+      if (theirs.number(k) >= rows || !ascends) throw strange(peer(d), theirs.number(k));
+      touched_.push_back(theirs.number(k));
+    }
+  }
+  std::sort(touched_.begin(), touched_.end());
+  touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
+  changed[0] = static_cast<int32_t>(touched_.size());
+  std::copy(touched_.begin(), touched_.end(), changed + 1);
+}
+
+// Packs the rows to send by owner. Touched rows of other owners are cleared: the all-gather writes touched sums only.
 void DirectTransport::pack_for_owners(const Work& work) {
   const BucketSpec& b = work.bucket;
   const size_t row_bytes = b.row * dtype_size(b.dtype);
-  find_touched(static_cast<const char*>(b.reduce_ptr), b.count / b.row, row_bytes, 0, 1, touched_);
   std::fill(row_counts_.begin(), row_counts_.end(), 0);
   for (const uint32_t number : touched_) ++row_counts_[number % size_];
   for (int owner = 0; owner < size_; ++owner) packed_rows_[owner].reset(row_counts_[owner], b.row * dtype_size(work.wire));
@@ -81,7 +110,7 @@ void DirectTransport::pack_for_owners(const Work& work) {
     char* row = at(b.reduce_ptr, b.dtype, number * b.row);
     packed_rows_[owner].set_number(k, number);
     convert(row, b.dtype, packed_rows_[owner].row(k), work.wire, b.row, b.prescale);
-    if (owner != rank_) std::memset(row, 0, row_bytes);
+    if (owner != rank_ && !b.corrects()) std::memset(row, 0, row_bytes);
   }
 }
 
@@ -112,24 +141,33 @@ void DirectTransport::sum_rows(const Work& work) {
 }
 
 void DirectTransport::reduce_scatter_rows(const Work& work) {
+  find_rows_to_send(work);
   pack_for_owners(work);
-  exchange_rows(work, kScatter);
+  exchange_rows(work, kScatter, work.bucket.row * dtype_size(work.wire));
   sum_rows(work);
 }
 
 void DirectTransport::all_gather_rows(const Work& work) {
   const BucketSpec& b = work.bucket;
-  const size_t rows = b.count / b.row;
-  find_touched(static_cast<const char*>(b.gather_ptr), rows, b.row * dtype_size(work.type), rank_, size_, touched_);
-  RowMessage& mine = packed_rows_[rank_];
-  mine.reset(touched_.size(), b.row * dtype_size(work.wire));
-  for (size_t k = 0; k < touched_.size(); ++k) {
-    char* row = at(b.gather_ptr, work.type, touched_[k] * b.row);
-    mine.set_number(k, touched_[k]);
-    convert(row, work.type, mine.row(k), work.wire, b.row, 1.0);
-    if (work.wire != work.type) convert(mine.row(k), work.wire, row, work.type, b.row, 1.0);  // as the others receive it
+  const size_t rows = b.count / b.row, row_bytes = b.row * dtype_size(work.wire);
+  if (b.corrects()) {
+    touched_.clear();
+    for (int32_t k = 1; k <= b.changed[0]; ++k) {
+      if (b.changed[k] % size_ == rank_) touched_.push_back(static_cast<uint32_t>(b.changed[k]));
+    }
+  } else {
+    find_touched(static_cast<const char*>(b.reduce_ptr), rows, b.row * dtype_size(work.type), rank_, size_, touched_);
   }
-  exchange_rows(work, kGather);
+  RowMessage& mine = packed_rows_[rank_];
+  mine.reset(touched_.size(), row_bytes);
+  for (size_t k = 0; k < touched_.size(); ++k) {
+    mine.set_number(k, touched_[k]);
+    convert(at(b.reduce_ptr, work.type, touched_[k] * b.row), work.type, mine.row(k), work.wire, b.row, 1.0);
+    if (work.wire == work.type && !b.corrects()) continue;
+    // As the others receive it.
+    convert(mine.row(k), work.wire, at(b.gather_ptr, work.type, touched_[k] * b.row), work.type, b.row, 1.0);
+  }
+  exchange_rows(work, kGather, row_bytes);
   for (int d = 1; d < size_; ++d) {
     const int owner = peer(d);
     const RowMessage& theirs = received_rows_[owner];

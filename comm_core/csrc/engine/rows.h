@@ -62,4 +62,19 @@ inline void find_touched(const char* base, size_t rows, size_t row_bytes, size_t
   }
 }
 
+// Writes the numbers of rows in which `whole` has other bits than `part` + 0: autograd adds zeros there, and turns -0 into 0.
+template <typename T>
+size_t find_changed(const T* part, const T* whole, size_t rows, size_t row, int32_t* found) {
+  size_t count = 0;
+  for (size_t k = 0; k < rows; ++k, part += row, whole += row) {
+    bool same = true;
+    for (size_t i = 0; i < row; ++i) {
+      const T sum = part[i] + T(0);
+      same &= std::memcmp(&sum, whole + i, sizeof(T)) == 0;
+    }
+    if (!same) found[count++] = static_cast<int32_t>(k);
+  }
+  return count;
+}
+
 }  // namespace commsched

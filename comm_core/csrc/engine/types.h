@@ -65,6 +65,7 @@ struct BucketSpec {
   void* gather_ptr = nullptr;   // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
   size_t count = 0;             // elements
   size_t row = 0;               // elements of a row; only rows with a nonzero bit travel. 0: all elements do
+  int32_t* changed = nullptr;   // of a correction, or none: how many rows this rank has changed, then their numbers, ascending
   std::vector<size_t> ends;     // where each rank's part ends; empty: all parts have count / N elements
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;
@@ -76,7 +77,11 @@ struct BucketSpec {
   bool needs_update = false;      // AG waits for mark_updated
   std::shared_ptr<void> owner;    // keeps the memory alive
 
-  bool gathers_gradients() const { return gather_ptr == reduce_ptr; }
+  bool gathers_gradients() const { return gather_ptr == reduce_ptr || corrects(); }
+
+  // A correction sums, of reduce_ptr, the rows that any rank has changed, and writes the sums over those in gather_ptr, which
+  // another bucket has gathered. RS leaves the rows of all ranks in `changed`.
+  bool corrects() const { return changed != nullptr; }
 
   float* sent_residual_at(size_t element) const { return sent_residual == nullptr ? nullptr : sent_residual + element; }
   float* sum_residual_at(size_t element) const { return sum_residual == nullptr ? nullptr : sum_residual + element; }

@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings_rows.h"
 #include "c10d_channel.h"
 #include "dtypes.h"
 #include "engine/direct.h"
@@ -211,17 +212,19 @@ void bind_the_engine(py::module_& m) {
           "add_bucket",
           [](Engine& e, const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
              double prescale, double postscale, bool needs_update, const std::string& name, std::vector<size_t> ends, size_t row,
-             const std::optional<at::Tensor>& sent_residual, const std::optional<at::Tensor>& sum_residual) {
+             const std::optional<at::Tensor>& sent_residual, const std::optional<at::Tensor>& sum_residual,
+             const std::optional<at::Tensor>& changed) {
             BucketSpec spec = make_spec(reduce, gather, wire_dtype, prescale, postscale, needs_update, name, std::move(ends), row);
             check_parts(spec, e->transport().size());
             Residuals{sent_residual, sum_residual}.hand_over(spec, e->transport().rank(), e->transport().size());
+            if (changed) take_changed(spec, *changed);
             const py::gil_scoped_release no_gil;
             return e->add_bucket(spec);
           },
           py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(),
           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "",
           py::arg("ends") = std::vector<size_t>(), py::arg("row") = 0, py::arg("sent_residual") = py::none(),
-          py::arg("sum_residual") = py::none())
+          py::arg("sum_residual") = py::none(), py::arg("changed") = py::none())
       .def("clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
       .def("install",
            [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {
@@ -274,6 +277,7 @@ void bind_engine(py::module_& m) {
   bind_channels(m);
   bind_transports(m);
   bind_the_engine(m);
+  bind_rows(m);
 }
 
 }  // namespace commsched
