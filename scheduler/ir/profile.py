@@ -12,6 +12,9 @@ from scheduler.ir.codec import JsonFile, check_numbers
 class Layer:
     """One layer: seconds and bytes. ``weight_backward`` is the part of ``backward`` that only makes the
     weight gradient; ``fixed`` the part of both that stays where fewer rows are computed (0 to 1).
+
+    ``needed_by``: the earlier layer whose forward needs this one's gradients too (-1: none), because both
+    hold parts of one gradient. That layer's part then corrects this one's, once both have been gathered.
     """
 
     name: str
@@ -22,6 +25,7 @@ class Layer:
     weight_backward: float = 0.0
     group: int = 0
     fixed: float = 0.0
+    needed_by: int = -1
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -58,11 +62,22 @@ class Profile(JsonFile):
         if not self.layers:
             raise ValueError(f"profile {self.name!r} has no layers; a profile needs at least one")
         check_numbers(self, f"profile {self.name!r}", "update_per_byte", "traffic_per_byte")
+        for place, layer in enumerate(self.layers):
+            if not -1 <= layer.needed_by < place:
+                raise ValueError(
+                    f"layer {layer.name!r}: needed_by must name a layer before this one, which is layer"
+                    f" {place}, or be -1, got {layer.needed_by}"
+                )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Gradient bytes per layer."""
         return tuple(layer.bytes for layer in self.layers)
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """For each layer the one whose forward needs its gradients first: itself or ``needed_by``."""
+        return tuple(place if la.needed_by < 0 else la.needed_by for place, la in enumerate(self.layers))
 
     @property
     def total_bytes(self) -> int:

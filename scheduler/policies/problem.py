@@ -91,7 +91,7 @@ class Problem:
         return data_parallel_program(
             policy,
             buckets,
-            order,
+            corrections_last(self.profile, buckets, order),
             len(self.profile.layers),
             self.ranks,
             self.gather,
@@ -108,6 +108,24 @@ class Problem:
 def backward_order(buckets: Sequence[Bucket]) -> list[int]:
     """The buckets' numbers in the order in which the backward completes them."""
     return sorted(range(len(buckets)), key=lambda b: -buckets[b].ready_layer)
+
+
+def corrections_last(
+    profile: Profile, buckets: Sequence[Bucket], order: Iterable[Action]
+) -> tuple[Action, ...]:
+    """Return the order with each all-gather of corrections behind those of what they correct."""
+    order = tuple(order)
+    for layer, part in enumerate(profile.layers):
+        if part.needed_by < 0:
+            continue
+        gathers = [action for action in order if action.kind is not Kind.RS]
+        whole = [action for action in gathers if layer in buckets[action.index].layers]
+        early = {action for action in gathers if part.needed_by in buckets[action.index].layers}
+        last = max((order.index(action) for action in whole), default=-1)
+        moved = [action for action in order[:last] if action in early]
+        kept = [action for action in order[:last] if action not in early]
+        order = (*kept, *order[last : last + 1], *moved, *order[last + 1 :]) if moved else order
+    return order
 
 
 def collectives(kind: Kind, buckets: Iterable[int]) -> list[Action]:

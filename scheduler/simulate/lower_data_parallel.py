@@ -4,7 +4,7 @@
     RS(b), AR(b)    wait for the backward of every layer with bytes in bucket b (its W, where that is apart)
     AG(b)           waits for RS(b); with gather="parameters" also for the update of b and, without
                     early_step, for the whole backward
-    F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l
+    F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l, or of one needed by it
 
 On tiles, F(l) is two tasks: its interior, and its border, which also waits for HALO(l). In B(l) the border
 comes first; HALOB(l) follows it, the interior hides HALOB(l), and B(l-1) waits for both.
@@ -162,7 +162,7 @@ class _Lowering:
                 wait(update, ar)
             for layer in bucket.layers:
                 for last in (ag, ar) if sharded else (ag, ar, update):
-                    wait((Kind.F, layer), last, lag=1)
+                    wait((Kind.F, self.profile.needed[layer]), last, lag=1)
 
 
 def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:
@@ -177,7 +177,8 @@ def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str,
     due: dict[int, list[int]] = {}
     for action in collectives:
         if action.kind is not Kind.RS and action.index < len(program.buckets):
-            due.setdefault(program.buckets[action.index].ready_layer, []).append(action.index)
+            layers = program.buckets[action.index].layers
+            due.setdefault(min(profile.needed[layer] for layer in layers), []).append(action.index)
     compute: list[Action] = []
     for action in lanes.get(COMPUTE_LANE, ()):
         if action.kind is Kind.F:

@@ -44,11 +44,12 @@ class StepModel:
         size = np.array([bucket.bytes for bucket in buckets], float)
         self.forward = np.array([layer.forward for layer in profile.layers])
         self.ready, self.backward = gradient_times(profile, backward)
-        self.layer = np.array([bucket.ready_layer for bucket in buckets], np.int64)
+        needed = profile.needed
+        self.layer = np.array([min(needed[la] for la in bucket.layers) for bucket in buckets], np.int64)
         if backward:
             self.complete = np.array([max(self.ready[la] for la in bucket.layers) for bucket in buckets])
         else:
-            self.complete = self.ready[self.layer]
+            self.complete = self.ready[np.array([bucket.ready_layer for bucket in buckets], np.int64)]
         self.cost = np.array([link.cost(Kind.RS, bytes_) for bytes_ in size])
         self.update_in_compute = gather == "gradients"
         self.update = profile.update_per_byte * size / (1 if self.update_in_compute else ranks)

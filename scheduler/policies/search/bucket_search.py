@@ -113,9 +113,10 @@ class BucketSearch:
         from scheduler.policies.search.cut_kernel import Line
 
         problem = self.problem
+        needed = np.array(problem.profile.needed)[self.layers]
         return Line(
             self.end,
-            self.layers,
+            needed,
             self.ready[self.layers],
             self.fence,
             problem.link.alpha,
@@ -124,7 +125,7 @@ class BucketSearch:
             self.least,
             ALIGNMENT,
             self.most,
-            not self.problem.backward,
+            not problem.backward and bool((needed == self.layers).all()),
         )
 
     def _starts(self, line: Line) -> Iterable[np.ndarray]:

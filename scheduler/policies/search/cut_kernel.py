@@ -23,7 +23,7 @@ class Line(NamedTuple):
     ``fence`` are the cuts that no move may take away: both ends, and the borders between groups. A layer is
     cut at multiples of ``alignment`` only, and into parts of at least ``least`` bytes. ``most`` is the
     largest number of buckets. ``ready``: when the backward has made each layer's gradient; layers stand in
-    the order of these times, so that the last in a bucket completes it.
+    the order of these times, so that the last in a bucket completes it. ``layer``: whose forward needs each.
     """
 
     end: np.ndarray
@@ -37,7 +37,7 @@ class Line(NamedTuple):
     alignment: int
     most: int
     backwards: bool
-    """Whether layers stand in backward order, in each group."""
+    """Whether layers stand in backward order, in each group, and each is needed by its own forward."""
 
 
 @njit(cache=True)

@@ -16,14 +16,16 @@ from numba import njit
 
 class Backward(NamedTuple):
     """By layer: seconds of B, W and F, and seconds of the layer's bytes on the link, RS and AG together.
-    ``movable``: whether W may stand apart from B. ``kept``: bytes that a layer's W needs, its input and the
-    gradient of its output. No order may hold more than ``room`` bytes at once.
+    ``needed``: the layer whose forward needs these bytes. ``movable``: whether W may stand apart from B.
+    ``kept``: bytes that a layer's W needs, its input and the gradient of its output. No order may hold more
+    than ``room`` bytes at once.
     """
 
     inputs: np.ndarray
     weights: np.ndarray
     forward: np.ndarray
     wire: np.ndarray
+    needed: np.ndarray
     movable: np.ndarray
     kept: np.ndarray
     room: float
@@ -79,7 +81,7 @@ def exposed_seconds(work: Backward, order: np.ndarray) -> float:
         if len(waiting) == 0:
             link = max(link, release[number])
         while number < jobs and release[number] <= link:
-            heapq.heappush(waiting, (layers[number], work.wire[layers[number]]))
+            heapq.heappush(waiting, (work.needed[layers[number]], work.wire[layers[number]]))
             number += 1
         layer, left = heapq.heappop(waiting)
         end = link + left

@@ -59,6 +59,7 @@ def _work(profile: Profile, link: Link, extra_memory: float | None) -> Backward:
         weights,
         np.array([layer.forward for layer in layers]),
         2 * link.beta * size,
+        np.array(profile.needed),
         movable,
         np.stack([kept, kept], 1),
         room,
