@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from scheduler.ir.codec import JsonFile, check_numbers
@@ -78,6 +78,16 @@ class Profile(JsonFile):
     def needed(self) -> tuple[int, ...]:
         """For each layer the one whose forward needs its gradients first: itself or ``needed_by``."""
         return tuple(place if la.needed_by < 0 else la.needed_by for place, la in enumerate(self.layers))
+
+    def whole(self) -> Profile:
+        """Return the profile with gradients that are sent once they are whole, in the layer that is first."""
+        layers = list(self.layers)
+        for place, layer in enumerate(self.layers):
+            if layer.needed_by >= 0:
+                first = layers[layer.needed_by]
+                layers[layer.needed_by] = replace(first, bytes=layer.bytes, group=layer.group)
+                layers[place] = replace(layer, bytes=0, needed_by=-1)
+        return replace(self, layers=tuple(layers))
 
     @property
     def total_bytes(self) -> int:

@@ -11,7 +11,9 @@
    (``search.cut_kernel``).
 5. **Weight gradients.** With ``split_backward`` the search is repeated for backwards whose weight gradients
    have places of their own (``search.weight_search``); one is taken where it gains something.
-6. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
+6. **Parts of gradients.** Where layers hold parts of one gradient, whole gradients are planned, too, unless a
+   bound rules them out.
+7. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
    than measured. The search is then repeated for slower links. Of the plans with the shortest period it takes
    the one that loses least on those links; among plans that lose hardly more, the one with fewest buckets.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from scheduler.bounds.split import split_exposed
 from scheduler.ir.buckets import Bucket
@@ -29,7 +32,7 @@ from scheduler.policies.dear import dear
 from scheduler.policies.mgwfbp import mgwfbp
 from scheduler.policies.pipedap import pipedap
 from scheduler.policies.problem import Problem
-from scheduler.policies.search.bucket_search import BucketSearch, ordered
+from scheduler.policies.search.bucket_search import BucketSearch, bound_of, ordered
 from scheduler.policies.search.weight_search import backward_orders
 from scheduler.policies.sequential import sequential
 from scheduler.policies.wfbp import wfbp
@@ -69,19 +72,34 @@ def optimal(
 
     Where the problem has buckets only the order is searched. ``split_backward``: weight gradients may have
     places of their own, and hold ``extra_memory`` bytes beyond the backward's peak (None: any number).
+    Where it gains nothing to send parts of a gradient early, the plan is for ``profile.whole()``.
     """
-    plain = _unsplit(problem, seed, budget, max_buckets)
+    best = partial(
+        _best, split=split_backward, memory=extra_memory, seed=seed, budget=budget, most=max_buckets
+    )
+    plan, whole = best(problem), replace(problem, profile=problem.profile.whole())
+    if whole.profile == problem.profile:
+        return plan
+    worth = problem.period(plan) / WORTH
+    if worth <= (_least(whole) if split_backward else bound_of(whole)):
+        return plan
+    other = best(whole)
+    return plan if worth <= whole.period(other) else other
+
+
+def _best(problem: Problem, split: bool, memory: float | None, seed: int, budget: int, most: int) -> Program:
+    plain = _unsplit(problem, seed, budget, most)
     unsplit = problem.period(plain)
-    if not split_backward or _least(problem) > unsplit * WORTH:
+    if not split or _least(problem) > unsplit * WORTH:
         return plain
-    orders = backward_orders(problem.profile, problem.link, extra_memory, seed)
+    orders = backward_orders(problem.profile, problem.link, memory, seed)
     tasks = [replace(problem, backward=backward) for backward in orders]
     known = [plain.buckets]
-    quick = [_searched(task, known, seed, budget // QUICK, max_buckets) for task in tasks]
+    quick = [_searched(task, known, seed, budget // QUICK, most) for task in tasks]
     if not quick:
         return plain
     promising = min(range(len(tasks)), key=lambda number: problem.period(quick[number]))
-    longer = _searched(tasks[promising], [*known, quick[promising].buckets], seed, budget, max_buckets)
+    longer = _searched(tasks[promising], [*known, quick[promising].buckets], seed, budget, most)
     best = min(quick[promising], longer, key=problem.period)
     return best.with_meta(unsplit=unsplit) if problem.period(best) <= unsplit * WORTH else plain
 
