@@ -71,7 +71,9 @@ class EngineBackend(Backend):
                 sent, sums = work.residuals.get(piece.number, (None, None))
                 engine.add_bucket(
                     data,
-                    gather=None if gathered is None else gathered.bucket(piece.number),
+                    gather=(gathered.bucket if gathered is not None else work.buffers.corrected)(
+                        piece.number
+                    ),
                     wire_dtype=scaling.wire_type(data.dtype) if sent is None else torch.int8,
                     prescale=scaling.before,
                     postscale=scaling.after,
@@ -81,6 +83,7 @@ class EngineBackend(Backend):
                     row=piece.row,
                     sent_residual=sent,
                     sum_residual=sums,
+                    changed=work.changed.get(piece.number),
                 )
             for number, flags in enumerate(work.flags):
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")

@@ -51,6 +51,8 @@ class StepWork:
     # Buckets that travel in blocks of int8: what rounding their gradients, and the sums of this rank's shard,
     # has lost so far.
     residuals: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    # Buckets that correct others (``Buffers.corrected``): the rows that have changed.
+    changed: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def step_work(
@@ -61,13 +63,14 @@ def step_work(
     gathered: Buffers | None,
     scaling: Scaling,
     residuals: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]],
+    changed: Mapping[int, torch.Tensor],
 ) -> StepWork:
     """Return the program with ``flags`` flags after its backward, and with ``early_step`` after each RS."""
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
     tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
-    return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals)
+    return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals, changed)
 
 
 def link_order(program: Program) -> list[tuple[str, int]]:

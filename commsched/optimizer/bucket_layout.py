@@ -5,6 +5,10 @@ name them, each contiguous, so that ``p.grad`` is a view even when a tensor is s
 bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r. Where
 parameters have owners, a bucket holds the parameters of rank 0, then those of rank 1 and so on, and its
 shards differ in length.
+
+Of a tied weight the head's part of the gradient is sent before the whole gradient is there. Both have memory:
+the part among the other gradients, where the sum will be, and the whole gradient in buckets of rows, of which
+those that differ are summed anew (``corrections``).
 """
 
 from __future__ import annotations
@@ -60,11 +64,20 @@ class Slice:
 
 @dataclass(slots=True)
 class Layout:
-    """All slots (by parameter) and slices (by bucket), and the length of each group's buffer."""
+    """All slots (by parameter) and slices (by bucket), and the length of each group's buffer.
+
+    ``corrections``: of tied weights the slots of the whole gradients. ``slots`` has those of their sums.
+    """
 
     slots: dict[int, Slot]
     slices: list[Slice]
     lengths: dict[int, int]
+    corrections: dict[int, Slot] = field(default_factory=dict)
+
+    def corrected(self, bucket: int) -> int | None:
+        """Return the parameter whose sum a bucket corrects; None for other buckets."""
+        piece = self.slices[bucket]
+        return piece.params[0] if piece.row and piece.params[0] in self.corrections else None
 
 
 def build_layout(
@@ -75,6 +88,7 @@ def build_layout(
     owners: Sequence[int] | None = None,
     rows: Mapping[int, int] | None = None,
     alignment: Mapping[int, int] | None = None,
+    heads: Mapping[int, int] | None = None,
 ) -> Layout:
     """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
@@ -82,7 +96,8 @@ def build_layout(
     tear the tensor apart. With ``owners`` (ranks by parameter), no tensor may be cut. ``rows`` has the
     elements of a row of each parameter that travels by rows, which is alone in its group and is cut between
     rows. Tensors and shards start at multiples of ``ALIGN`` elements, or of the group's ``alignment``.
-    Parameters without elements have no slot.
+    ``heads`` has the parameter of each tensor that is a tied weight's part. Parameters without elements have
+    no slot.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
@@ -97,7 +112,20 @@ def build_layout(
         else:
             _check_whole(buckets, numels, itemsizes)
             _lay_out_owned(layout, group, members, numels, owners, ranks, align)
+    for head, param in (heads or {}).items():
+        if head in layout.slots:
+            _join_head(layout, head, param)
     return layout
+
+
+def _join_head(layout: Layout, head: int, param: int) -> None:
+    """Let a tied weight's sum be where its head's part is, complete when all buckets of both have arrived."""
+    part, whole = layout.slots.pop(head), layout.slots[param]
+    for number in part.buckets:
+        piece = layout.slices[number]
+        piece.params = tuple(param if i == head else i for i in piece.params)
+    layout.corrections[param] = whole
+    layout.slots[param] = Slot(param, part.group, part.offset, part.numel, [*part.buckets, *whole.buckets])
 
 
 def _lay_out_rows(
@@ -250,3 +278,11 @@ class Buffers:
     def bucket(self, number: int) -> torch.Tensor:
         piece = self.layout.slices[number]
         return self.flat[piece.group].narrow(0, piece.start, piece.numel)
+
+    def corrected(self, number: int) -> torch.Tensor | None:
+        """Return the memory whose rows a bucket corrects; None for other buckets."""
+        param, piece = self.layout.corrected(number), self.layout.slices[number]
+        if param is None:
+            return None
+        slot = self.layout.slots[param]
+        return self.flat[slot.group].narrow(0, slot.offset + piece.start, piece.numel)

@@ -39,6 +39,7 @@ from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.split_backward import SplitBackward
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
+from commsched.optimizer.tied_weights import TiedWeights
 from commsched.optimizer.timeline import Timeline
 from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
@@ -86,11 +87,14 @@ class Driver:
         )
         self.reducer = Reducer(state, self.backend, self.gathering)
         self.arrivals = self.reducer.arrivals
-        self.order = list(range(len(params)))
+        self.order = list(self.planner.model.layers)
         self.times = StepTimes(self.arrivals, self.backend)
         self.split: SplitBackward | None = None
         self.install(self.planner.first(self.order))
-        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes)
+        heads = self.planner.heads_by_module()
+        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes, heads)
+        tied = TiedWeights(self.reducer, self.planner.heads, self.planner.model.head_of)
+        self.hooks.removed_with.append(tied.remove)
         if self.planner.may_split:
             self.split = SplitBackward(self.reducer, modules, options.extra_memory)
             self.hooks.look = self.split.look
@@ -198,9 +202,9 @@ class Driver:
             if sample is not None:
                 now.samples.append(sample)
         elif now.alone:
-            seen = self.hooks.forward_order() if self.hooks.order else None  # None on ranks that have joined
-            orders = self.backend.ranks.all_values(seen)
-            self.order = next((order for order in orders if order), self.hooks.forward_order())
+            order = self.hooks.forward_order(len(self.order))
+            orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
+            self.order = next((seen for seen in orders if seen), order)
         if now.seen < warm_up + SAMPLES:
             self.reducer.hold = now.alone
             self._watch_next()
@@ -216,7 +220,9 @@ class Driver:
     def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
         events = self.backend.events()
         self._record_operations(events)
-        self.planner.learn(events, self.plan, self.reducer.state.buffers.layout, self.reducer.joined)
+        state = self.reducer.state
+        early, joined = state.corrections.early, self.reducer.joined
+        self.planner.learn(events, self.plan, state.buffers.layout, joined, self.order, early)
         model = self.planner.model
         rows, source = self._samples_of_all(samples, "measured in this run")
         if not rows:

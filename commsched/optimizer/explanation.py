@@ -26,6 +26,7 @@ class Explanation:
     transport: str
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
     by_rows: Mapping[str, int]  # parameters of which only touched rows travel, and their bytes in memory
+    tied: tuple[str, ...]  # of these, those of which the head's part travels first, then rows that correct it
     link: str
     profile_source: str
     bound: float
@@ -49,7 +50,10 @@ class Explanation:
             lines.append(f"gradients computed later: {_few(self.split)}{gain}")
         for number, (size, names) in enumerate(self.buckets):
             whole = sum(self.by_rows.get(name, 0) for name in names)
-            rows = f", touched rows of {whole / 2**20:.2f} MiB" if whole else ""
+            what = (
+                "rows that correct the head's" if self.tied and names[0] in self.tied else "touched rows of"
+            )
+            rows = f", {what} {whole / 2**20:.2f} MiB" if whole else ""
             wire = f", gradients as int8 {size * SHARE / 2**20:.2f} MiB" if self.quantised[number] else ""
             lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB{wire}: {_few(names)}{rows}")
         return "\n".join(lines)
@@ -84,6 +88,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
         by_rows={model.names[i]: model.bytes(i) for i in model.rows},
+        tied=tuple(model.names[i] for i in model.heads if i in model.rows),
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,

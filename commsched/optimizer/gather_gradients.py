@@ -66,6 +66,8 @@ class GradientGathering(Gathering):
                 view.mul_(carried)
                 if i in late:
                     view.add_(late[i].to_dense() if late[i].is_sparse else late[i])
+                if i in state.corrections:
+                    state.corrections.clear(i)
         state.flags.zero_()
         backend.begin_step()
         for bucket in range(state.flags_bucket + 1):

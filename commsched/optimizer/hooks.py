@@ -8,7 +8,7 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,11 +65,18 @@ class _BeforeForward:
 class Hooks:
     """All hooks of one optimizer, and the order of the forward that they have seen."""
 
-    def __init__(self, reducer: Reducer, modules: Sequence[Owner], graph_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        modules: Sequence[Owner],
+        graph_bytes: int | None = None,
+        heads: Mapping[nn.Module, Mapping[int, int]] | None = None,
+    ) -> None:
+        """``heads``: of modules that own tied weights, the layers that these parameters are there."""
         self.reducer = reducer
         self.graph_bytes = graph_bytes or 0
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
-        self.order: list[int] = []  # parameters by first use in a forward
+        self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
         self.look: Callable[[Sequence[Any]], None] | None = None  # at the arguments of every forward
         self.removed_with: list[Callable[[], None]] = []
@@ -77,11 +84,12 @@ class Hooks:
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        # A module, or a piece of a compiled graph (None), and the parameters that it reads.
+        # A module, or a piece of a compiled graph (None), and the layers that it is.
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
         for number, (module, params) in enumerate(modules):
             before = _BeforeForward(self, number, params)
-            self.owners.append((module, params))
+            here = (heads or {}).get(module, {})
+            self.owners.append((module, tuple(here.get(i, i) for i in params)))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         for i, param in enumerate(reducer.params):
             if param.requires_grad:
@@ -119,7 +127,7 @@ class Hooks:
             arrivals.watch.forward(number)
         if number not in self._place:
             self._place[number] = len(self._place)
-            self.order.extend(params)
+            self.order.extend(self.owners[number][1])
         if self.reducer.state.pending:
             self._check_order(number)
             arrivals.needed(params)
@@ -140,8 +148,8 @@ class Hooks:
         self._used.add(number)
         self._last = max(self._last, place)
 
-    def forward_order(self) -> list[int]:
-        return forward_order(self.order, len(self.reducer.params))
+    def forward_order(self, layers: int) -> list[int]:
+        return forward_order(self.order, layers)
 
     def forget_order(self) -> None:
         self._place.clear()

@@ -1,6 +1,8 @@
 """Maps the parameters to the scheduler's layers: in forward order, behind one layer without bytes.
 
-That layer represents the time between two iterations (data loading, the optimizer's own work).
+That layer represents the time between two iterations (data loading, the optimizer's own work). A weight tied
+to an output matrix, the head, has two layers: one where the embedding is, and one where the head is. Layers
+are named by parameter; the heads' are numbered behind the parameters.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ class Model:
     dtypes: tuple[torch.dtype, ...]
     rows: Mapping[int, Rows] = field(default_factory=dict)  # parameters of which only touched rows travel
     quantised: frozenset[int] = frozenset()  # the parameters that travel in blocks of int8
+    # The tied weights whose heads have layers of their own. Of one that travels by rows the head's part of
+    # the gradient is sent first, and then corrected in some rows; the others' gradients are sent whole.
+    heads: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, params: Sequence[nn.Parameter], names: Sequence[str], wire: Any = None) -> Model:
@@ -49,24 +54,40 @@ class Model:
         return cls(tuple(names), numels, dtypes, quantised=frozenset(quantised))
 
     @property
-    def itemsizes(self) -> list[int]:
-        return [dtype.itemsize for dtype in self.dtypes]
+    def layers(self) -> range:
+        """The numbers of all layers: parameters, then heads."""
+        return range(len(self.names) + len(self.heads))
+
+    def param(self, i: int) -> int:
+        """Return the parameter of a layer."""
+        return i if i < len(self.names) else self.heads[i - len(self.names)]
+
+    def name(self, i: int) -> str:
+        return self.names[i] if i < len(self.names) else f"{self.names[self.param(i)]} (head)"
+
+    @property
+    def head_of(self) -> dict[int, int]:
+        """The layer of each tied weight's head."""
+        return {i: len(self.names) + place for place, i in enumerate(self.heads)}
+
+    def sent_whole(self) -> Model:
+        """Return the model in which the gradients of tied weights are sent when they are whole."""
+        return replace(self, rows={i: rows for i, rows in self.rows.items() if i not in self.heads})
 
     @property
     def _kinds(self) -> list[tuple[torch.dtype, bool]]:
-        return [(dtype, i in self.quantised) for i, dtype in enumerate(self.dtypes)]
+        return [(self.dtypes[self.param(i)], i in self.quantised) for i in self.layers]
 
     @property
     def groups(self) -> list[int]:
-        """The group of each parameter: one bucket holds one dtype, quantised or not, or one parameter that
+        """The group of each layer: one bucket holds one dtype, quantised or not, or one parameter that
         travels by rows.
         """
         kinds = list(dict.fromkeys(self._kinds))
-        tables = {i: len(kinds) + place for place, i in enumerate(sorted(self.rows))}
-        return [tables.get(i, kinds.index(kind)) for i, kind in enumerate(self._kinds)]
+        return [len(kinds) + i if i in self.rows else kinds.index(kind) for i, kind in enumerate(self._kinds)]
 
     def kind(self, group: int) -> torch.dtype:
-        return self.dtypes[self.groups.index(group)]
+        return self.dtypes[self.param(self.groups.index(group))]
 
     def quantises(self, group: int) -> bool:
         """Return whether the buckets of a group travel in blocks of int8."""
@@ -76,13 +97,22 @@ class Model:
         """Return the places of the gradients in buckets that name parameters."""
         blocks = {group: BLOCK for group in set(self.groups) if self.quantises(group)}
         rows = {i: row.elements for i, row in self.rows.items()}
-        return build_layout(self.numels, self.itemsizes, buckets, ranks, owners, rows, blocks)
+        numels = [self.numels[self.param(i)] for i in self.layers]
+        heads = {self.head_of[i]: i for i in self.heads if i in self.rows}
+        return build_layout(numels, self.itemsizes, buckets, ranks, owners, rows, blocks, heads)
+
+    @property
+    def itemsizes(self) -> list[int]:
+        return [self.dtypes[self.param(i)].itemsize for i in self.layers]
 
     def bytes(self, i: int) -> int:
-        return self.numels[i] * self.dtypes[i].itemsize
+        """Return the bytes of the gradient of a layer's parameter."""
+        return self.numels[self.param(i)] * self.dtypes[self.param(i)].itemsize
 
     def sent(self, i: int) -> int:
-        """Return the bytes of one RS or AG of a parameter's gradient."""
+        """Return the bytes of one RS or AG of a layer's gradient."""
+        if i >= len(self.names):
+            return self.bytes(i) if self.param(i) in self.rows else 0
         return self.rows[i].sent if i in self.rows else self.bytes(i)
 
     def wire_share(self, wire: torch.dtype | None) -> float:
@@ -107,21 +137,22 @@ class Model:
         source: str,
         kept: Mapping[int, int] | None = None,
     ) -> Profile:
-        """Return a profile with one layer per parameter, in this order; times are given by parameter.
+        """Return a profile with the layers in this order; times are given by layer.
 
         ``kept``: the bytes that a gradient needs while it waits.
         """
-        groups = self.groups
+        groups, place = self.groups, {i: number + 1 for number, i in enumerate(order)}
         layers = [Layer(OUTSIDE, times.outside, 0.0, 0)]
         layers += [
             Layer(
-                self.names[i],
+                self.name(i),
                 times.forward[i],
                 times.backward[i],
                 self.sent(i),
                 (kept or {}).get(i, 0),
                 times.weights[i],
                 groups[i],
+                needed_by=place[self.param(i)] if i >= len(self.names) and self.sent(i) else -1,
             )
             for i in order
         ]
@@ -129,7 +160,7 @@ class Model:
 
     def guess(self, order: Sequence[int], link: Link) -> Profile:
         """Return a profile without measurements: compute by bytes, as long as all communication."""
-        each = [2 * link.beta * self.sent(i) for i in range(len(self.names))]
+        each = [2 * link.beta * self.sent(i) for i in self.layers]
         times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0, [0.0] * len(each))
         return self.profile(order, times, "a guess from the sizes")
 
@@ -138,7 +169,7 @@ class Model:
         return size == self.bytes(i) or (i in self.rows and size < self.bytes(i))
 
     def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
-        """Return a user's profile of this model, checked, and its layers' order as parameter indices."""
+        """Return a user's profile of this model, checked, and the parameter of each layer (-1: none)."""
         index = {name: i for i, name in enumerate(self.names)}
         found = [index.get(layer.name) for layer in profile.layers if layer.bytes]
         missing = sorted(set(self.names) - {layer.name for layer in profile.layers})
@@ -163,4 +194,4 @@ class Model:
                 replace(la, group=groups[index[la.name]]) if la.name in index else la for la in profile.layers
             ),
         )
-        return profile, [index[layer.name] for layer in profile.layers if layer.name in index]
+        return profile, [index.get(layer.name, -1) for layer in profile.layers[1:]]

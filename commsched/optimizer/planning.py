@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from commsched.optimizer.link_timing import TimedLink, times_of_buckets
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planner_process import plan_in_child, predict_in_child
-from commsched.optimizer.row_traffic import Owner, counted_rows, first_rows, sent_by_rows
+from commsched.optimizer.row_traffic import Owner, counted_rows, first_rows, sent_by_rows, tied_heads
 from commsched.optimizer.whole_matrix import BUCKET_BYTES, whole_buckets
 from scheduler import policies
 from scheduler.ir.actions import Kind
@@ -32,7 +32,7 @@ _UNGROUPED = 8 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, its profile and link, and the parameter of each of its layers (-1: none)."""
+    """A program, its profile and link, and which of the model's layers each of its layers is (-1: none)."""
 
     program: Program
     profile: Profile
@@ -47,7 +47,7 @@ class Plan:
 
     def _dense(self) -> Profile:
         """Return the profile with whole gradients, as DDP sends them."""
-        layers = list(self.profile.layers)
+        layers = list(self.profile.whole().layers)
         for place, size in self.whole.items():
             layers[place] = replace(layers[place], bytes=size)
         return replace(self.profile, layers=tuple(layers))
@@ -72,9 +72,15 @@ class Plan:
 
 def _cut(model: Model, param: int, piece: Piece, sent: int) -> Piece:
     """Return the bytes of a parameter that are sent as bytes ``[start, stop)`` of ``sent``."""
-    unit = model.dtypes[param].itemsize * (model.rows[param].elements if param in model.rows else 1)
+    unit = model.itemsizes[param] * (model.rows[param].elements if param in model.rows else 1)
     units = model.bytes(param) // unit
     return Piece(param, piece.start * units // sent * unit, piece.stop * units // sent * unit)
+
+
+def _has_parts(program: Program, profile: Profile) -> bool:
+    """Return whether a program sends parts of gradients early; else it is for ``profile.whole()``."""
+    parts = {place for place, layer in enumerate(profile.layers) if layer.needed_by >= 0}
+    return any(parts.intersection(bucket.layers) for bucket in program.buckets)
 
 
 class Planner:
@@ -104,6 +110,7 @@ class Planner:
         given = isinstance(schedule, Program) and bool(schedule.backward)
         self.may_split = asked.split_backward is not False and (knows or given)
         self.extra_memory = 0  # bytes that weight gradients may hold while they wait
+        self.heads: dict[int, nn.Module] = {}  # the other owners of tied embeddings
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
             f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
@@ -126,18 +133,46 @@ class Planner:
 
     def send_by_rows(self, params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> None:
         """Let embeddings travel by rows, where the arguments ask for it and it may pay."""
-        if self._asked.row_sparse is not False:
-            rows = first_rows(self.model, params, modules, self.backend, self._asked, self.link, self.given)
-            self.model = replace(self.model, rows=self.ranks.share(rows))
+        asked = self._asked
+        if asked.row_sparse is not False:
+            # One policy knows what corrections are.
+            parts = self.policy == "optimal" and self.adapts and self.groups is None
+            tied = tied_heads(params, modules) if parts else {}
+            rows = first_rows(self.model, params, modules, self.backend, asked, self.link, self.given, tied)
+            rows, heads = self.ranks.share((rows, tuple(i for i in rows if i in tied)))
+            self.model = replace(self.model, rows=rows, heads=heads)
+            self.heads = tied
 
-    def learn(self, events: Any, plan: Plan, layout: Layout, joined: bool) -> None:
-        """Fit the link and count rows with the operations under a plan that sent them beside no compute."""
+    def heads_by_module(self) -> dict[nn.Module, dict[int, int]]:
+        """Return for each head the layers that its tied weights are there."""
+        found: dict[nn.Module, dict[int, int]] = {}
+        for i, layer in self.model.head_of.items():
+            if i in self.heads:
+                found.setdefault(self.heads[i], {})[i] = layer
+        return found
+
+    def learn(
+        self,
+        events: Any,
+        plan: Plan,
+        layout: Layout,
+        joined: bool,
+        order: Sequence[int],
+        early: Container[int],
+    ) -> None:
+        """Fit the link and count rows with the operations under a plan that sent them beside no compute.
+
+        ``early``: the tied weights of which this rank has sent the head's part first.
+        """
         mine = [] if joined else times_of_buckets(events, plan.program.buckets, layout)
         self.link = self._timed_link.refined(mine)
         if self.model.rows:
-            sent = {} if joined else sent_by_rows(events, layout, self.model.rows, self.ranks.size)
-            always = self._asked.row_sparse is True
-            rows = counted_rows(self.model, self.ranks.all_values(sent), always, self.link)
+            sent = sent_by_rows(events, layout, self.model.rows, self.ranks.size)
+            place = {i: number for number, i in enumerate(order)}
+            late = [i for i, head in self.model.head_of.items() if i not in early or place[head] < place[i]]
+            sent = {i: of for i, of in sent.items() if i not in late}
+            by_rank = [each for each in self.ranks.all_values(None if joined else sent) if each is not None]
+            rows = counted_rows(self.model, by_rank, self._asked.row_sparse is True, self.link)
             self.model = replace(self.model, rows=rows)
 
     def first(self, order: Sequence[int]) -> Plan:
@@ -154,13 +189,18 @@ class Planner:
 
     def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
         plan: Any = None
+        asked = self._asked
         if self.ranks.rank == 0:
             try:
                 given = self._options_for(profile, order)
                 if self.may_split and any(layer.weight_backward for layer in profile.layers):
                     given = {**given, "split_backward": True, "extra_memory": self.extra_memory}
+                if asked.row_sparse is True and policy == "optimal":
+                    given = {**given, "keep_parts": True}
                 program = plan_in_child(profile, self.link, policy, given)
                 layers = (-1, *order)
+                if not _has_parts(program, profile):
+                    profile = profile.whole()
                 whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
                 plan = Plan(program, profile, self.link, layers, whole)
             except ValueError as error:
@@ -170,6 +210,8 @@ class Planner:
             raise plan
         assert isinstance(plan, Plan)
         self.ranks.agree("the plan", plan.program.hash, "this is a fault of commsched; please report it")
+        if not _has_parts(plan.program, plan.profile):
+            self.model = self.model.sent_whole()
         return plan
 
     def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ describes which part owns a buffer at what time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from torch import nn
 from commsched.backends.interface import Backend, step_work
 from commsched.optimizer.arrivals import Arrivals
 from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.filling import Filling
 from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.nested_backwards import inside_a_backward
 from commsched.optimizer.pending import can_pend, clear_pending, raw_grad, release_class, set_raw_grad
-from commsched.optimizer.step_state import DENSE, JOINED, LATE, SPARSE, FlagPlaces, Phase, Round, StepState
+from commsched.optimizer.step_state import JOINED, FlagPlaces, Phase, Round, StepState
 from scheduler.ir.program import Program
 
 
@@ -30,7 +31,7 @@ class Reducer:
         self.params = state.params
         state.places = FlagPlaces.of(len(self.params), backend.ranks.size)
         self.arrivals = Arrivals(state, backend, gathering, self.seal)
-        self.backward_passes, self.paused = 1, False
+        self.filling, self.paused = Filling(state, backend), False
         # Nothing is sent before the end of the backward; so in the first round, to see what fires twice.
         self.hold = True
         self.joined = False  # this rank takes part with zeros until every rank has joined
@@ -38,7 +39,6 @@ class Reducer:
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
         self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
-        self.fired_twice: set[int] = set()
         self.compute_waiting: Callable[[], None] = lambda: None  # gradients that have waited
         self.splitting = False  # a gradient that waited is being computed
         self.without: set[int] = set()  # autograd will call the hook for these, whose gradients wait
@@ -52,7 +52,11 @@ class Reducer:
                 self.arrivals.complete_all()
             state.residuals.install(buffers)
             gathered, lost = self.gathering.prepare(program, buffers), state.residuals.by_bucket()
-            work = step_work(program, buffers, state.places.size, size, gathered, state.scaling, lost)
+            state.corrections.install(buffers, self.params)
+            changed = state.corrections.changed
+            work = step_work(
+                program, buffers, state.places.size, size, gathered, state.scaling, lost, changed
+            )
             state.install(buffers, work.flags)
             self.backend.install(work)
             self.gathering.installed(program)
@@ -79,24 +83,50 @@ class Reducer:
                     " one's close() first)"
                 )
             state.passes[i] += 1
-            if state.passes[i] < self.backward_passes:
+            if state.passes[i] < state.backward_passes:
                 state.keep_in_place(i, grad)
                 return
             if state.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
-            if not self._callback_queued and not self.splitting:
-                self._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+            self._await_end()
             if state.round.filled[i]:
-                self._fill_again(i, grad)
+                self.filling.fill_again(i, grad)
                 return
-            self._fill(i, grad)
-            if not self.hold and i in state.slots and i not in self.fired_twice:
-                missing = state.round.missing
-                for bucket in state.slots[i].buckets:
-                    missing[bucket] -= 1
-                    if missing[bucket] == 0:
-                        self._send(bucket)
+            self.filling.fill(i, grad)
+            if i in state.slots and i not in self.filling.fired_twice:
+                if i not in state.corrections:
+                    self._count(state.slots[i].buckets)
+                elif i in state.corrections.early:  # else the end of the backward sends it
+                    self._count(b for b in state.slots[i].buckets if b in state.corrections.changed)
+
+    def on_part(self, i: int, part: torch.Tensor) -> None:
+        """React to the head's part of a tied weight's gradient; autograd adds the embedding's part later."""
+        state = self.state
+        with state.lock:
+            if self.paused or state.passes[i] + 1 < state.backward_passes or i not in state.corrections:
+                return
+            if state.phase is not Phase.FILLING:
+                self._begin_round()
+            self._await_end()
+            # A second part, or an earlier gradient to which autograd adds both: the whole one is sent.
+            if state.round.filled[i] or i in state.corrections.early or raw_grad(self.params[i]) is not None:
+                return
+            state.corrections.take_part(i, part, state.views[i])
+            self._count(b for b in state.slots[i].buckets if b not in state.corrections.changed)
+
+    def _await_end(self) -> None:
+        """Let autograd tell when this backward ends."""
+        if not self._callback_queued and not self.splitting:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def _count(self, buckets: Iterable[int]) -> None:
+        """Send the buckets that one more gradient has completed."""
+        missing = self.state.round.missing
+        for bucket in () if self.hold else buckets:
+            missing[bucket] -= 1
+            if missing[bucket] == 0:
+                self._send(bucket)
 
     def _open(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """Start a round, after all that is on its way. Returns the gradient that parameter ``i`` has then.
@@ -120,79 +150,12 @@ class Reducer:
         state.deferred, state.clear = None, {}
         self.votes = state.round.used[state.places.votes] if state.rounds and state.round.used else 0
         state.round = Round(state.buffers.layout, len(self.params))
+        state.corrections.begin()
         state.flags.zero_()
         self.backend.begin_step()
         state.phase = Phase.FILLING
         self._callback_queued = False  # a backward that raised never ran its callback
         self.gathering.round_begun()
-
-    def _fill(self, i: int, grad: torch.Tensor) -> None:
-        """Copy a gradient into its slot, unless autograd has written it there itself."""
-        state = self.state
-        state.round.filled[i] = True
-        view = state.views.get(i)
-        if view is None:
-            return  # no elements: nothing to reduce
-        if grad.requires_grad:
-            grad = grad.detach()  # of a backward with create_graph
-        if grad.is_sparse:
-            self._fill_sparse(i, grad, view)
-        else:
-            state.flag[i] = DENSE
-            if i in state.kept and self.backend.ranks.rank != 0:
-                self._fill_new(i, grad, view)
-            else:
-                self.backend.put(i, grad, view)
-        state.kept.pop(i, None)
-        param = self.params[i]
-        if type(param) is nn.Parameter:
-            param.grad = None
-        else:
-            set_raw_grad(param, None)
-
-    def _fill_sparse(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
-        state = self.state
-        kept = state.kept.get(i)
-        if kept is not None and kept.sparse is not None and grad is kept.shown and self.backend.ranks.rank:
-            grad = grad - kept.sparse  # only the difference: see _fill_new
-        state.flag[i] = SPARSE
-        if state.sparse_as_dense:
-            state.sparse_dims[i] = grad.sparse_dim()
-            self.backend.put(i, grad.to_dense(), view)
-        else:
-            state.round.sparse[i] = grad
-            view.zero_()
-
-    def _fill_new(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
-        """Fill in the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
-        kept = self.state.kept[i]
-        if grad is not kept.shown:
-            view.copy_(grad)
-        elif grad._version > kept.version + self.backward_passes:
-            raise ValueError(
-                f"the gradient of {self.state.names[i]} was changed after it had been summed and is now"
-                " added to again; with op=Sum, call optimizer.zero_grad() before the next backward, or use"
-                " op=Average"
-            )
-        else:
-            view.neg_().add_(grad)
-
-    def _fill_again(self, i: int, grad: torch.Tensor) -> None:
-        """Add a second gradient of one backward (reentrant checkpointing of a module that is used twice)."""
-        state, now = self.state, self.state.round
-        self.fired_twice.add(i)
-        set_raw_grad(self.params[i], None)
-        if i not in state.slots:
-            return
-        sent = any(now.sent[b] for b in state.slots[i].buckets)
-        if not sent:
-            self.backend.take_back(i, state.views[i])
-        if sent or i in now.sparse or (grad.is_sparse and not state.sparse_as_dense):
-            now.late[i] = now.late[i] + grad if i in now.late else grad
-            state.flag[i] += LATE if state.flag[i] < LATE else 0
-        else:
-            with torch.no_grad():
-                state.views[i].add_(grad)
 
     def _send(self, bucket: int) -> None:
         state = self.state
@@ -228,10 +191,9 @@ class Reducer:
                 self._begin_round()
             for i, view in state.views.items():
                 if not state.round.filled[i]:
-                    if (grad := raw_grad(self.params[i])) is not None:
-                        self._fill(i, grad)
-                    else:
-                        view.zero_()
+                    self.filling.fill_missing(i, raw_grad(self.params[i]))
+                if i in state.corrections and i not in state.corrections.early:
+                    state.corrections.follow(i, view)
             for bucket, sent in enumerate(state.round.sent):
                 if not sent:
                     self._send(bucket)
@@ -275,7 +237,7 @@ class Reducer:
 
     def inherit(self, before: Reducer) -> None:
         """Continue from a finished reducer of other parameters."""
-        self.backward_passes, self.paused = before.backward_passes, before.paused
+        self.state.backward_passes, self.paused = before.state.backward_passes, before.paused
         self.samples = before.samples
         place = {id(param): i for i, param in enumerate(self.params)}
         for j, kept in before.state.kept.items():

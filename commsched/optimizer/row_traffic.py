@@ -2,19 +2,21 @@
 
 The gradient of an embedding has as many nonzero rows as the batch has tokens. The engine leaves the other
 rows of such a bucket out, whatever wrote the gradient, so a wrong choice here costs time and changes no
-number. ``docs/decisions/optimizer.md`` has the reasons.
+number. Of a weight tied to a head, the rows are what corrects the head's part (``corrections``).
+``docs/decisions/optimizer.md`` has the reasons.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from commsched.backends.interface import Backend
@@ -49,8 +51,11 @@ def first_rows(
     asked: Options,
     link: Link,
     given: Profile | None,
+    tied: Iterable[int] = (),
 ) -> dict[int, Rows]:
     """Return the embeddings that travel by rows in the first plan, with the bytes of their whole gradients.
+
+    ``tied``: weights of embeddings and heads whose parts may be sent one after the other.
 
     With a profile, those of which it has fewer bytes than the gradient. Without one, every embedding that is
     large enough to gain if no row at all were touched: its rows are counted in the first iterations.
@@ -63,7 +68,7 @@ def first_rows(
             f"rank {backend.ranks.rank}: row_sparse=True {refusal}; use row_sparse='auto', which sends the"
             " whole gradient there"
         )
-    found = [] if obstacle else _tables(params, modules)
+    found = [] if obstacle else sorted({*_tables(params, modules), *tied})
     if always and not found:
         warnings.warn(
             "row_sparse=True without effect: no trained parameter belongs to an nn.Embedding or"
@@ -82,10 +87,32 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
     """Return the parameters of embeddings alone: the gradients of others have few zero rows."""
     fit, unfit = set[int](), set[int]()
     for module, mine in modules:
-        table = isinstance(module, EMBEDDINGS) and not module.sparse and module.max_norm is None
-        (fit if table else unfit).update(mine)
-    alone = sorted(fit - unfit)
-    return [i for i in alone if params[i].dim() == 2 and params[i].is_contiguous() and params[i].numel()]
+        (fit if _is_table(module) else unfit).update(mine)
+    return [i for i in sorted(fit - unfit) if _has_rows(params[i])]
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, EMBEDDINGS) and not module.sparse and module.max_norm is None
+
+
+def _has_rows(param: nn.Parameter) -> bool:
+    return param.dim() == 2 and param.is_contiguous() and param.numel() > 0
+
+
+def tied_heads(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> dict[int, nn.Module]:
+    """Return the weights that embeddings share with one other module, and that module, the head."""
+    tables, heads = set[int](), dict[int, list[nn.Module]]()
+    for module, mine in modules:
+        for i in mine:
+            tables.add(i) if _is_table(module) else heads.setdefault(i, []).append(module)
+    tied = {i: heads[i][0] for i in sorted(tables & heads.keys()) if len(heads[i]) == 1}
+    return {
+        i: head
+        for i, head in tied.items()
+        if not isinstance(head, EMBEDDINGS)
+        and _has_rows(params[i])
+        and params[i].dtype in (torch.float32, torch.float64)
+    }
 
 
 def _obstacle(backend: Backend, asked: Options) -> str:
@@ -121,7 +148,8 @@ def sent_by_rows(
     """
     found = {}
     for i in rows:
-        mine = events[np.isin(events["bucket"], layout.slots[i].buckets)]
+        by_rows = [b for b in layout.slots[i].buckets if layout.slices[b].row]
+        mine = events[np.isin(events["bucket"], by_rows)]
         steps = {step: mine[mine["step"] == step] for step in set(mine["step"].tolist())}
         if steps:
             seconds = median(float((op["end"] - op["start"]).sum()) for op in steps.values())
@@ -136,12 +164,15 @@ def counted_rows(
     """Return the parameters for which rows pay, with the bytes that were sent of them.
 
     The rank with the most bytes counts, and the rank with the least time, which waited for no other rank.
+    Corrections are sent besides the gradient. They are no gain where they take half as long, or where a rank
+    has not sent a part early.
     """
     found = {}
     for i, rows in model.rows.items():
         seen = [sent[i] for sent in by_rank if i in sent]
-        whole = 2 * link.beta * model.bytes(i)
-        if always or not seen or min(sent.seconds for sent in seen) < whole:
+        whole, tied = 2 * link.beta * model.bytes(i), i in model.heads
+        pays = not seen or min(sent.seconds for sent in seen) < (whole / 2 if tied else whole)
+        if (always or pays) and not (tied and len(seen) < len(by_rank)):
             one = rows.elements * model.dtypes[i].itemsize
             most = round(max((sent.bytes for sent in seen), default=rows.sent))
             found[i] = Rows(rows.elements, min(max(most, one), model.bytes(i)))

@@ -114,11 +114,11 @@ class SplitBackward:
                 part.places = place, own, nexts[own]
                 apart.append(part)
         self._follow(apart)
-        theirs = {i for part in apart for i in (part.weight, *part.others)}
+        theirs, params = {i for part in apart for i in (part.weight, *part.others)}, self.reducer.params
         for i, place in self._behind.items():
-            if apart and i >= 0 and i not in theirs and (param := self.reducer.params[i]).requires_grad:
+            if apart and 0 <= i < len(params) and i not in theirs and params[i].requires_grad:
                 passed = partial(self._passed, place)
-                self._handles.append(param.register_post_accumulate_grad_hook(passed))
+                self._handles.append(params[i].register_post_accumulate_grad_hook(passed))
 
     def remove(self) -> None:
         """Let every module be as it was."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from commsched.backends.interface import Scaling
 from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
+from commsched.optimizer.corrections import Corrections
 from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
 from commsched.optimizer.residuals import Residuals
 
@@ -118,6 +119,7 @@ class StepState:
         self.params, self.names = list(params), list(names)
         self.scaling = scaling
         self.residuals = residuals  # of the parameters that are quantised
+        self.corrections = Corrections()
         self.sums = sums  # op=Sum, not Average
         self.sparse_as_dense = sparse_as_dense  # sparse gradients travel in the dense buckets
         self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
@@ -125,6 +127,7 @@ class StepState:
         self.phase = Phase.IDLE
         self.pending = 0  # parameters that are not exposed yet
         self.rounds = 0
+        self.backward_passes = 1  # accumulated locally before the gradients are reduced
         self.passes = [0] * len(self.params)
         self.kept: dict[int, Kept] = {}
         self.views: dict[int, torch.Tensor] = {}

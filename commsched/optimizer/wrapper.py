@@ -142,7 +142,7 @@ class DistributedMethods(Optimizer):
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
         if self._driver is not None:
-            self._driver.reducer.backward_passes = passes
+            self._driver.reducer.state.backward_passes = passes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,4 +295,4 @@ class DistributedMethods(Optimizer):
                 "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
                 " several ranks"
             )
-        return self._driver.profile
+        return self._driver.profile.whole()

@@ -148,7 +148,9 @@ class LanguageModel(nn.Module):
         elif self.bert:
             self.follows = nn.Linear(dim, 2)
             self.transform = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim, eps=BERT_EPS))
-            self.word_bias = nn.Parameter(torch.zeros(vocab_size))
+        if not num_classes:
+            self.words = nn.Linear(dim, vocab_size, bias=self.bert)
+            self.words.weight = self.embedding.words.weight
         normal_init(self)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -158,6 +160,6 @@ class LanguageModel(nn.Module):
             logits: Tensor = self.head(summary)
             return logits
         if not self.bert:
-            return F.linear(x, self.embedding.words.weight)
-        words = F.linear(self.transform(x), self.embedding.words.weight, self.word_bias)
-        return words, self.follows(summary)
+            words: Tensor = self.words(x)
+            return words
+        return self.words(self.transform(x)), self.follows(summary)

@@ -67,18 +67,20 @@ def optimal(
     max_buckets: int = 512,
     split_backward: bool = False,
     extra_memory: float | None = None,
+    keep_parts: bool = False,
 ) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
     Where the problem has buckets only the order is searched. ``split_backward``: weight gradients may have
     places of their own, and hold ``extra_memory`` bytes beyond the backward's peak (None: any number).
-    Where it gains nothing to send parts of a gradient early, the plan is for ``profile.whole()``.
+    Where it gains nothing to send parts of a gradient early, the plan is for ``profile.whole()``, unless
+    ``keep_parts``.
     """
     best = partial(
         _best, split=split_backward, memory=extra_memory, seed=seed, budget=budget, most=max_buckets
     )
     plan, whole = best(problem), replace(problem, profile=problem.profile.whole())
-    if whole.profile == problem.profile:
+    if keep_parts or whole.profile == problem.profile:
         return plan
     worth = problem.period(plan) / WORTH
     if worth <= (_least(whole) if split_backward else bound_of(whole)):
