@@ -20,9 +20,15 @@ from commsched.optimizer.bucket_layout import Buffers
 
 
 class Corrections:
-    """The gradients of tied weights in one round. ``changed``: by bucket the rows that differ."""
+    """The gradients of tied weights in one round.
+
+    ``heads``, ``buckets``: by parameter the buckets of the head's part, and of the rows that correct it.
+    ``changed``: by bucket these rows' numbers.
+    """
 
     def __init__(self) -> None:
+        self.heads: dict[int, list[int]] = {}
+        self.buckets: dict[int, list[int]] = {}
         self.changed: dict[int, torch.Tensor] = {}
         self.early: set[int] = set()  # the parameters whose part has been taken in this round
         self._whole: dict[int, torch.Tensor] = {}
@@ -40,6 +46,8 @@ class Corrections:
                 changed = torch.zeros(1 + rows.stop - rows.start, dtype=torch.int32)
                 self.changed[piece.number] = changed
                 self._rows[i].append((rows, changed))
+        self.buckets = {i: slot.buckets for i, slot in layout.corrections.items()}
+        self.heads = {i: [b for b in layout.slots[i].buckets if b not in self.changed] for i in self.buckets}
 
     def __contains__(self, i: int) -> bool:
         return i in self._whole

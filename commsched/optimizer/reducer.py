@@ -88,16 +88,17 @@ class Reducer:
                 return
             if state.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
-            self._await_end()
+            if not self._callback_queued and not self.splitting:
+                self._await_end()
             if state.round.filled[i]:
                 self.filling.fill_again(i, grad)
                 return
             self.filling.fill(i, grad)
-            if i in state.slots and i not in self.filling.fired_twice:
-                if i not in state.corrections:
-                    self._count(state.slots[i].buckets)
-                elif i in state.corrections.early:  # else the end of the backward sends it
-                    self._count(b for b in state.slots[i].buckets if b in state.corrections.changed)
+            tied = state.corrections.buckets
+            whole = i not in tied or i in state.corrections.early
+            if not self.hold and whole and i in state.slots and i not in self.filling.fired_twice:
+                self._send(tied[i] if i in tied else state.slots[i].buckets)
+            # Else the end of the backward sends it.
 
     def on_part(self, i: int, part: torch.Tensor) -> None:
         """React to the head's part of a tied weight's gradient; autograd adds the embedding's part later."""
@@ -107,26 +108,19 @@ class Reducer:
                 return
             if state.phase is not Phase.FILLING:
                 self._begin_round()
-            self._await_end()
+            if not self._callback_queued:
+                self._await_end()
             # A second part, or an earlier gradient to which autograd adds both: the whole one is sent.
             if state.round.filled[i] or i in state.corrections.early or raw_grad(self.params[i]) is not None:
                 return
             state.corrections.take_part(i, part, state.views[i])
-            self._count(b for b in state.slots[i].buckets if b not in state.corrections.changed)
+            if not self.hold:
+                self._send(state.corrections.heads[i])
 
     def _await_end(self) -> None:
         """Let autograd tell when this backward ends."""
-        if not self._callback_queued and not self.splitting:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
-
-    def _count(self, buckets: Iterable[int]) -> None:
-        """Send the buckets that one more gradient has completed."""
-        missing = self.state.round.missing
-        for bucket in () if self.hold else buckets:
-            missing[bucket] -= 1
-            if missing[bucket] == 0:
-                self._send(bucket)
+        self._callback_queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def _open(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """Start a round, after all that is on its way. Returns the gradient that parameter ``i`` has then.
@@ -157,14 +151,19 @@ class Reducer:
         self._callback_queued = False  # a backward that raised never ran its callback
         self.gathering.round_begun()
 
-    def _send(self, bucket: int) -> None:
-        state = self.state
-        state.round.sent[bucket] = True
-        self.backend.mark_ready(bucket)
-        if state.early_flags:
-            used = state.flags[list(state.buffers.layout.slices[bucket].params)]
-            state.early_flags[bucket].zero_()[: len(used)].copy_(used)
-            self.backend.mark_ready(state.flags_bucket + 1 + bucket)
+    def _send(self, buckets: Iterable[int]) -> None:
+        """Send those of these buckets, each with one gradient more, that are complete now."""
+        state, missing = self.state, self.state.round.missing
+        for bucket in buckets:
+            missing[bucket] -= 1
+            if missing[bucket]:
+                continue
+            state.round.sent[bucket] = True
+            self.backend.mark_ready(bucket)
+            if state.early_flags:
+                used = state.flags[list(state.buffers.layout.slices[bucket].params)]
+                state.early_flags[bucket].zero_()[: len(used)].copy_(used)
+                self.backend.mark_ready(state.flags_bucket + 1 + bucket)
 
     # -- the end of a backward -------------------------------------------------------------------------------
 
@@ -194,9 +193,9 @@ class Reducer:
                     self.filling.fill_missing(i, raw_grad(self.params[i]))
                 if i in state.corrections and i not in state.corrections.early:
                     state.corrections.follow(i, view)
-            for bucket, sent in enumerate(state.round.sent):
-                if not sent:
-                    self._send(bucket)
+            unsent = [bucket for bucket, sent in enumerate(state.round.sent) if not sent]
+            state.round.missing = [1] * len(state.round.sent)
+            self._send(unsent)
             places, rank = state.places, self.backend.ranks.rank
             state.flag[places.samples] = self.samples
             state.flag[places.unweighted] = int(not self.samples and state.flag[: places.votes].any())

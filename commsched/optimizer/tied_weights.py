@@ -44,6 +44,8 @@ class TiedWeights:
         """Follow the head's part of the gradient, if a backward outside of another one will compute it."""
         if torch.compiler.is_compiling() or not isinstance(out, Tensor) or out.grad_fn is None:
             return
+        if i not in self._reducer.state.corrections and self._reducer.arrivals.watch is None:
+            return  # the plan sends the whole gradient, and nobody times the head
         if torch._C._current_graph_task_id() != -1:
             return  # checkpointing computes this forward again
         found = _node_before(out.grad_fn, self._reducer.params[i])

@@ -253,7 +253,7 @@ def what_cannot_travel_by_rows_is_refused_or_sent_whole(me: Me) -> None:
     tied = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     tied["out"].weight = tied["words"].weight
     with pytest.warns(UserWarning, match="row_sparse=True without effect"):
-        optimizer = wrapped(tied, row_sparse=True)
+        optimizer = wrapped(tied, row_sparse=True, schedule="dear")
     assert not hvd.explain(optimizer, show=False).by_rows
     release(optimizer)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.bucket_layout import build_layout
+from commsched.optimizer.bucket_layout import Buffers, build_layout
 from commsched.optimizer.hooks import owners
 from commsched.optimizer.model_layers import Model, Rows
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan
-from commsched.optimizer.row_traffic import Sent, counted_rows, first_rows, sent_by_rows
+from commsched.optimizer.row_traffic import Sent, counted_rows, first_rows, sent_by_rows, tied_heads
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
@@ -150,12 +150,84 @@ BUCKETS = (Bucket((Piece(0, 0, 16000),), 2), Bucket((Piece(1, 0, 132),), 0), Buc
 
 def test_a_table_is_a_group_with_the_counted_bytes() -> None:
     model = replace(MODEL, rows={0: Rows(10, 700), 2: Rows(20, 90)})
-    assert model.groups == [2, 0, 3] and [model.kind(g) for g in (0, 2, 3)] == [
+    assert model.groups == [2, 0, 4] and [model.kind(g) for g in (0, 2, 4)] == [
         *model.dtypes[:2],
         model.dtypes[2],
     ]
     profile = model.guess([0, 1, 2], LINK)
-    assert [(layer.bytes, layer.group) for layer in profile.layers[1:]] == [(700, 2), (132, 0), (90, 3)]
+    assert [(layer.bytes, layer.group) for layer in profile.layers[1:]] == [(700, 2), (132, 0), (90, 4)]
+
+
+def test_an_embedding_and_its_head_are_tied() -> None:
+    """A weight with two heads, of another type, or of an embedding that is changed in the forward is not."""
+
+    class More(Tables):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again, self.thrice = nn.Embedding(3000, 16), nn.Embedding(9, 16)
+            self.again.weight = self.tied.weight
+            self.first, self.second = nn.Linear(16, 9), nn.Linear(16, 9)
+            self.first.weight = self.second.weight = self.thrice.weight
+            self.brief, self.brief_out = nn.Embedding(9, 16).half(), nn.Linear(16, 9).half()
+            self.brief_out.weight = self.brief.weight
+            self.limited, self.limited_out = nn.Embedding(9, 16, max_norm=1.0), nn.Linear(16, 9)
+            self.limited_out.weight = self.limited.weight
+
+    model = More()
+    params = list(model.parameters())
+    heads = tied_heads(params, owners(params, model))
+    assert [(params[i] is model.tied.weight, head is model.out) for i, head in heads.items()] == [
+        (True, True)
+    ]
+
+
+TIED = Model(("words", "matrix"), (4000, 33), (torch.float32,) * 2, {0: Rows(10, 700)}, heads=(0,))
+
+
+def test_a_tied_weight_has_two_layers() -> None:
+    """Its rows, where the embedding is, and the whole matrix, where the head is, needed by the embedding."""
+    profile = TIED.guess([0, 1, 2], LINK)
+    assert [(la.name, la.bytes, la.group, la.needed_by) for la in profile.layers[1:]] == [
+        ("words", 700, 1, -1),
+        ("matrix", 132, 0, -1),
+        ("words (head)", 16000, 0, 1),
+    ]
+    whole = TIED.sent_whole()
+    assert whole.guess([0, 1, 2], LINK).layers[1:] == tuple(
+        replace(after, forward=before.forward, backward=before.backward)
+        for before, after in zip(
+            whole.guess([0, 1, 2], LINK).layers[1:], profile.whole().layers[1:], strict=True
+        )
+    )
+
+
+def test_the_sum_of_a_tied_weight_is_where_its_head_is() -> None:
+    """Buckets 0 and 1 hold the head and another gradient, bucket 2 the rows that correct it."""
+    parts = (
+        Bucket((Piece(2, 0, 8000),), 0),
+        Bucket((Piece(2, 8000, 16000), Piece(1, 0, 132)), 0),
+        Bucket((Piece(0, 0, 16000),), 1),
+    )
+    layout = TIED.layout(parts, 2)
+    assert layout.slots.keys() == {0, 1} and layout.slots[0].buckets == [0, 1, 2]
+    assert [piece.params for piece in layout.slices] == [(0,), (0, 1), (0,)]
+    assert [layout.corrected(bucket) for bucket in range(3)] == [None, None, 0]
+    buffers = Buffers(layout, {group: (torch.float32, torch.device("cpu")) for group in layout.lengths})
+    corrected = buffers.corrected(2)
+    assert corrected is not None and buffers.corrected(0) is None
+    assert corrected.data_ptr() == buffers.flat[0].data_ptr() and corrected.numel() == 4000
+
+
+@pytest.mark.parametrize(
+    "missing, seconds, kept", [(False, 1e-4, True), (False, 2e-4, False), (True, 1e-4, False)]
+)
+def test_corrections_stay_where_they_are_short_and_every_rank_is_early(
+    missing: bool, seconds: float, kept: bool
+) -> None:
+    """The whole gradient takes 0.32 ms."""
+    by_rank: list[dict[int, Sent]] = [{0: Sent(700.0, seconds)}, {} if missing else {0: Sent(80.0, seconds)}]
+    assert bool(counted_rows(TIED, by_rank, False, LINK)) == kept
+    assert bool(counted_rows(TIED, by_rank, True, LINK)) != missing
 
 
 def test_parts_of_a_table_are_cut_between_rows() -> None:
