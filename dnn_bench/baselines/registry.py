@@ -37,6 +37,11 @@ class Baseline:
     environment: dict[str, str] = field(default_factory=dict)
     plans_itself: bool = False  # from times of its own
     exact: bool = True  # its parameters can be compared with one process's
+    changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
+
+    def adapt(self, job: Job) -> Job:
+        """Return the job as this baseline, and the process that it is compared with, trains it."""
+        return replace(job, **self.changes)
 
 
 def _entries() -> list[Baseline]:
@@ -48,6 +53,9 @@ def _entries() -> list[Baseline]:
         *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
         _horovod("horovod", None),
         _horovod("horovod_4mb", 4),
+        # nn.Embedding(sparse=True), trained by SGD without momentum: torch's momentum of a sparse gradient is
+        # a sparse tensor to which every step adds all rows of its gradient, so that steps take ever longer.
+        replace(_horovod("horovod_sparse", None), changes={"momentum": 0.0, "sparse_embeddings": True}),
         Baseline("fsdp2", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": True}),
         Baseline("fsdp2_keep", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": False}),
         Baseline("zero1", PEER, HERE + "peers.Zero1"),
@@ -109,11 +117,16 @@ def get(name: str) -> Baseline:
     )
 
 
-def require(baseline: Baseline) -> None:
-    """`MissingPeer` when the baseline's package is not installed."""
+def require(baseline: Baseline, job: Job | None = None) -> None:
+    """Raise `MissingPeer` if the baseline's package is not installed or its changes do not suit the model."""
     if importlib.util.find_spec(baseline.needs) is None:
         how = "; COMMSCHED_WITH_HOROVOD=1 docker/install.sh builds it" if baseline.needs == "horovod" else ""
         raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed{how}")
+    if job is not None and baseline.changes:
+        try:
+            baseline.adapt(job).outline()
+        except ValueError as error:
+            raise MissingPeer(str(error)) from None
 
 
 def start(baseline: str | Baseline, job: Job) -> Trainer:
@@ -122,5 +135,5 @@ def start(baseline: str | Baseline, job: Job) -> Trainer:
     require(baseline)
     module, _, kind = baseline.trainer.rpartition(".")
     make = getattr(importlib.import_module(module), kind)
-    trainer: Trainer = make(job, **baseline.options)
+    trainer: Trainer = make(baseline.adapt(job), **baseline.options)
     return trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnn_bench import models
+from dnn_bench.baselines.embeddings import make_embeddings_sparse
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Job:
     threads: int = 1
     device: str = "cpu"
     data_dir: str = ""  # images or text; empty for synthetic data
+    sparse_embeddings: bool = False  # embeddings with a weight of their own have sparse gradients
 
     @property
     def rank_batch(self) -> int:
@@ -42,7 +44,14 @@ class Job:
                 # Layers of libraries drop whole paths or attention weights.
                 if isinstance(value, float) and (name == "p" or "drop" in name):
                     setattr(module, name, 0.0)
+        if self.sparse_embeddings:
+            make_embeddings_sparse(model)
         return model.to(self.device)
+
+    def outline(self) -> nn.Module:
+        """Build the model on the meta device, which has shapes but no data."""
+        with torch.device("meta"):
+            return replace(self, device="meta").build_model()
 
     def build_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum)

@@ -63,7 +63,7 @@ class Comparison:
             self.watcher.begin(2 * len(new) + timings)
             together = True
             try:
-                self.reference = self._crew.reference(self.job, self.place.size)
+                self._crew.reference(self.job, self.place.size)  # a job that cannot be trained ends here
                 together = self._measure_together()
                 if not together:
                     self._measure_apart()
@@ -116,7 +116,7 @@ class Comparison:
         ready: list[tuple[Row, RankSet]] = []
         try:
             for entry in entries:
-                row = Row(entry.name, entry.kind)
+                row = Row(entry.name, entry.kind, changes=entry.changes)
                 self.rows.append(row)
                 ranks = self._crew.ranks(entry, self.job, self.place)
                 if self._prepare(row, ranks):
@@ -162,7 +162,7 @@ class Comparison:
             return True
         self.watcher.step(f"starting {row.name}")
         try:
-            require(ranks.baseline)
+            require(ranks.baseline, self.job)
             ranks.start()
         except MissingPeer as error:
             row.status, row.reason = MISSING, str(error)
@@ -177,7 +177,8 @@ class Comparison:
 
     def _check(self, row: Row, ranks: RankSet) -> None:
         if ranks.baseline.exact:
-            row.error, row.reason = ranks.call("check", str(self.reference))[0]
+            reference = self._crew.reference(ranks.baseline.adapt(self.job), self.place.size)
+            row.error, row.reason = ranks.call("check", str(reference))[0]
             if row.reason:
                 row.status = WRONG
                 return

@@ -103,6 +103,8 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
         )
     whole = sum(row.mean("sent") for row in rows if row.name == "wire" and row.measured)
     for row in rows:
+        if row.changes:
+            continue  # the profile is of another training
         bound = bounds.get(row.kind, 0.0)
         if row.measured and row.mean("sent") < FEWER * whole:
             continue  # by rows, which the bound does not know

@@ -29,6 +29,7 @@ class Row:
     stolen: list[float] = field(default_factory=list)  # share of the processors' time, per repetition
     predicted: float | None = None
     trace: dict[str, Any] | None = None
+    changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
 
     @property
     def times(self) -> list[float]:
@@ -68,7 +69,7 @@ def summarise(
     by_name = {row.name: row for row in rows if row.measured}
     local, floor = by_name.get("local"), by_name.get("floor")
     best = fastest(rows, "peer")
-    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace")
+    kept = ("name", "kind", "status", "reason", "error", "predicted", "trace", "changes")
     found = [{name: getattr(row, name) for name in kept} for row in rows]
     for row, figures in zip(rows, found, strict=True):
         if not row.measured:
@@ -203,6 +204,9 @@ def notes(report: dict[str, Any]) -> list[str]:
             lines.append(f"{entry['name']}: {entry['status']}: {first_line}")
         elif entry["reason"]:
             lines.append(f"{entry['name']}: {entry['reason']}")
+        if entry.get("changes") and "time" in entry:
+            changes = ", ".join(f"{name}={value}" for name, value in entry["changes"].items())
+            lines.append(f"{entry['name']}: trained with {changes}")
     lines += report["doubts"]
     if not report["effort"]["interleaved"]:
         lines.append("memory is short: the baselines ran one after the other, not in turn")

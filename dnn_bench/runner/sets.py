@@ -173,7 +173,7 @@ class Crew:
         self.errors: dict[str, float | None] = {}  # of the first steps, of baselines that passed their check
         self._sets: dict[str, RankSet] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="dnn_bench-")
-        self._reference: Path | None = None
+        self._references: dict[str, Path] = {}  # by job
 
     def __enter__(self) -> Crew:
         return self
@@ -202,10 +202,10 @@ class Crew:
 
     def reference(self, job: Job, size: int) -> Path:
         """The single-process result, by a process of its own, so that this one stays small."""
-        if self._reference is None:
-            path = Path(self._folder.name) / "reference.pt"
-            program = ["-m", "dnn_bench.runner.worker", "--reference"]
-            program += [str(path), str(size), json.dumps(asdict(job))]
+        described = json.dumps(asdict(job))
+        if described not in self._references:
+            path = Path(self._folder.name) / f"reference{len(self._references)}.pt"
+            program = ["-m", "dnn_bench.runner.worker", "--reference", str(path), str(size), described]
             with path.with_suffix(".log").open("w+") as log:
                 (process,) = ThisMachine(1).start(program, log)
                 try:
@@ -215,5 +215,5 @@ class Crew:
                 log.seek(0)
                 if code != 0:
                     raise ValueError(f"{job.model} cannot be trained in one process:\n{log.read()[-2000:]}")
-            self._reference = path
-        return self._reference
+            self._references[described] = path
+        return self._references[described]

@@ -18,10 +18,11 @@ import pytest
 from dnn_bench import baselines, fork_server
 from dnn_bench.baselines import Baseline
 from dnn_bench.baselines.trainer import Job
-from dnn_bench.runner import environment
+from dnn_bench.runner import environment, results
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine
 from tests.support.commands import run_module
+from tests.support.launch import run_ranks
 from tests.support.needs import skip_without_horovod
 
 pytestmark = pytest.mark.dist
@@ -161,6 +162,37 @@ def test_horovod_under_its_own_launcher() -> None:
     skip_without_horovod()
     found = compare(LOCAL, baselines.get("horovod"))
     assert found["horovod"]["status"] == "ok", found["horovod"]["reason"]
+
+
+def train_small_click_model() -> None:
+    from dnn_bench import baselines
+    from dnn_bench.baselines import reference
+    from dnn_bench.baselines.trainer import Job
+    from dnn_bench.models import registry
+
+    registry._MODELS["dlrm_tiny"] = registry._clicks(batch=32, fields=4, vocab=500)
+    baseline, job = baselines.get("horovod_sparse"), Job("dlrm_tiny")
+    trainer = baselines.start(baseline, job)
+    found = reference.check(trainer, reference.train_alone(baseline.adapt(job), trainer.size))
+    gradient = trainer.module.table.weight.grad
+    assert gradient.is_sparse and gradient._nnz() == trainer.size * 32 * 4
+    if trainer.rank == 0:
+        assert found is not None and not found[1], found
+    trainer.close()
+
+
+def test_horovod_gathers_the_rows_of_sparse_embeddings() -> None:
+    run_ranks(train_small_click_model, 2, launcher="horovodrun", check=True)
+
+
+def test_a_baseline_with_another_optimizer_is_compared_with_a_process_that_has_it_too() -> None:
+    ddp = baselines.get("ddp")
+    plain = replace(ddp, name="plain", changes={"momentum": 0.0})
+    unfit = replace(ddp, name="unfit", changes={"sparse_embeddings": True})
+    found = compare(ddp, plain, unfit, effort=Effort(1, 1, trace="none"))
+    assert [found[name]["status"] for name in ("ddp", "plain", "unfit")] == ["ok", "ok", "missing"], found
+    assert "no trained nn.Embedding" in str(found["unfit"]["reason"])
+    assert "plain: trained with momentum=0.0" in results.notes(found[""])
 
 
 def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves() -> None:

@@ -24,6 +24,8 @@ using Random = std::mt19937;
 
 namespace {
 
+std::atomic<int64_t> sent_by_rows = 0;  // bytes, of all ranks
+
 void require(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "FAILED: %s\n", what);
@@ -103,24 +105,34 @@ struct Buffers {
 struct Job {
   int size;
   bool ring;
-  std::vector<size_t> counts;
-  std::vector<std::vector<size_t>> ends;  // of the ranks' parts; empty: equal parts
-  std::vector<bool> updated;
+  std::vector<BucketSpec> buckets;  // without memory
   std::vector<PlanOp> plan;
 };
 
+BucketSpec make_bucket(size_t count, size_t row = 0) {
+  BucketSpec bucket;
+  bucket.count = count;
+  bucket.row = row;
+  return bucket;
+}
+
 Job random_job(Random& random, bool ring) {
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  Job job{pick(1, 4), ring, {}, {}, {}, {}};
+  Job job{pick(1, 4), ring, {}, {}};
   const int buckets = pick(1, 5);
   for (int b = 0; b < buckets; ++b) {
-    job.counts.push_back(static_cast<size_t>(job.size) * pick(0, 700));
-    job.ends.emplace_back();
-    for (int r = 0; b % 2 == 1 && r < job.size; ++r) job.ends[b].push_back(pick(0, static_cast<int>(job.counts[b])));
-    std::sort(job.ends[b].begin(), job.ends[b].end());
-    if (!job.ends[b].empty()) job.ends[b].back() = job.counts[b];
-    job.updated.push_back(pick(0, 2) == 0);
-    job.plan.push_back({!job.updated.back() && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
+    // Rows of up to two segments, whose number need not divide by the number of ranks; the ring knows no rows.
+    const size_t row = !ring && pick(0, 1) == 0 ? pick(1, 100) : 0;
+    BucketSpec bucket = make_bucket(row > 0 ? row * pick(0, 60) : static_cast<size_t>(job.size) * pick(0, 700), row);
+    if (row == 0) {
+      for (int r = 0; b % 2 == 1 && r < job.size; ++r) bucket.ends.push_back(pick(0, static_cast<int>(bucket.count)));
+      std::sort(bucket.ends.begin(), bucket.ends.end());
+      if (!bucket.ends.empty()) bucket.ends.back() = bucket.count;
+      bucket.needs_update = pick(0, 2) == 0;
+    }
+    if (b % 2 == 1) bucket.wire_dtype = DType::bf16;
+    job.plan.push_back({!bucket.needs_update && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
+    job.buckets.push_back(std::move(bucket));
   }
   std::shuffle(job.plan.begin(), job.plan.end(), random);
   for (int b = 0; b < buckets; ++b) {
@@ -133,37 +145,33 @@ Job random_job(Random& random, bool ring) {
 }
 
 void describe_buckets(Engine& engine, const Job& job, Buffers& buffers) {
-  for (size_t b = 0; b < job.counts.size(); ++b) {
-    buffers.gradients.emplace_back(job.counts[b]);
-    buffers.parameters.emplace_back(job.counts[b]);
-    BucketSpec spec;
-    spec.name = "b" + std::to_string(b);
-    spec.reduce_ptr = buffers.gradients[b].data();
-    spec.gather_ptr = job.updated[b] ? buffers.parameters[b].data() : spec.reduce_ptr;
-    spec.count = job.counts[b];
-    if (b % 2 == 0 && !job.ring && !job.updated[b]) spec.row = job.size;
-    spec.ends = job.ends[b];
-    spec.wire_dtype = b % 2 == 1 ? DType::bf16 : DType::f32;
-    spec.needs_update = job.updated[b];
-    engine->add_bucket(spec);
+  for (BucketSpec bucket : job.buckets) {
+    bucket.name = "b" + std::to_string(buffers.gradients.size());
+    bucket.reduce_ptr = buffers.gradients.emplace_back(bucket.count).data();
+    float* const parameters = buffers.parameters.emplace_back(bucket.count).data();
+    bucket.gather_ptr = bucket.needs_update ? parameters : bucket.reduce_ptr;
+    engine->add_bucket(bucket);
   }
 }
 
-// Exact in bfloat16, and so are the sums. Each rank leaves stretches of zeros, so that some rows do not travel.
-float gradient(int rank, size_t i) { return (i / 16 + rank) % 3 == 0 ? 0 : static_cast<float>((i % 7) + rank); }
+// Exact in bfloat16, and so are the sums. Every step touches other rows: some on all ranks, some on a few, some on none.
+float gradient(const BucketSpec& bucket, int rank, int step, size_t i) {
+  const size_t row = i / (bucket.row > 0 ? bucket.row : 16) + step;
+  return row % 5 == 0 || (row % 5 < 4 && (row + rank) % 3 == 0) ? 0 : static_cast<float>((i % 7) + rank + 1);
+}
 
-void check(const Job& job, const std::vector<float>& values) {
+void check(const Job& job, const BucketSpec& bucket, int step, const std::vector<float>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
     float expected = 0;
-    for (int rank = 0; rank < job.size; ++rank) expected += gradient(rank, i);
-    require(values[i] == expected, "a sum");
+    for (int rank = 0; rank < job.size; ++rank) expected += gradient(bucket, rank, step, i);
+    require(values[i] == expected, bucket.row > 0 ? "a sum of rows" : "a sum");
   }
 }
 
-void compute(Engine& engine, const Job& job, Buffers& buffers, int rank) {
+void compute(Engine& engine, const Job& job, Buffers& buffers, int rank, int step) {
   try {
-    for (size_t b = job.counts.size(); b-- > 0;) {
-      for (size_t i = 0; i < job.counts[b]; ++i) buffers.gradients[b][i] = gradient(rank, i);
+    for (size_t b = job.buckets.size(); b-- > 0;) {
+      for (size_t i = 0; i < job.buckets[b].count; ++i) buffers.gradients[b][i] = gradient(job.buckets[b], rank, step, i);
       engine->mark_ready(static_cast<int>(b));
     }
   } catch (const EngineError&) {  // the waits of the other thread throw it too
@@ -174,23 +182,20 @@ void compute(Engine& engine, const Job& job, Buffers& buffers, int rank) {
 void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps) {
   for (int step = 1; step <= steps; ++step) {
     engine->begin_step();
-    const std::jthread backward([&] { compute(engine, job, buffers, rank); });
+    const std::jthread backward([&] { compute(engine, job, buffers, rank, step); });
     for (const PlanOp& op : job.plan) {  // in its order: an AG may stand before a later RS
-      const size_t b = op.bucket;
-      if (op.op != Op::RS || !job.updated[b]) continue;
+      const BucketSpec& bucket = job.buckets[op.bucket];
+      if (op.op != Op::RS || !bucket.needs_update) continue;
       engine->wait(op.bucket, Stage::reduced);
-      BucketSpec spec;
-      spec.count = job.counts[b];
-      spec.ends = job.ends[b];
-      for (size_t i = spec.part_begin(rank, job.size); i < spec.part_end(rank, job.size); ++i) {
-        buffers.parameters[b][i] = buffers.gradients[b][i];
+      for (size_t i = bucket.part_begin(rank, job.size); i < bucket.part_end(rank, job.size); ++i) {
+        buffers.parameters[op.bucket][i] = buffers.gradients[op.bucket][i];
       }
       engine->mark_updated(op.bucket);
     }
-    for (size_t b = 0; b < job.counts.size(); ++b) {
+    for (size_t b = 0; b < job.buckets.size(); ++b) {
       while (b % 2 == 0 && !engine->done(static_cast<int>(b), Stage::gathered)) std::this_thread::yield();
       engine->wait(static_cast<int>(b), Stage::gathered);
-      check(job, job.updated[b] ? buffers.parameters[b] : buffers.gradients[b]);
+      check(job, job.buckets[b], step, job.buckets[b].needs_update ? buffers.parameters[b] : buffers.gradients[b]);
     }
   }
   engine->wait_all();
@@ -212,8 +217,8 @@ void run_random_job(Random& random, const std::function<Channels(int, unsigned)>
 // Threads that wait for a bucket may wake up only after the buckets were replaced: they used to read the freed ones.
 void run_waits_while_buckets_are_replaced() {
   constexpr int kWaiters = 16;
-  const Job before{1, false, {100}, {false}, {{Op::RS, 0}, {Op::AG, 0}}};
-  const Job after{1, false, {100, 100, 100}, {false, false, false}, {{Op::RS, 2}, {Op::AG, 2}}};
+  const Job before{1, false, {make_bucket(100)}, {{Op::RS, 0}, {Op::AG, 0}}};
+  const Job after{1, false, {make_bucket(100), make_bucket(100), make_bucket(100)}, {{Op::RS, 2}, {Op::AG, 2}}};
   Buffers first, second;
   Engine engine(make_transport(over_sockets(1, 1), 0, false, 256), 30);
   describe_buckets(engine, before, first);
@@ -244,7 +249,7 @@ enum class Fault { close, abort, vanish };
 
 void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels, Fault fault, bool ring) {
   constexpr int kSize = 3, kBad = 1;
-  const Job job{kSize, ring, {3000, 600}, {false, false}, {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
+  const Job job{kSize, ring, {make_bucket(3000), make_bucket(600, ring ? 0 : 24)}, {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
   Channels channels = make_channels(kSize, 1);
   on_ranks(kSize, [&](int rank) {
     Buffers buffers;
@@ -253,6 +258,7 @@ void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels
     engine->install(job.plan);
     if (rank == kBad) {
       train(engine, job, buffers, rank, 2);
+      sent_by_rows += engine->transport().row_bytes();
       if (fault == Fault::abort) engine.abort("on purpose");
       if (fault == Fault::close) engine.close();
       return;  // whatever it was, the engine ends here while the others are in their next step
@@ -285,6 +291,7 @@ int main(int argc, char** argv) {
       run_failing_job(over_slow_sockets, fault, ring);
     }
   }
+  require(sent_by_rows > 0, "that any rows travelled");
   for (int i = 0; i < 10 * rounds; ++i) run_waits_while_buckets_are_replaced();
   require(!LinkGate::of_process().passages(true).empty(), "that anything passed the gate");
   std::printf("ok: %d rounds\n", rounds);

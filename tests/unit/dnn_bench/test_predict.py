@@ -53,6 +53,9 @@ def test_faster_than_the_lower_bound_is_said() -> None:
     assert line.startswith("auto is 20% faster than the lower bound")
     by_rows = row("auto", 0.8, sent=10.0)
     assert doubts(link, {"commsched": 1.0}, [limit, by_rows]) == [], "it sends fewer bytes"
+    other_optimizer = row("auto", 0.8)
+    other_optimizer.changes = {"momentum": 0.0}
+    assert doubts(link, {"commsched": 1.0}, [limit, other_optimizer]) == []
 
 
 def test_a_link_that_fits_no_line_is_said() -> None:
