@@ -1,12 +1,9 @@
 // Runs engines of several ranks in one process, over sockets, for the sanitizers to watch: random plans, marks
 // from several threads, polls, delays, and every way to fail. Ends with status 1 at the first wrong number.
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <random>
 #include <stop_token>
 #include <thread>
@@ -15,70 +12,15 @@
 #include "engine/engine.h"
 #include "engine/link_gate.h"
 #include "engine/ring.h"
-#include "engine/tcp_channel.h"
+#include "local_ranks.h"
 
 using namespace commsched;
 using Stage = EngineCore::Stage;
-using Channels = std::vector<std::shared_ptr<Channel>>;
 using Random = std::mt19937;
 
 namespace {
 
 std::atomic<int64_t> sent_by_rows = 0;  // bytes, of all ranks
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::exit(1);
-}
-
-void on_ranks(int size, const std::function<void(int)>& call) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back(call, rank);
-  for (auto& thread : threads) thread.join();
-}
-
-Channels over_sockets(int size, unsigned) {
-  std::vector<std::vector<Connection>> rows(size);
-  for (auto& row : rows) row.resize(size);
-  for (int one = 0; one < size; ++one) {
-    for (int other = 0; other < one; ++other) {
-      int ends[2];
-      require(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "a pair of sockets");
-      rows[one][other].data = Socket(ends[0]);
-      rows[other][one].data = Socket(ends[1]);
-    }
-  }
-  Channels channels;
-  for (int rank = 0; rank < size; ++rank) channels.push_back(std::make_shared<TcpChannel>(rank, std::move(rows[rank])));
-  return channels;
-}
-
-// Waits up to half a millisecond before every message, so that messages of different ranks come in any order.
-class DelayedChannel : public Channel {
- public:
-  DelayedChannel(std::shared_ptr<Channel> channel, unsigned seed) : channel_(std::move(channel)), random_(seed) {}
-
-  Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) override {
-    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
-    return channel_->isend(data, bytes, peer, tag);
-  }
-  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override { return channel_->irecv(data, bytes, peer, tag); }
-  void wait(const Request& request) override { channel_->wait(request); }
-  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
-  int max_in_flight() const override { return channel_->max_in_flight(); }
-  void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
-
- private:
-  const std::shared_ptr<Channel> channel_;
-  Random random_;  // used by the one thread that posts
-};
-
-Channels over_slow_sockets(int size, unsigned seed) {
-  Channels channels = over_sockets(size, seed);
-  for (auto& channel : channels) channel = std::make_shared<DelayedChannel>(channel, ++seed);
-  return channels;
-}
 
 std::shared_ptr<Transport> make_transport(const Channels& channels, int rank, bool ring, size_t segment) {
   const int size = static_cast<int>(channels.size());
@@ -214,6 +156,49 @@ void run_random_job(Random& random, const std::function<Channels(int, unsigned)>
   });
 }
 
+// Parts of gradients are summed first; then the rows that are more than their part, on any rank, are summed anew.
+void correct_rows(Engine& engine, int rank, int size, size_t rows, size_t row) {
+  std::vector<float> sums(rows * row), whole(rows * row);
+  std::vector<int32_t> changed(1 + rows);
+  BucketSpec part = make_bucket(sums.size()), rest = make_bucket(whole.size(), row);
+  part.ends.assign(size, sums.size());
+  part.reduce_ptr = part.gather_ptr = rest.gather_ptr = sums.data();
+  rest.reduce_ptr = whole.data();
+  rest.changed = changed.data();
+  engine->add_bucket(part);
+  engine->add_bucket(rest);
+  engine->install({{Op::RS, 0}, {Op::AG, 0}, {Op::RS, 1}, {Op::AG, 1}});
+  for (int step = 1; step <= 4; ++step) {
+    engine->begin_step();
+    std::fill(sums.begin(), sums.end(), 1.0f);
+    engine->mark_ready(0);
+    const std::jthread backward([&] {
+      for (size_t i = 0; i < whole.size(); ++i) whole[i] = 1 + gradient(rest, rank, step, i);
+      const std::vector<float> ones(whole.size(), 1.0f);
+      changed[0] = static_cast<int32_t>(find_changed(ones.data(), whole.data(), rows, row, changed.data() + 1));
+      engine->mark_ready(1);
+    });
+    engine->wait(1, Stage::gathered);
+    for (size_t i = 0; i < sums.size(); ++i) {
+      float expected = static_cast<float>(size);
+      for (int r = 0; r < size; ++r) expected += gradient(rest, r, step, i);
+      require(sums[i] == expected, "a corrected sum");
+    }
+  }
+  engine->wait_all();
+}
+
+void run_corrections(Random& random, const std::function<Channels(int, unsigned)>& make_channels) {
+  const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  const int size = pick(2, 4);
+  const size_t rows = pick(1, 40), row = pick(1, 100);
+  const Channels channels = make_channels(size, random());
+  on_ranks(size, [&](int rank) {
+    Engine engine(make_transport(channels, rank, false, 256), 30);
+    correct_rows(engine, rank, size, rows, row);
+  });
+}
+
 // Threads that wait for a bucket may wake up only after the buckets were replaced: they used to read the freed ones.
 void run_waits_while_buckets_are_replaced() {
   constexpr int kWaiters = 16;
@@ -283,6 +268,7 @@ int main(int argc, char** argv) {
     const std::jthread halos = i % 4 < 2 ? std::jthread(send_halos) : std::jthread();
     run_random_job(random, over_slow_sockets, i % 2 == 1);
     run_random_job(random, over_sockets, i % 2 == 1);
+    run_corrections(random, i % 2 == 1 ? over_slow_sockets : over_sockets);
   }
   for (bool ring : {false, true}) {
     const std::jthread halos(send_halos);

@@ -1,0 +1,74 @@
+// Ranks of one process, joined by sockets.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/tcp_channel.h"
+
+using Channels = std::vector<std::shared_ptr<commsched::Channel>>;
+
+using namespace commsched;
+
+inline void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::exit(1);
+}
+
+inline void on_ranks(int size, const std::function<void(int)>& call) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(call, rank);
+  for (auto& thread : threads) thread.join();
+}
+
+inline Channels over_sockets(int size, unsigned) {
+  std::vector<std::vector<Connection>> rows(size);
+  for (auto& row : rows) row.resize(size);
+  for (int one = 0; one < size; ++one) {
+    for (int other = 0; other < one; ++other) {
+      int ends[2];
+      require(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "a pair of sockets");
+      rows[one][other].data = Socket(ends[0]);
+      rows[other][one].data = Socket(ends[1]);
+    }
+  }
+  Channels channels;
+  for (int rank = 0; rank < size; ++rank) channels.push_back(std::make_shared<TcpChannel>(rank, std::move(rows[rank])));
+  return channels;
+}
+
+// Waits up to half a millisecond before every message, so that messages of different ranks come in any order.
+class DelayedChannel : public Channel {
+ public:
+  DelayedChannel(std::shared_ptr<Channel> channel, unsigned seed) : channel_(std::move(channel)), random_(seed) {}
+
+  Request isend(const void* data, size_t bytes, int peer, const MessageTag& tag) override {
+    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
+    return channel_->isend(data, bytes, peer, tag);
+  }
+  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override { return channel_->irecv(data, bytes, peer, tag); }
+  void wait(const Request& request) override { channel_->wait(request); }
+  void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  int max_in_flight() const override { return channel_->max_in_flight(); }
+  void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
+
+ private:
+  const std::shared_ptr<Channel> channel_;
+  std::mt19937 random_;  // used by the one thread that posts
+};
+
+inline Channels over_slow_sockets(int size, unsigned seed) {
+  Channels channels = over_sockets(size, seed);
+  for (auto& channel : channels) channel = std::make_shared<DelayedChannel>(channel, ++seed);
+  return channels;
+}
