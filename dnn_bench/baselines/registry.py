@@ -66,6 +66,7 @@ def _entries() -> list[Baseline]:
         _auto("auto"),
         _auto("auto_unsplit", split_backward=False),
         _auto("auto_dense", row_sparse=False),
+        _auto("auto_plain", split_backward=False, row_sparse=False),
         _rounded("ddp_bf16", "DDP", "bf16"),
         # With several buckets its callbacks start collectives in an order that differs by rank.
         _rounded("ddp_powersgd", "DDP", "powersgd", bucket_cap_mb=WHOLE),

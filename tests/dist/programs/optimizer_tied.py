@@ -178,6 +178,11 @@ def other_ways_to_differentiate(me: Me) -> None:
         out = model(ids_of(step, me.rank)) if step % 2 == 0 else out
         out.square().mean().backward()
 
+    def in_half_precision(me: Me, model: nn.Module, optimizer: Any, step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, step, me.rank)
+        loss.backward()
+
     def failing(me: Me, model: nn.Module, optimizer: Any, step: int) -> None:
         """The first backward ends in an error behind the head, on all ranks."""
         out = model.head(Fails.apply(model.body(model.words(ids_of(step, me.rank)))))
@@ -187,7 +192,7 @@ def other_ways_to_differentiate(me: Me) -> None:
             optimizer.zero_grad()
         once(me, model, optimizer, step)
 
-    for train in (penalty, differentiable, partial, hooked, reused, recomputed, failing):
+    for train in (penalty, differentiable, partial, hooked, reused, recomputed, in_half_precision, failing):
         compare(me, momentum, train, train.__name__)
 
 
