@@ -31,7 +31,8 @@ def iteration_times(
     """Return the times of one iteration; None where ``seen`` holds no complete one.
 
     A module's forward lasts until the next module's; its time is its last parameter's, since all must be
-    there. A gradient's backward lasts from the gradient before it in backward order. Between the last forward
+    there, or that of the module before, if its own were used earlier (tied weights). A gradient's backward
+    lasts from the gradient before it in backward order. Between the last forward
     hook and the first gradient lie the last module's forward, the loss and the first backward: a third counts
     as forward. Where gradients accumulate over several backward passes, the passes between the first forward
     and the last backward count as the last module's forward: nothing waits for them, everything may hide
@@ -54,13 +55,15 @@ def iteration_times(
     middle = last_pass - first_grad + passes_before
     turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
     place = {i: position for position, i in enumerate(order)}
+    reached = 0
     for (module, start), (_, end) in zip(sequence, [*sequence[1:], (-1, turn + middle)], strict=True):
-        forward[max(owners[module][1], key=lambda i: place[i])] += end - start
+        reached = max(reached, *(place[i] for i in owners[module][1]))
+        forward[order[reached]] += end - start
     moment = turn + middle
     for i in reversed(order):
-        reached = max(moment, ready.get(i, moment))
-        backward[i] = reached - moment
-        moment = reached
+        end = max(moment, ready.get(i, moment))
+        backward[i] = end - moment
+        moment = end
     marks = seen.marks
     before = sequence[0][1] - marks["begin"]
     after = max(0.0, marks["enter"] - moment) + marks["end"] - marks["step"]

@@ -72,7 +72,7 @@ def first_rows(
     if always and not found:
         warnings.warn(
             "row_sparse=True without effect: no trained parameter belongs to an nn.Embedding or"
-            " nn.EmbeddingBag with sparse=False, and to no other module",
+            " nn.EmbeddingBag, and to no other module",
             stacklevel=2,
         )
     if not always and given is not None:
@@ -92,7 +92,10 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
 
 
 def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, EMBEDDINGS) and not module.sparse and module.max_norm is None
+    """Whether most rows of its gradient are zero. Of one with ``sparse=True`` all are: the sparse gradient is
+    reduced at step time, unless another rank's is dense.
+    """
+    return isinstance(module, EMBEDDINGS) and module.max_norm is None
 
 
 def _has_rows(param: nn.Parameter) -> bool:
@@ -104,7 +107,8 @@ def tied_heads(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> dict
     tables, heads = set[int](), dict[int, list[nn.Module]]()
     for module, mine in modules:
         for i in mine:
-            tables.add(i) if _is_table(module) else heads.setdefault(i, []).append(module)
+            dense = _is_table(module) and not module.sparse
+            tables.add(i) if dense else heads.setdefault(i, []).append(module)
     tied = {i: heads[i][0] for i in sorted(tables & heads.keys()) if len(heads[i]) == 1}
     return {
         i: head

@@ -17,6 +17,9 @@ HERE = "dnn_bench.baselines."
 LIMIT, PEER, OURS = "limit", "peer", "commsched"
 ROUNDED = "rounded"  # sends gradients in fewer bits, which exact baselines are not compared with
 WHOLE = 4000  # MB: one bucket for all
+# nn.Embedding(sparse=True), trained by SGD without momentum: torch's momentum of a sparse gradient is a
+# sparse tensor to which every step adds all rows of its gradient, so that steps take ever longer.
+SPARSE = {"momentum": 0.0, "sparse_embeddings": True}
 AS_THEY_COME = ("horovod", "ddp", "fsdp2")  # peers with their default settings
 
 
@@ -53,9 +56,7 @@ def _entries() -> list[Baseline]:
         *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
         _horovod("horovod", None),
         _horovod("horovod_4mb", 4),
-        # nn.Embedding(sparse=True), trained by SGD without momentum: torch's momentum of a sparse gradient is
-        # a sparse tensor to which every step adds all rows of its gradient, so that steps take ever longer.
-        replace(_horovod("horovod_sparse", None), changes={"momentum": 0.0, "sparse_embeddings": True}),
+        replace(_horovod("horovod_sparse", None), changes=SPARSE),
         Baseline("fsdp2", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": True}),
         Baseline("fsdp2_keep", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": False}),
         Baseline("zero1", PEER, HERE + "peers.Zero1"),
@@ -67,6 +68,8 @@ def _entries() -> list[Baseline]:
         _auto("auto_unsplit", split_backward=False),
         _auto("auto_dense", row_sparse=False),
         _auto("auto_plain", split_backward=False, row_sparse=False),
+        # It adds a row's gradients before it rounds the row; the reference rounds after each.
+        replace(_auto("auto_sparse"), changes=SPARSE, exact=False),
         _rounded("ddp_bf16", "DDP", "bf16"),
         # With several buckets its callbacks start collectives in an order that differs by rank.
         _rounded("ddp_powersgd", "DDP", "powersgd", bucket_cap_mb=WHOLE),

@@ -128,12 +128,16 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     }
     recorder = Recorder(owners, {}, {}, {})
     handles: list[Any] = []
+    seen = (
+        set()
+    )  # a tied weight belongs to its first owner: its gradient is whole when that one's part is there
     for name, module in owners.items():
         enter = partial(_keep_first, recorder.reached, name)
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_pre_hook(partial(_keep_first, recorder.began, name)))
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
                 handles.append(
                     parameter.register_post_accumulate_grad_hook(partial(_keep_last, recorder.ready, name))
                 )

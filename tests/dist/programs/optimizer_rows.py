@@ -205,6 +205,31 @@ def fewer_bytes_are_sent_and_explained(me: Me) -> None:
     assert sent[True] < 0.02 * sent[False], sent
 
 
+@case(ranks=(2, 3))
+def no_zeros_travel_beside_sparse_gradients(me: Me) -> None:
+    """The slot of a table of 4 MB is zero where the gradient is sparse; it was sent whole in every step."""
+    model = seeded(lambda: nn.Sequential(nn.Embedding(16000, 64, sparse=True), nn.Linear(64, 2)))
+    plain = seeded(lambda: nn.Sequential(nn.Embedding(16000, 64), nn.Linear(64, 2)))
+    inner = torch.optim.SGD(plain.parameters(), 0.1)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
+    for step in range(12):
+        inner.zero_grad()
+        for rank in range(me.size):
+            ids = torch.randint(16000, (32,), generator=torch.Generator().manual_seed(100 * step + rank))
+            (plain(ids).square().mean() / me.size).backward()
+            if rank == me.rank:
+                model(ids).square().mean().backward()
+        inner.step()
+        optimizer.step()
+        assert model[0].weight.grad.is_sparse
+        optimizer.zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+    measured = hvd.metrics(optimizer)
+    assert measured is not None and measured.bytes is not None and measured.bytes < 10_000
+    release(optimizer)
+
+
 @case(ranks=(2,))
 def auto_decides_alike_on_all_ranks_and_a_saved_profile_keeps_the_choice(me: Me) -> None:
     """Measured times decide."""

@@ -78,3 +78,16 @@ def test_a_wait_before_a_layer_is_no_compute() -> None:
     assert first[1] <= waits[0] and second[0] >= waits[1]
     recorder.clear()
     assert not (recorder.reached or recorder.began or recorder.ready)
+
+
+def test_a_tied_weight_is_ready_where_its_first_owner_is() -> None:
+    """It was taken for the head's: the head's backward seemed to last as long as all others together."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    with recording(model) as recorder:
+        loss = model(torch.tensor([1, 2])).sum()
+        end = time.perf_counter()
+        loss.backward()
+    spans = Spans.of(recorder, end, 0.0)
+    assert spans.names == ("0", "1")
+    assert spans.backward[1][1] <= spans.backward[0][0] < spans.backward[0][1]

@@ -43,6 +43,16 @@ def test_times_of_layers_by_hand() -> None:
     assert outside == pytest.approx(1.0 + 4.0 + 2.0)  # before, behind the last gradient, within the step
 
 
+def test_the_forward_of_a_tied_head_is_no_embedding() -> None:
+    """The fourth module has no parameter but the first one's: its half second is the third module's, then."""
+    seen = watch()
+    seen._marked.forwards.append((3, 4.5))
+    sample = iteration_times(seen.compute(), [*OWNERS, (None, (0,))], ORDER)
+    assert sample is not None
+    # Of the 2.5 seconds up to the first gradient a third is forward.
+    assert sample.forward == pytest.approx([1.0, 0.0, 2.0, 0.5 + 2.5 / 3])
+
+
 def test_waits_are_no_work() -> None:
     """In a forward before its module computes, between gradients, and in the step."""
     waits = ((1.0, 5.0), (2.0, 0.5), (10.0, 3.0), (18.5, 1.0))
