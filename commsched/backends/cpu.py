@@ -69,11 +69,11 @@ class EngineBackend(Backend):
             for piece in work.buffers.layout.slices:
                 data = work.buffers.bucket(piece.number)
                 sent, sums = work.residuals.get(piece.number, (None, None))
+                # Parameters, another bucket's gradients that this one corrects, or (None) its own.
+                target = (work.buffers.corrected if gathered is None else gathered.bucket)(piece.number)
                 engine.add_bucket(
                     data,
-                    gather=(gathered.bucket if gathered is not None else work.buffers.corrected)(
-                        piece.number
-                    ),
+                    gather=target,
                     wire_dtype=scaling.wire_type(data.dtype) if sent is None else torch.int8,
                     prescale=scaling.before,
                     postscale=scaling.after,

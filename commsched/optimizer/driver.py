@@ -36,6 +36,7 @@ from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.residuals import residuals_of
+from commsched.optimizer.row_traffic import Owner
 from commsched.optimizer.split_backward import SplitBackward
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
@@ -91,14 +92,7 @@ class Driver:
         self.times = StepTimes(self.arrivals, self.backend)
         self.split: SplitBackward | None = None
         self.install(self.planner.first(self.order))
-        heads = self.planner.heads_by_module()
-        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes, heads)
-        tied = TiedWeights(self.reducer, self.planner.heads, self.planner.model.head_of)
-        self.hooks.removed_with.append(tied.remove)
-        if self.planner.may_split:
-            self.split = SplitBackward(self.reducer, modules, options.extra_memory)
-            self.hooks.look = self.split.look
-            self.hooks.removed_with.append(self.split.remove)
+        self.hooks = self._follow(modules, options)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
@@ -117,6 +111,18 @@ class Driver:
             self._start_measuring()
         elif self._timeline is not None:
             self._watch_next()
+
+    def _follow(self, modules: Sequence[Owner], options: Options) -> Hooks:
+        """Return the hooks on parameters and modules; those on heads and split modules go with them."""
+        planner = self.planner
+        hooks = Hooks(self.reducer, modules, options.bucket_bytes, planner.heads_by_module())
+        tied = TiedWeights(self.reducer, planner.heads, planner.model.head_of)
+        hooks.removed_with.append(tied.remove)
+        if planner.may_split:
+            self.split = SplitBackward(self.reducer, modules, options.extra_memory)
+            hooks.look = self.split.look
+            hooks.removed_with.append(self.split.remove)
+        return hooks
 
     # -- plans -----------------------------------------------------------------------------------------------
 

@@ -189,13 +189,12 @@ class Planner:
 
     def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
         plan: Any = None
-        asked = self._asked
         if self.ranks.rank == 0:
             try:
                 given = self._options_for(profile, order)
                 if self.may_split and any(layer.weight_backward for layer in profile.layers):
                     given = {**given, "split_backward": True, "extra_memory": self.extra_memory}
-                if asked.row_sparse is True and policy == "optimal":
+                if self._asked.row_sparse is True and policy == "optimal":
                     given = {**given, "keep_parts": True}
                 program = plan_in_child(profile, self.link, policy, given)
                 layers = (-1, *order)

@@ -41,10 +41,15 @@ class Baseline:
     plans_itself: bool = False  # from times of its own
     exact: bool = True  # its parameters can be compared with one process's
     changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
+    sums_rows: bool = False  # rounds a row of a sparse gradient once, not once for each of its uses
 
     def adapt(self, job: Job) -> Job:
-        """Return the job as this baseline, and the process that it is compared with, trains it."""
+        """Return the job as this baseline trains it."""
         return replace(job, **self.changes)
+
+    def compared(self, job: Job) -> Job:
+        """Return the job as the process trains it that this baseline is compared with."""
+        return replace(self.adapt(job), sparse_embeddings=False) if self.sums_rows else self.adapt(job)
 
 
 def _entries() -> list[Baseline]:
@@ -68,8 +73,7 @@ def _entries() -> list[Baseline]:
         _auto("auto_unsplit", split_backward=False),
         _auto("auto_dense", row_sparse=False),
         _auto("auto_plain", split_backward=False, row_sparse=False),
-        # It adds a row's gradients before it rounds the row; the reference rounds after each.
-        replace(_auto("auto_sparse"), changes=SPARSE, exact=False),
+        replace(_auto("auto_sparse"), changes=SPARSE, sums_rows=True),
         _rounded("ddp_bf16", "DDP", "bf16"),
         # With several buckets its callbacks start collectives in an order that differs by rank.
         _rounded("ddp_powersgd", "DDP", "powersgd", bucket_cap_mb=WHOLE),

@@ -6,10 +6,11 @@ const PALETTE = ["#4c78a8", "#e4572e", "#2b9a8f", "#d98c1f", "#8a6fb0", "#b23a6f
 // Horizontal bars, split into compute, overhead and exposed communication.
 function bars(report) {
   const rows = report.baselines.filter((row) => row.time !== undefined && row.name !== "wire");
-  const left = 120, right = 1000, top = 26, step = 24;
+  const width = window.innerWidth < 720 ? 480 : 1080;
+  const left = 120, right = width - 80, top = 26, step = 24;
   const bottom = top + rows.length * step;
   const x = scale(0, Math.max(...rows.map((row) => row.high)) * 1.08, left, right);
-  const chart = shape("svg", { viewBox: `0 0 1080 ${bottom + 24}`, class: "bars", role: "img" });
+  const chart = shape("svg", { viewBox: `0 0 ${width} ${bottom + 24}`, class: "bars", role: "img" });
   chart.append(bottomAxis(x, bottom, top, (value) => `${(value * 1e3).toFixed(0)} ms`));
   rows.forEach((row, index) => chart.append(bar(row, x, top + index * step + 3, step - 7)));
   const floor = rows.find((row) => row.name === "floor");

@@ -177,7 +177,7 @@ class Comparison:
 
     def _check(self, row: Row, ranks: RankSet) -> None:
         if ranks.baseline.exact:
-            reference = self._crew.reference(ranks.baseline.adapt(self.job), self.place.size)
+            reference = self._crew.reference(ranks.baseline.compared(self.job), self.place.size)
             row.error, row.reason = ranks.call("check", str(reference))[0]
             if row.reason:
                 row.status = WRONG

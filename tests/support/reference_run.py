@@ -36,6 +36,34 @@ def some_profile(model: nn.Module) -> Profile:
     return Profile("made up", tuple(layers))
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a float32 tensor: zeros of different signs differ."""
+    return tensor.detach().clone().view(torch.int32)
+
+
+def bits_of_steps(
+    model: nn.Module, optimizer: Any, train: Callable[[int], None], steps: int
+) -> list[dict[str, torch.Tensor]]:
+    """The bits of all gradients before, and of all parameters after each step."""
+    found = []
+    for step in range(steps):
+        train(step)
+        now = {f"grad of {n}": bits(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        found.append(now | {n: bits(p) for n, p in model.named_parameters()})
+        optimizer.zero_grad()
+    return found
+
+
+def assert_same_steps(
+    ours: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]], what: str
+) -> None:
+    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        assert mine.keys() == theirs.keys(), f"{what}, step {step}: other gradients are None"
+        for name in mine:
+            assert torch.equal(mine[name], theirs[name]), f"{what}, step {step}: {name} differs"
+
+
 class Twin:
     """``model`` trains on all ranks through ``optimizer``; ``plain`` trains alike in one process (`Oracle`).
 

@@ -13,7 +13,7 @@ from torch import nn
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import release, seeded
-from tests.support.reference_run import Twin, momentum, some_profile
+from tests.support.reference_run import Twin, assert_same_steps, bits_of_steps, momentum, some_profile
 
 STEPS = 20
 Train = Callable[[Me, nn.Module, Any, int], None]
@@ -45,11 +45,6 @@ def loss_of(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
     return loss
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a float tensor: zeros of different signs differ."""
-    return tensor.detach().clone().view(torch.int32)
-
-
 def figures(
     me: Me, make: Any, train: Train, steps: int = STEPS, build: Any = Shop, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
@@ -60,13 +55,7 @@ def figures(
     optimizer: Any = hvd.DistributedOptimizer(make(model), model.named_parameters(), **options)
     by_rows = options["row_sparse"] is True
     assert bool(optimizer._driver.planner.model.rows) == by_rows
-    found = []
-    for step in range(steps):
-        train(me, model, optimizer, step)
-        now = {f"grad of {n}": bits(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        found.append(now | {n: bits(p) for n, p in model.named_parameters()})
-        optimizer.zero_grad()
+    found = bits_of_steps(model, optimizer, lambda step: train(me, model, optimizer, step), steps)
     assert bool(optimizer._driver.planner.model.rows) == by_rows
     release(optimizer)
     return found
@@ -75,10 +64,7 @@ def figures(
 def compare(me: Me, make: Any, train: Train, what: str, **options: Any) -> None:
     """By rows and whole: equal bits of every gradient and parameter in every step."""
     ours, plain = (figures(me, make, train, row_sparse=choice, **options) for choice in (True, False))
-    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        assert mine.keys() == theirs.keys(), f"{what}, step {step}: other gradients are None"
-        for name in mine:
-            assert torch.equal(mine[name], theirs[name]), f"{what}, step {step}: {name} differs"
+    assert_same_steps(ours, plain, what)
 
 
 def once(me: Me, model: nn.Module, optimizer: Any, step: int) -> None:

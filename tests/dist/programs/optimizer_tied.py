@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import release, seeded
-from tests.support.reference_run import momentum
+from tests.support.reference_run import assert_same_steps, bits, bits_of_steps, momentum
 
 STEPS, ORDINARY = 16, 8
 Train = Callable[[Me, nn.Module, Any, int], None]
@@ -55,10 +55,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.01)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().view(torch.int32)
-
-
 def figures(
     me: Me, make: Any, train: Train, steps: int = STEPS, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
@@ -70,17 +66,14 @@ def figures(
     optimizer: Any = hvd.DistributedOptimizer(make(model), model=model, **options)
     corrects = options["row_sparse"] is True
     corrections = optimizer._driver.reducer.state.corrections
-    found = []
-    for step in range(steps):
-        if step < ORDINARY:
-            once(me, model, optimizer, step)
-            assert (0 in corrections) == corrects and (0 in corrections.early) == corrects, step
-        else:
-            train(me, model, optimizer, step)
-        now = {f"grad of {n}": bits(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        found.append(now | {n: bits(p) for n, p in model.named_parameters()})
-        optimizer.zero_grad()
+
+    def trained(step: int) -> None:
+        if step >= ORDINARY:
+            return train(me, model, optimizer, step)
+        once(me, model, optimizer, step)
+        assert (0 in corrections) == corrects and (0 in corrections.early) == corrects, step
+
+    found = bits_of_steps(model, optimizer, trained, steps)
     if train is once:
         assert hvd.explain(optimizer, show=False).tied == (("words.weight",) if corrects else ())
     release(optimizer)
@@ -90,10 +83,7 @@ def figures(
 def compare(me: Me, make: Any, train: Train, what: str, **options: Any) -> None:
     """With the head's part early and with whole gradients: equal bits of all gradients and parameters."""
     ours, plain = (figures(me, make, train, row_sparse=choice, **options) for choice in (True, False))
-    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        assert mine.keys() == theirs.keys(), f"{what}, step {step}: other gradients are None"
-        for name in mine:
-            assert torch.equal(mine[name], theirs[name]), f"{what}, step {step}: {name} differs"
+    assert_same_steps(ours, plain, what)
 
 
 @case(ranks=(2, 3), slow=(4,))

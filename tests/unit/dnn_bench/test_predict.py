@@ -48,12 +48,15 @@ def test_profiles_are_the_slowest_ranks_and_medians_over_repetitions() -> None:
 
 def test_faster_than_the_lower_bound_is_said() -> None:
     link = Link(0.0, BETA, "measured", 0.02)
-    limit, near, over = row("wire", 0.5, "limit"), row("dear", 0.97), row("auto", 0.8)
+    limit, near, over = row("wire", 0.5, "limit"), row("dear", 0.97), row("wfbp", 0.8)
     (line,) = doubts(link, {"commsched": 1.0}, [limit, near, over])
-    assert line.startswith("auto is 20% faster than the lower bound")
-    by_rows = row("auto", 0.8, sent=10.0)
+    assert line.startswith("wfbp is 20% faster than the lower bound")
+    by_rows = row("wfbp", 0.8, sent=10.0)
     assert doubts(link, {"commsched": 1.0}, [limit, by_rows]) == [], "it sends fewer bytes"
-    other_optimizer = row("auto", 0.8)
+    assert doubts(link, {"commsched": 1.0}, [limit, row("auto", 0.8)]) == [], (
+        "the bound is for whole gradients"
+    )
+    other_optimizer = row("wfbp", 0.8)
     other_optimizer.changes = {"momentum": 0.0}
     assert doubts(link, {"commsched": 1.0}, [limit, other_optimizer]) == []
 
