@@ -77,7 +77,15 @@ class Layout:
     def corrected(self, bucket: int) -> int | None:
         """Return the parameter whose sum a bucket corrects; None for other buckets."""
         piece = self.slices[bucket]
-        return piece.params[0] if piece.row and piece.params[0] in self.corrections else None
+        param = piece.params[0] if piece.row and piece.params else -1
+        return param if param in self.corrections else None
+
+    def empty(self) -> list[int]:
+        """Return the buckets without elements.
+
+        Cuts move to multiples of a length, so a bucket may take up all that a plan puts into the next one.
+        """
+        return [piece.number for piece in self.slices if not piece.params]
 
 
 def build_layout(

@@ -150,6 +150,7 @@ class Reducer:
         state.phase = Phase.FILLING
         self._callback_queued = False  # a backward that raised never ran its callback
         self.gathering.round_begun()
+        self._send(state.empty)  # later buckets would wait for them
 
     def _send(self, buckets: Iterable[int]) -> None:
         """Send those of these buckets, each with one gradient more, that are complete now."""

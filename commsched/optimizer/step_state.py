@@ -78,7 +78,7 @@ class Round:
         buckets = len(layout.slices)
         self.filled = [False] * params
         self.exposed = [i not in layout.slots for i in range(params)]
-        self.missing = [len(piece.params) for piece in layout.slices]
+        self.missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self.sent = [False] * buckets
         self.done = [False] * buckets
         self.used: list[int] = []  # the summed flags, once they have arrived
@@ -140,7 +140,7 @@ class StepState:
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
         """Take new buckets into use. Gradients that are there keep their values."""
         before = self.views
-        self.buffers, self.slots = buffers, buffers.layout.slots
+        self.buffers, self.slots, self.empty = buffers, buffers.layout.slots, buffers.layout.empty()
         self.flags, self.early_flags = flags[0], flags[1:]
         self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds
         self.flags_bucket = len(buffers.layout.slices)
@@ -157,6 +157,8 @@ class StepState:
 
     def _name_of(self, piece: Slice) -> str:
         """Return a bucket's name for profilers, with the first of its parameters that the forward needs."""
+        if not piece.params:
+            return f"bucket {piece.number}: empty"
         others = f" and {len(piece.params) - 1} more" if len(piece.params) > 1 else ""
         return f"bucket {piece.number}: {self.names[piece.params[-1]]}{others}"
 
