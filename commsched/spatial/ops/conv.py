@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ def _convolve(
     n: int,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Any:
     if not isinstance(input, Tile):
         return unsupported(_CONV[n], (input, weight, bias), {}, "the weight is split and the image is not")
@@ -76,12 +77,12 @@ def _convolve_transposed(
     n: int,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: int,
-    dilation: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
 ) -> Any:
     if not isinstance(input, Tile):
         return unsupported(
@@ -118,37 +119,9 @@ def _convolve_transposed(
     return Tile.make(local, input.mesh, cuts)
 
 
-def _register(n: int) -> Callable[..., Any]:
-    @handles(_CONV[n], getattr(torch, f"conv{n}d"))
-    def conv(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        return _convolve(n, input, weight, bias, stride, padding, dilation, groups)
-
-    @handles(_TRANSPOSED[n], getattr(torch, f"conv_transpose{n}d"))
-    def conv_transpose(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        return _convolve_transposed(n, input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-    return conv
-
-
 for _n in (1, 2, 3):
-    _register(_n)
+    handles(_CONV[_n], getattr(torch, f"conv{_n}d"))(partial(_convolve, _n))
+    handles(_TRANSPOSED[_n], getattr(torch, f"conv_transpose{_n}d"))(partial(_convolve_transposed, _n))
 
 
 @handles(F.unfold)

@@ -201,11 +201,8 @@ def batch_norm(
 ) -> Any:
     """Statistics over batch and image; running statistics are the same bits on every rank."""
     if not training:
-
-        def evaluate(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-            return F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps)
-
-        return with_parameters(evaluate, input, weight, bias)
+        statistics = running_mean, running_var
+        return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
     region = Region(input, [-input.ndim, *range(2 - input.ndim, 0)])
     _check_count(input, region)
     return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)

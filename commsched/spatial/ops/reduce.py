@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -105,8 +106,11 @@ def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
     return tile
 
 
-def _adaptive_max(n: int, input: Any, output_size: Any) -> Any:
+def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = False) -> Any:
     """Dimension by dimension from the last, so that the first of equal maxima is torch's."""
+    if return_indices:
+        function = getattr(F, f"adaptive_max_pool{n}d")
+        return unsupported(function, (input, output_size), {}, "return_indices=True")
     sizes = _sizes(n, input, output_size)
     tile = input
     for dim in range(-1, -n - 1, -1):
@@ -140,19 +144,6 @@ def _sizes(n: int, input: Any, output_size: Any) -> list[int]:
     return [int(size if value is None else value) for value, size in zip(values, input.shape[-n:])]
 
 
-def _register(n: int) -> None:
-    @handles(getattr(F, f"adaptive_avg_pool{n}d"))
-    def adaptive_avg_pool(input: Any, output_size: Any) -> Any:
-        return _adaptive_avg(n, input, output_size)
-
-    @handles(getattr(F, f"adaptive_max_pool{n}d"))
-    def adaptive_max_pool(input: Any, output_size: Any, return_indices: bool = False) -> Any:
-        if return_indices:
-            return unsupported(
-                getattr(F, f"adaptive_max_pool{n}d"), (input, output_size), {}, "return_indices=True"
-            )
-        return _adaptive_max(n, input, output_size)
-
-
 for _n in (1, 2, 3):
-    _register(_n)
+    handles(getattr(F, f"adaptive_avg_pool{_n}d"))(partial(_adaptive_avg, _n))
+    handles(getattr(F, f"adaptive_max_pool{_n}d"))(partial(_adaptive_max, _n))
