@@ -15,7 +15,6 @@ from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.batches import Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.choice import choose
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.factory import Make
@@ -103,7 +102,7 @@ class Pipeline:
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
-        self.program, chain = choose(
+        self.program, chain = start.choose(
             chain, plan, schedule, num_microbatches, mesh, cuts, options, recompute=recompute,
             bucket_bytes=bucket_bytes, **layout,
         )  # fmt: skip

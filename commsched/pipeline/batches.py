@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from commsched.pipeline.chain import Arguments
+from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.full_state import on_device
 from commsched.pipeline.rows import Range, cut
 from commsched.pipeline.stage import Stage

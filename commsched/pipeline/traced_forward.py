@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -108,7 +109,7 @@ class TracedForward:
                     found[f"{node.target}.{name}"] = parameter
             for source in node.all_input_nodes:
                 if source.op == "get_attr":
-                    value = _attribute(self.model, str(source.target))
+                    value = attrgetter(str(source.target))(self.model)
                     if isinstance(value, nn.Parameter):
                         found[str(source.target)] = value
         return found
@@ -122,17 +123,12 @@ class TracedForward:
         known: dict[Node, Node] = {
             node: graph.placeholder(f"live_{place}") for place, node in enumerate(self.live(first))
         }
-        for node in body:
+        for node in [*body, self.output] if end == len(self.names) else body:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in known:
                     known[source] = graph.node_copy(source)
             known[node] = graph.node_copy(node, known.__getitem__)
-        if end == len(self.names):
-            for source in self.output.all_input_nodes:
-                if source.op == "get_attr" and source not in known:
-                    known[source] = graph.node_copy(source)
-            graph.output(fx.map_arg(self.output.args[0], known.__getitem__))
-        else:
+        if end < len(self.names):
             graph.output(tuple(known[node] for node in self.live(end)))
         return fx.GraphModule(self.model, graph)
 
@@ -160,10 +156,3 @@ def _traced(model: nn.Module, tracer: Callable[[], _Tracer]) -> fx.Graph:
     if str(graph) != str(other):
         raise ValueError("the forward computes other things in training than in evaluation")
     return graph
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
