@@ -13,17 +13,7 @@ from torch import Tensor
 from commsched.spatial.fetch import fetch
 from commsched.spatial.intervals import TransposedWindow, Window
 from commsched.spatial.layout import enter
-from commsched.spatial.ops.windows import (
-    at_least,
-    cut_windows,
-    each,
-    input_plan,
-    out_cuts,
-    part_of,
-    visit,
-    windowed,
-    without,
-)
+from commsched.spatial.ops.windows import at_least, each, part_of, planned, visit, windowed, without
 from commsched.spatial.saved import compact
 from commsched.spatial.tile import Tile, cut_axes, handles, local_of, unsupported
 
@@ -92,11 +82,8 @@ def _convolve_transposed(
         weight.shape[2:], each(stride, n), each(dilation, n), each(padding, n), each(output_padding, n)
     )
     windows = [TransposedWindow(k, s, d, p, p, extra) for k, s, d, p, extra in per_dim]
-    chosen = cut_windows(input, windows)
-    site = input.mesh.site(input.shape)
-    cuts = out_cuts(input, chosen, input.mesh.fusion.get(site, 0))
-    needs = {a: windows[cut.dim].need(*part_of(cut, input, a)) for a, cut in cut_axes(cuts)}
-    plan, tile = input_plan(input, chosen, cuts), local_of(input)
+    site, cuts, plan = planned(input, windows)
+    tile = local_of(input)
     received: list[Tensor] = []
     visit(input, site, plan, windows, cuts, weight.numel())
     fetched = buffer = fetch(tile, plan, input.mesh, 0.0, received)
@@ -107,8 +94,9 @@ def _convolve_transposed(
     pads, extras, crop = list(each(padding, n)), list(each(output_padding, n)), [(0, 0)] * n
     for axis, cut in cut_axes(cuts):
         lo, hi = part_of(cut, input, axis)
-        start = needs[axis][0] * windows[cut.dim].stride - windows[cut.dim].before
-        full = (buffer.shape[cut.dim] - 1) * windows[cut.dim].stride + windows[cut.dim].span
+        window = windows[cut.dim]
+        start = window.need(lo, hi)[0] * window.stride - window.before
+        full = (buffer.shape[cut.dim] - 1) * window.stride + window.span
         pads[cut.dim], extras[cut.dim] = 0, 0
         crop[cut.dim] = (0, hi - lo) if cut.dim in unreached else (start - lo, hi - start - full)
     with compact(fetched, tile, plan, 0.0, received):

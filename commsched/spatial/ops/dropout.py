@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.layout import enter, fit
+from commsched.spatial.layout import fit
 from commsched.spatial.replicated import everyone
 from commsched.spatial.shared_random import draws, shared_seed
-from commsched.spatial.tile import Tile, cut_axes, handles_all, unsupported
+from commsched.spatial.tile import Tile, cut_axes, handles_all, local_of, unsupported
 
 _STEP, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -59,7 +59,7 @@ def _held_bounds(tile: Tile) -> list[tuple[int, int]]:
 def _drop(tile: Any, p: float, training: bool, inplace: bool, channels: bool) -> Any:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{tile.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
-    local: Tensor = enter(tile, tile.mesh, tile.cuts)
+    local: Tensor = local_of(tile)
     if not training or p == 0.0:
         return tile
     bounds, shape = _held_bounds(tile), list(tile.shape)

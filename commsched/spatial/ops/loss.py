@@ -72,5 +72,5 @@ def _classified(
     return losses.sum() / Tile.make(counted, mesh, cuts).sum()
 
 
-for _function in (F.cross_entropy, F.nll_loss):
-    handles(_function)(partial(_classified, _function))
+for _classifying in (F.cross_entropy, F.nll_loss):
+    handles(_classifying)(partial(_classified, _classifying))

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from commsched.spatial.layout import common_cuts, enter, fit
 from commsched.spatial.tile import (
+    MOVES,
     Cut,
     Cuts,
     Tile,
     cut_axes,
     handles,
-    set_fallback,
     tiles_in,
     tree_map,
     unsupported,
@@ -97,7 +97,7 @@ def _fallback(func: Any, args: tuple, kwargs: dict) -> Any:
     return NotImplemented
 
 
-set_fallback(_fallback)
+MOVES["fallback"] = _fallback
 
 
 # Operations along one dimension; the position of ``dim`` among the arguments and its default.

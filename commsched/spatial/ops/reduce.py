@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Split, clipped
-from commsched.spatial.layout import enter, local_owned, owned_cuts, replicate, take
+from commsched.spatial.layout import local_owned, owned_cuts, replicate, take
+from commsched.spatial.linear import apply
 from commsched.spatial.ops.pointwise import along, moved
-from commsched.spatial.replicated import Total
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+from commsched.spatial.replicated import total as total_of_tiles
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of, unsupported
 
 
 def negative_dims(tile: Tensor, dim: Any) -> list[int]:
@@ -32,7 +33,7 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
     axes = tuple(axis for axis, cut in cut_axes(input.cuts) if cut.dim in dims)
     local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
     if axes:
-        local = Total.apply(local, input.mesh, axes)
+        local = apply(total_of_tiles, local, input.mesh, axes, input.mesh.module)
     left = tuple(None if a in axes else c for a, c in enumerate(owned_cuts(input.cuts)))
     return Tile.make(local, input.mesh, left if keepdim else moved(left, dims, -1))
 
@@ -64,7 +65,7 @@ def _fetched(
     """The pixels that this part's outputs along ``dim`` read, and their windows in that buffer."""
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     if axis is None:
-        return enter(tile, tile.mesh, tile.cuts), tile, windows
+        return local_of(tile), tile, windows
     cut = tile.cuts[axis]
     assert cut is not None
     owners = [cut.split.part_of((lo + hi - 1) // 2) for lo, hi in windows]

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commsched.spatial.folded import reshaped
+from commsched.spatial.folded import ON_FOLDED, reshaped
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import common_cuts, enter, fit, owned_cuts, take, trimmed
+from commsched.spatial.layout import common_cuts, fit, owned_cuts, take, trimmed
 from commsched.spatial.mesh import Mesh
-from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes, handles, tiles_in, unsupported
+from commsched.spatial.tile import (
+    HANDLERS,
+    Cut,
+    Cuts,
+    Tile,
+    cut_axes,
+    handles,
+    local_of,
+    tiles_in,
+    unsupported,
+)
 
 _T = torch.Tensor
 
@@ -36,8 +47,7 @@ def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
         return value
     cut = cuts[axis]
     assert cut is not None
-    size, parts = value.shape[cut.dim], mesh.grid[axis]
-    split = Split(tuple(part * size // parts for part in range(parts + 1)))
+    split = Split.shares(value.shape[cut.dim], mesh.grid[axis])
     own = list(value.cuts) if isinstance(value, Tile) else list(owned_cuts(cuts))
     own[axis] = Cut(cut.dim, split)
     return Tile.make(fit(value, mesh, tuple(own)), mesh, tuple(own))
@@ -45,7 +55,7 @@ def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
 
 def _cat_split(tiles: list[Tile], axis: int, dim: int) -> Tile:
     mesh, size = tiles[0].mesh, sum(tile.shape[dim] for tile in tiles)
-    split = Split(tuple(i * size // mesh.grid[axis] for i in range(mesh.grid[axis] + 1)))
+    split = Split.shares(size, mesh.grid[axis])
     cuts = tuple(Cut(dim, split) if a == axis else cut for a, cut in enumerate(tiles[0].cuts))
     parts, offset = [], 0
     for tile in tiles:
@@ -81,7 +91,7 @@ def _permutes(*functions: Any) -> Callable[[Callable[..., list[int]]], Callable[
                 None if cut is None else Cut(order.index(cut.dim + input.ndim) - input.ndim, cut.split)
                 for cut in input.cuts
             )
-            return Tile.make(enter(input, input.mesh, input.cuts).permute(order), input.mesh, cuts)
+            return Tile.make(local_of(input).permute(order), input.mesh, cuts)
 
         PERMUTATIONS.update(dict.fromkeys(functions, order_of))
         return order_of
@@ -111,15 +121,7 @@ def movedim(n: int, source: Any, destination: Any) -> list[int]:
     return [placed[i] if i in placed else next(rest) for i in range(n)]
 
 
-RESHAPES: dict[Any, Callable[..., Any]] = {}
-
-
-def _reshapes(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        RESHAPES.update(dict.fromkeys(functions, handler))
-        return handles(*functions)(handler)
-
-    return register
+_reshapes = partial(handles, into=(HANDLERS, ON_FOLDED))
 
 
 @_reshapes(torch.reshape, _T.reshape, _T.view)
@@ -173,7 +175,7 @@ def _expand(input: Any, sizes: list[int]) -> Any:
         if sizes[cut.dim] not in (-1, input.shape[cut.dim]):
             return unsupported(_T.expand, (input, sizes), {}, f"dimension {cut.dim} is split")
         sizes[cut.dim] = -1
-    return Tile.make(enter(input, input.mesh, input.cuts).expand(sizes), input.mesh, input.cuts)
+    return Tile.make(local_of(input).expand(sizes), input.mesh, input.cuts)
 
 
 def _scaled(cuts: Cuts, factor: int) -> Cuts:
@@ -186,7 +188,7 @@ def _scaled(cuts: Cuts, factor: int) -> Cuts:
 @handles(torch.nn.functional.pixel_shuffle)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
     tile = trimmed(input)
-    r, local = upscale_factor, enter(tile, tile.mesh, tile.cuts)
+    r, local = upscale_factor, local_of(tile)
     *lead, channels, height, width = local.shape
     split = local.reshape(*lead, channels // (r * r), r, r, height, width)
     order = [*range(split.ndim - 4), -2, -4, -1, -3]
