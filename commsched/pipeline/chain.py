@@ -159,8 +159,7 @@ def _forward_of(
             return found
         raise ValueError(
             f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut"
-            f" ({type(error).__name__}: {error}); pass a list of modules that are called one after the"
-            " other"
+            f" ({type(error).__name__}: {error}); pass a list of modules that are called one after the other"
         ) from error
 
 

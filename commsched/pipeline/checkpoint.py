@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
+from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.sampler import Sampling
@@ -40,7 +40,7 @@ class Running(Protocol):
     layout: Layout
     _interpreter: Interpreter
     _updates: dict[int, Update]
-    _batches: Batches
+    _inputs: Inputs
     _sampling: Sampling
     _periods: int
     _done: int
@@ -59,7 +59,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "counters": (pipeline._periods, pipeline._done),
         "sampler": pipeline._sampling.state(),
         "interpreter": {name: copy(getattr(interpreter, name)) for name in _PROGRESS},
-        "batches": dict(pipeline._batches.given),
+        "batches": dict(pipeline._inputs.given),
         "shares": dict(exchange.shares),
         "arrived": dict(exchange.inbox.arrived),
         "to_come": dict(exchange.to_come),
@@ -157,7 +157,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     for name in _PROGRESS:
         setattr(interpreter, name, copy(state["interpreter"][name]))
     interpreter._told = pipeline._done - 1
-    pipeline._batches.given = dict(state["batches"])
+    pipeline._inputs.given = dict(state["batches"])
     exchange.shares.update(state["shares"])
     exchange.inbox.arrived.update(state["arrived"])
     exchange.to_come.update(state["to_come"])

@@ -127,7 +127,8 @@ def explain_stages(
             flows += _activations(number - 1, placements, ranks, shape[0], values, cuts)
         entered = _Values(values.leaves, cuts, values.spec)
         if tiles is None:
-            values = _outputs(functional_call(stage, meta_state(stage), (_tree(entered),)), None, number)
+            whole = tree_unflatten(entered.leaves, entered.spec)
+            values = _outputs(functional_call(stage, meta_state(stage), (whole,)), None, number)
             borders.append(None)
         else:
             dry = _Dry(stage, tiles, entered, overlap, fuse_halo, rates)
@@ -136,10 +137,6 @@ def explain_stages(
             borders.append(dry.border)
         before = tiles
     return StagesReport(tuple(shape), ranks, tuple(flows), tuple(borders))
-
-
-def _tree(values: _Values) -> Any:
-    return tree_unflatten(values.leaves, values.spec)
 
 
 def _outputs(output: Any, tiles: Tiles | None, number: int) -> _Values:

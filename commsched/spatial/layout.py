@@ -150,8 +150,7 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
         else:
             raise ValueError(
                 f"{tile.mesh.where('elementwise')}: sizes {target.split.size} and {cut.split.size} of "
-                f"dimension "
-                f"{target.dim} do not match"
+                f"dimension {target.dim} do not match"
             )
     if whole:
         tile = replicate(tile, tuple(whole))

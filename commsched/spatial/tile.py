@@ -211,8 +211,7 @@ def local_of(tile: Tile) -> Tensor:
     if bypassed:
         raise ValueError(
             f"{tile.mesh.where('custom autograd.Function')}: it cannot be differentiated on a split "
-            f"tensor; apply "
-            "it to tile.local, or gather the tile first"
+            f"tensor; apply it to tile.local, or gather the tile first"
         )
     return tile.local
 

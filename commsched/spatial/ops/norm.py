@@ -213,8 +213,7 @@ def _check_count(input: Tile, region: Region) -> None:
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "
-            f"got an input "
-            f"of shape {tuple(input.shape)}"
+            f"got an input of shape {tuple(input.shape)}"
         )
 
 

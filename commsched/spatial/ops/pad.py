@@ -61,8 +61,7 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
         if mode in limits and max(before, after) > size - limits[mode]:
             raise ValueError(
                 f"{tile.mesh.where('pad')}: {mode} padding of {max(before, after)} needs more than the "
-                f"{size} pixels "
-                f"of dimension {dim}"
+                f"{size} pixels of dimension {dim}"
             )
         if size + before + after < 0 or (mode != "constant" and min(before, after) < 0):
             raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")

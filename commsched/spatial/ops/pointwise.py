@@ -121,7 +121,11 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     tile = args[0] if args else kwargs["input"]
     chosen = (dims,) if isinstance(dims, int) else dims
     tiles = list(tiles_in((args, kwargs)))
-    if not isinstance(tile, Tile) or not isinstance(chosen, (tuple, list)) or not all(map(_is_int, chosen)):
+    if (
+        not isinstance(tile, Tile)
+        or not isinstance(chosen, (tuple, list))
+        or not all(isinstance(dim, int) for dim in chosen)
+    ):
         return unsupported(func, args, kwargs)
     cuts = common_cuts(tiles)
     negative = [dim if dim < 0 else dim - tile.ndim for dim in chosen]
@@ -132,10 +136,6 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     plain_args, plain_kwargs = tree_map(lambda t: _whole_or_fit(t, tile, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     return tree_map(lambda t: Tile.make(t, tile.mesh, moved(cuts, negative, t.ndim - tile.ndim)), result)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int)
 
 
 def _whole_or_fit(value: Tensor, tile: Tile, cuts: Cuts) -> Tensor:

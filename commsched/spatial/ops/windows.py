@@ -36,8 +36,7 @@ def cut_windows(tile: Tile, windows: Sequence[AnyWindow]) -> dict[int, AnyWindow
         if cut.dim < -len(windows):
             raise ValueError(
                 f"{tile.mesh.where('window')}: dimension {cut.dim} of a tensor of shape "
-                f"{tuple(tile.shape)} is split, "
-                f"and only the last {len(windows)} are image dimensions here"
+                f"{tuple(tile.shape)} is split, and only the last {len(windows)} are image dimensions here"
             )
         found[axis] = windows[cut.dim]
     return found
