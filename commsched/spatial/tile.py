@@ -176,6 +176,11 @@ def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:
     return ((axis, cut) for axis, cut in enumerate(cuts) if cut is not None)
 
 
+def sizes_of(given: tuple) -> list[int]:
+    """Sizes that were passed one by one or as one sequence."""
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+
+
 def tiles_in(tree: Any) -> Iterator[Tile]:
     """The tiles in nested lists, tuples and dicts."""
     if isinstance(tree, Tile):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commsched.spatial.folded import ON_FOLDED, Folded, fold
-from commsched.spatial.tile import HANDLERS, Tile, handles
+from commsched.spatial.tile import HANDLERS, Tile, handles, sizes_of
 
 _T = torch.Tensor
 _creates = partial(handles, into=(HANDLERS, ON_FOLDED))
@@ -25,12 +25,8 @@ def _new(tile: Tile, size: list[int], make: Callable[[Tensor, Any], Tensor]) -> 
     return Tile.make(make(tile.local, size), tile.mesh, (None,) * len(tile.cuts))
 
 
-def _sizes(sizes: Any) -> list[int]:
-    return list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-
-
 def _alike(method: Any, tile: Any, *sizes: Any, size: Any = None, **options: Any) -> Any:
-    wanted = _sizes(sizes if size is None else (size,))
+    wanted = sizes_of(sizes if size is None else (size,))
     return _new(tile, wanted, lambda local, shape: method(local, shape, **options))
 
 

@@ -161,25 +161,16 @@ def moved(cuts: Cuts, dims: list[int], change: int) -> Cuts:
     return tuple(result)
 
 
-def with_parameters(func: Any, tile: Any, *args: Any, **options: Any) -> Any:
+def with_parameters(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     """Run ``func`` on the part with parameters that do not broadcast against it."""
-    if not isinstance(tile, Tile):
-        return unsupported(func, (tile, *args), options)
-    mesh, cuts = tile.mesh, tile.cuts
-    args, options = tree_map(lambda t: enter(t, mesh, cuts), ((tile, *args), options))
+    if not isinstance(input, Tile):
+        return unsupported(func, (input, *args), options)
+    mesh, cuts = input.mesh, input.cuts
+    args, options = tree_map(lambda t: enter(t, mesh, cuts), ((input, *args), options))
     return Tile.make(func(*args, **options), mesh, cuts)
 
 
-_T = torch.Tensor
-_OF_CHANNELS = (
-    F.prelu,
-    torch.prelu,
-    _T.prelu,
-    F.local_response_norm,
-    F.channel_shuffle,
-    torch.channel_shuffle,
-)
-for _function in _OF_CHANNELS:
+for _function in (F.prelu, torch.Tensor.prelu, F.channel_shuffle, F.local_response_norm):
     handles(_function)(partial(with_parameters, _function))
 
 

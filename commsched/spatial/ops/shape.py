@@ -22,6 +22,7 @@ from commsched.spatial.tile import (
     cut_axes,
     handles,
     local_of,
+    sizes_of,
     tiles_in,
     unsupported,
 )
@@ -128,8 +129,7 @@ _reshapes = partial(handles, into=(HANDLERS, ON_FOLDED))
 def reshape(input: Any, *shape: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
         return unsupported(_T.view, (input, *shape), {}, "view as another dtype")
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return reshaped(input, resolved(input.shape, list(sizes)))
+    return reshaped(input, resolved(input.shape, sizes_of(shape)))
 
 
 def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
@@ -159,16 +159,7 @@ def unflatten(input: Any, dim: int, sizes: Any) -> Any:
 
 @handles(_T.expand)
 def expand(input: Any, *shape: Any) -> Any:
-    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    return _expand(input, sizes)
-
-
-@handles(_T.expand_as)
-def expand_as(input: Any, other: Tensor) -> Any:
-    return _expand(input, list(other.shape))
-
-
-def _expand(input: Any, sizes: list[int]) -> Any:
+    sizes = sizes_of(shape)
     if not isinstance(input, Tile):  # a plain tensor expanded to the shape of a tile: the global shape
         return input.expand(sizes)
     for _, cut in cut_axes(input.cuts):
@@ -176,6 +167,11 @@ def _expand(input: Any, sizes: list[int]) -> Any:
             return unsupported(_T.expand, (input, sizes), {}, f"dimension {cut.dim} is split")
         sizes[cut.dim] = -1
     return Tile.make(local_of(input).expand(sizes), input.mesh, input.cuts)
+
+
+@handles(_T.expand_as)
+def expand_as(input: Any, other: Tensor) -> Any:
+    return expand(input, other.shape)
 
 
 def _scaled(cuts: Cuts, factor: int) -> Cuts:
