@@ -104,10 +104,10 @@ def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) ->
     device = next(
         (p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu")
     )
-    holders = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Placeholder)]
     return [
-        torch.empty(h.shape, dtype=h.dtype, device="cpu" if h.on_cpu else device)
-        for h in sorted(holders, key=lambda h: h.index)
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_cpu else device)
+        for leaf in tree_leaves(skeleton)  # in the order in which they were taken out
+        if isinstance(leaf, _Placeholder)
     ]
 
 

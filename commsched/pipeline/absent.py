@@ -76,10 +76,6 @@ def versions(leaves: list[Any]) -> list[tuple[Tensor, int]]:
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
-def among(tensor: Tensor, tensors: list[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
-
-
 def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 

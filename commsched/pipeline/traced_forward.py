@@ -60,7 +60,8 @@ class TracedForward:
         )
         self.output = nodes[-1]
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
-        self._starts = self._layer_starts()
+        starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]
+        self._starts = [0, *starts[1:]]
         self.names = tuple(self._name(start) for start in self._starts)
         if elements:
             self._cut_at_nodes()
@@ -76,10 +77,6 @@ class TracedForward:
         self.names = (
             tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
         )
-
-    def _layer_starts(self) -> list[int]:
-        starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]
-        return [0, *starts[1:]] if starts else [0]
 
     def _has_parameters(self, node: Node) -> bool:
         if node.op == "call_module":

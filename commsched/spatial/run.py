@@ -142,10 +142,7 @@ class _Blocks:
     def _tiles(self) -> Iterator[Tile]:
         own = [range(part * n, (part + 1) * n) for part, n in zip(self._mesh.coord, self._blocks)]
         for coord in product(*own):
-            rank = 0
-            for part, parts in zip(coord, self._grid):
-                rank = rank * parts + part
-            yield self._run(rank, self._margin, data=True)
+            yield self._run(int(np.ravel_multi_index(coord, self._grid)), self._margin, data=True)
 
     def _narrowest_margin(self) -> tuple[int, Tile]:
         """By dry runs without data: doubled until no block needs another, then bisected."""

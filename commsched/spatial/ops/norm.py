@@ -205,16 +205,12 @@ def batch_norm(
         statistics = running_mean, running_var
         return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
     region = Region(input, [-input.ndim, *range(2 - input.ndim, 0)])
-    _check_count(input, region)
-    return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
-
-
-def _check_count(input: Tile, region: Region) -> None:
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "
             f"got an input of shape {tuple(input.shape)}"
         )
+    return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
 
 
 @handles(F.instance_norm)

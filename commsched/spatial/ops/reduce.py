@@ -115,8 +115,13 @@ def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = F
             tile = _global_max(tile, dim)
         else:
             windows = _adaptive_windows(input.shape[dim], sizes[dim])
-            tile = _per_window(tile, dim, windows, lambda part, dim=dim: part.max(dim, keepdim=True).values)
+            tile = _per_window(tile, dim, windows, partial(_largest, dim))
     return tile
+
+
+def _largest(dim: int, part: Tensor) -> Tensor:
+    """The maxima along ``dim``; the gradient of equal ones goes to the first (``amax`` divides it)."""
+    return part.max(dim, keepdim=True).values
 
 
 def _global_max(tile: Tile, dim: int) -> Tile:

@@ -48,9 +48,9 @@ def interpolate(
             f"{input.mesh.where('interpolate')}: mode {mode!r} does not fit a tensor of {input.ndim} "
             f"dimensions"
         )
-    tile = input
+    tile, work_type = input, torch.float64 if input.dtype == torch.float64 else torch.float32
     for dim in range(-n, 0):
-        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), work_type)
         taps = _smooth_taps(*one) if antialias else _taps(*one)
         if (
             mode in ("nearest", "nearest-exact")
@@ -59,10 +59,6 @@ def interpolate(
         ):
             tile = _resample(tile, dim, taps, input.dtype)
     return tile
-
-
-def _work_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def _sizes(
