@@ -17,7 +17,6 @@ from commsched.collectives.current_carrier import carrier
 from commsched.collectives.handles import start, synchronize
 from commsched.collectives.process_sets import ProcessSet
 
-_AVERAGE = Reduction(ReduceOp.AVERAGE)
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
 
@@ -30,15 +29,18 @@ def _run(
     reduction: Reduction | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run a collective and return one result per tensor."""
-    handle = start(kind, tensors, name, process_set, grouped=grouped, reduction=reduction)
+    handle = start(kind, tensors if grouped else tensors[0], name, process_set, reduction=reduction)
     return tuple(synchronize(handle)) if grouped else (synchronize(handle),)
 
 
-def _averaged(
-    gradients: Sequence[torch.Tensor], process_set: ProcessSet, grouped: bool
+def _reduced(
+    gradients: Sequence[torch.Tensor],
+    process_set: ProcessSet,
+    grouped: bool,
+    reduction: Reduction = Reduction(ReduceOp.AVERAGE),  # noqa: B008 - immutable
 ) -> tuple[torch.Tensor, ...]:
     contiguous = [gradient.contiguous() for gradient in gradients]
-    return _run("allreduce", contiguous, None, process_set, grouped, _AVERAGE)
+    return _run("allreduce", contiguous, None, process_set, grouped, reduction)
 
 
 class Reduce(Function):
@@ -70,8 +72,7 @@ class Reduce(Function):
                 "pass tensor.detach()"
             )
         if kind == "allreduce":
-            contiguous = [gradient.contiguous() for gradient in gradients]
-            found = _run("allreduce", contiguous, None, process_set, grouped, reduction)
+            found = _reduced(gradients, process_set, grouped, reduction)
         else:
             factor = reduction.prescale * reduction.postscale
             if reduction.op is ReduceOp.SUM:
@@ -95,7 +96,7 @@ class Allgather(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         process_set, grouped = ctx.arguments
-        averaged = _averaged(gradients, process_set, grouped)
+        averaged = _reduced(gradients, process_set, grouped)
         (all_rows,) = _run("allgather", [torch.tensor([ctx.rows])], None, process_set, grouped=False)
         before = all_rows[: process_set.rank()].sum(dim=0).tolist()
         mine = (
@@ -111,12 +112,12 @@ class Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.arguments = (root, process_set)
-        return synchronize(start("broadcast", [tensor], name, process_set, root=root))
+        return synchronize(start("broadcast", tensor, name, process_set, root=root))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         root, process_set = ctx.arguments
-        (averaged,) = _averaged(gradients, process_set, grouped=False)
+        (averaged,) = _reduced(gradients, process_set, grouped=False)
         mine = averaged if carrier().launch.rank == root else torch.zeros_like(averaged)
         return mine, None, None, None
 
@@ -128,12 +129,12 @@ class Alltoall(Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
-        result, received = synchronize(start("alltoall", [tensor], name, process_set, splits=splits))
+        result, received = synchronize(start("alltoall", tensor, name, process_set, splits=splits))
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        handle = start("alltoall", [gradients[0].contiguous()], None, ctx.process_set, splits=ctx.received)
+        handle = start("alltoall", gradients[0].contiguous(), None, ctx.process_set, splits=ctx.received)
         return synchronize(handle)[0], None, None, None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from commsched.collectives import autograd
-from commsched.collectives.handles import start, waiting
+from commsched.collectives.handles import grouped, start, waiting
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 
@@ -16,29 +15,20 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start ``allgather``."""
-    return start("allgather", [tensor], name, process_set)
+    return start("allgather", tensor, name, process_set)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Concatenate the tensors of all ranks on the first dimension, whose size may differ; differentiable."""
-    (gathered,) = autograd.Allgather.apply(name, process_set, False, tensor)
-    return gathered
+    if not isinstance(tensor, torch.Tensor):  # the tensors of a group
+        return autograd.Allgather.apply(name, process_set, True, *tensor)
+    return autograd.Allgather.apply(name, process_set, False, tensor)[0]
 
 
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Start ``grouped_allgather``."""
-    return start("allgather", tensors, name, process_set, grouped=True)
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """``allgather`` of several tensors as one operation."""
-    return autograd.Allgather.apply(name, process_set, True, *tensors)
+grouped_allgather_async = grouped(allgather_async, "Start ``grouped_allgather``.")
+grouped_allgather = grouped(allgather, "``allgather`` of several tensors as one operation.")
 
 
 def broadcast_async(
@@ -48,7 +38,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast``."""
-    return start("broadcast", [tensor], name, process_set, root=root_rank)
+    return start("broadcast", tensor, name, process_set, root=root_rank)
 
 
 def broadcast(
@@ -68,7 +58,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast_``."""
-    return start("broadcast", [tensor], name, process_set, root=root_rank, inplace=True)
+    return start("broadcast", tensor, name, process_set, root=root_rank, inplace=True)
 
 
 broadcast_ = waiting(broadcast_async_, "Overwrite the tensor with rank `root_rank`'s.")
@@ -81,7 +71,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``alltoall``; its result is always the pair (tensor, received splits)."""
-    return start("alltoall", [tensor], name, process_set, splits=_as_tensor(splits))
+    return start("alltoall", tensor, name, process_set, splits=_as_tensor(splits))
 
 
 def alltoall(

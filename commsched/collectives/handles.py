@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import Signature, signature
 from typing import Any, ParamSpec, Protocol
 from weakref import WeakValueDictionary
 
@@ -20,10 +21,19 @@ _PROGRESS_SECONDS = 1.0  # between two reports that the others go on
 
 
 def start(
-    kind: str, tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, **arguments: Any
+    kind: str,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    **arguments: Any,
 ) -> int:
-    """Start a collective; `arguments` are ``Collective``'s other fields."""
-    return carrier().start(Collective(kind, list(tensors), name, registered_id(process_set), **arguments))
+    """Start a collective of one tensor, or of a list of tensors as one operation; `arguments` are
+    ``Collective``'s other fields.
+    """
+    single = isinstance(tensors, torch.Tensor)
+    each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    set_id = registered_id(process_set)
+    return carrier().start(Collective(kind, each, name, set_id, grouped=not single, **arguments))
 
 
 def poll(handle: int) -> bool:
@@ -50,6 +60,20 @@ def waiting(start_it: Callable[Arguments, int], what: str) -> Callable[Arguments
         return synchronize(start_it(*arguments, **options))
 
     run.__name__ = run.__qualname__ = start_it.__name__.replace("_async", "")
+    run.__doc__ = what
+    return run
+
+
+def grouped(single: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function that does with several tensors, as one operation, what ``single`` does with one."""
+
+    @wraps(single)
+    def run(tensors: Sequence[torch.Tensor], *arguments: Any, **options: Any) -> Any:
+        return single(tensors, *arguments, **options)
+
+    first, *others = signature(single).parameters.values()
+    run.__signature__ = Signature([first.replace(name="tensors"), *others])  # type: ignore[attr-defined]
+    run.__name__ = run.__qualname__ = f"grouped_{single.__name__}"
     run.__doc__ = what
     return run
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commsched.collectives.data_movement import broadcast_async_
 from commsched.collectives.handles import synchronize
@@ -62,18 +63,6 @@ class _Placeholder:
     on_cpu: bool
 
 
-def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return `value` with every object of `kind` within its dicts, lists and tuples replaced."""
-    if isinstance(value, kind):
-        return replacement(value)
-    if isinstance(value, dict):
-        return {key: _replace(item, kind, replacement) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_replace(item, kind, replacement) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give every rank's optimizer the state and the options of rank `root_rank`'s.
 
@@ -95,7 +84,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             zero = torch.zeros_like(p, requires_grad=False)
             p.grad = zero.to_sparse(1) if sparse else zero
-    skeleton = _replace(state, torch.Tensor, take_out) if rank() == root_rank else None
+    skeleton = tree_map_only(torch.Tensor, take_out, state) if rank() == root_rank else None
     skeleton = broadcast_object(skeleton, root_rank, name="commsched.optimizer_state")
     if rank() != root_rank:
         tensors = _empty_like_placeholders(skeleton, optimizer)
@@ -103,7 +92,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         [(f"commsched.optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank
     )
     if rank() != root_rank:
-        state = _replace(skeleton, _Placeholder, lambda holder: tensors[holder.index])
+        state = tree_map_only(_Placeholder, lambda holder: tensors[holder.index], skeleton)
         _check_groups(state, optimizer)
     # A state that is spread over the ranks is cut anew, on the root too.
     if rank() != root_rank or getattr(optimizer, "spreads_state", False):
@@ -115,11 +104,10 @@ def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) ->
     device = next(
         (p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu")
     )
-    holders: list[_Placeholder] = []
-    _replace(skeleton, _Placeholder, holders.append)
     return [
-        torch.empty(h.shape, dtype=h.dtype, device="cpu" if h.on_cpu else device)
-        for h in sorted(holders, key=lambda h: h.index)
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_cpu else device)
+        for leaf in tree_leaves(skeleton)  # in the order in which they were taken out
+        if isinstance(leaf, _Placeholder)
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +12,11 @@ from commsched.collectives import autograd
 from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.compression import Compression
 from commsched.collectives.data_movement import allgather_async
-from commsched.collectives.handles import start, synchronize, waiting
+from commsched.collectives.handles import grouped, start, synchronize, waiting
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 
 # Plain integers, as in Horovod: scripts compare and store them.
 Average, Sum, Adasum, Min, Max, Product = map(int, ReduceOp)
-
-Tensors = Sequence[torch.Tensor]
 
 
 def _reduction(op: int | None, average: bool | None, prescale: float, postscale: float) -> Reduction:
@@ -34,22 +32,15 @@ def _reduction(op: int | None, average: bool | None, prescale: float, postscale:
 
 
 def _compressed(
-    kind: str,
-    tensors: Tensors,
-    compression: Any,
-    reduction: Reduction,
-    name: str | None,
-    process_set: ProcessSet,
-    grouped: bool = False,
-) -> list[torch.Tensor]:
-    """Run a differentiable reduction of compressed tensors."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = autograd.Reduce.apply(
-        kind, reduction, name, process_set, grouped, *(small for small, _ in pairs)
-    )
-    return [
-        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
-    ]
+    kind: str, tensors: Any, compression: Any, reduction: Reduction, name: str | None, process_set: ProcessSet
+) -> Any:
+    """Run a differentiable reduction of a compressed tensor, or of several as one operation."""
+    several = not isinstance(tensors, torch.Tensor)
+    pairs = [compression.compress(tensor) for tensor in (tensors if several else [tensors])]
+    small = [tensor for tensor, _ in pairs]
+    results = autograd.Reduce.apply(kind, reduction, name, process_set, several, *small)
+    restored = [compression.decompress(result, context) for result, (_, context) in zip(results, pairs)]
+    return restored if several else restored[0]
 
 
 def allreduce_async(
@@ -63,7 +54,7 @@ def allreduce_async(
 ) -> int:
     """Start ``allreduce``; the result goes to a new tensor."""
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return start("allreduce", [tensor], name, process_set, reduction=reduction)
+    return start("allreduce", tensor, name, process_set, reduction=reduction)
 
 
 def allreduce(
@@ -82,7 +73,7 @@ def allreduce(
     equal on all ranks.
     """
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return _compressed("allreduce", [tensor], compression, reduction, name, process_set)[0]
+    return _compressed("allreduce", tensor, compression, reduction, name, process_set)
 
 
 def allreduce_async_(
@@ -96,55 +87,15 @@ def allreduce_async_(
 ) -> int:
     """Start ``allreduce_``."""
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return start("allreduce", [tensor], name, process_set, reduction=reduction, inplace=True)
+    return start("allreduce", tensor, name, process_set, reduction=reduction, inplace=True)
 
 
 allreduce_ = waiting(allreduce_async_, "``allreduce`` into the tensor itself; not differentiable.")
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start ``grouped_allreduce``."""
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return start("allreduce", tensors, name, process_set, reduction=reduction, grouped=True)
-
-
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """``allreduce`` of several tensors as one operation."""
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return _compressed("allreduce", tensors, compression, reduction, name, process_set, grouped=True)
-
-
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start ``grouped_allreduce_``."""
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    return start("allreduce", tensors, name, process_set, reduction=reduction, grouped=True, inplace=True)
-
-
+grouped_allreduce_async = grouped(allreduce_async, "Start ``grouped_allreduce``.")
+grouped_allreduce = grouped(allreduce, "``allreduce`` of several tensors as one operation.")
+grouped_allreduce_async_ = grouped(allreduce_async_, "Start ``grouped_allreduce_``.")
 grouped_allreduce_ = waiting(grouped_allreduce_async_, "``grouped_allreduce`` into the tensors themselves.")
 
 
@@ -176,7 +127,7 @@ def reducescatter_async(
 ) -> int:
     """Start ``reducescatter``."""
     reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return start("reducescatter", [tensor], name, process_set, reduction=reduction)
+    return start("reducescatter", tensor, name, process_set, reduction=reduction)
 
 
 def reducescatter(
@@ -193,31 +144,8 @@ def reducescatter(
     The first ranks get one row more if the number of ranks does not divide the rows.
     """
     reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return _compressed("reducescatter", [tensor], compression, reduction, name, process_set)[0]
+    return _compressed("reducescatter", tensor, compression, reduction, name, process_set)
 
 
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Start ``grouped_reducescatter``."""
-    reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return start("reducescatter", tensors, name, process_set, reduction=reduction, grouped=True)
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """``reducescatter`` of several tensors as one operation."""
-    reduction = _reduction(op, None, prescale_factor, postscale_factor)
-    return _compressed("reducescatter", tensors, compression, reduction, name, process_set, grouped=True)
+grouped_reducescatter_async = grouped(reducescatter_async, "Start ``grouped_reducescatter``.")
+grouped_reducescatter = grouped(reducescatter, "``reducescatter`` of several tensors as one operation.")

@@ -10,50 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ASKS_FOR_SHAPE = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-    Tensor.storage_offset,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.__len__,
-    Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
-ASKS_FOR_VALUES = {
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
-    torch.equal,
-    Tensor.equal,
-    torch.allclose,
-    Tensor.allclose,
-    torch.is_nonzero,
-    Tensor.is_nonzero,
-}
-DRAWS = {
-    getattr(home, name)
-    for home, names in (
-        (torch, "rand randn randint randperm rand_like randn_like randint_like normal poisson bernoulli"),
-        (torch, "multinomial dropout"),
-        (Tensor, "bernoulli bernoulli_ uniform_ normal_ random_ exponential_ geometric_ multinomial"),
-        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
-    )
-    for name in names.split()
-}
+
+def _functions(*listed: tuple[Any, str]) -> set[Any]:
+    return {getattr(home, name) for home, names in listed for name in names.split()}
+
+
+_ABOUT_NUMBERS = "is_floating_point is_complex numel"
+ASKS_FOR_SHAPE = _functions(
+    (torch, _ABOUT_NUMBERS),
+    (Tensor, _ABOUT_NUMBERS),
+    (Tensor, "size dim ndimension nelement stride storage_offset is_contiguous element_size get_device"),
+    (Tensor, "__len__ __hash__"),
+)
+ASKS_FOR_VALUES = _functions(
+    (torch, "equal allclose is_nonzero"),
+    (Tensor, "equal allclose is_nonzero item tolist numpy __bool__ __int__ __float__ __index__"),
+)
+DRAWS = _functions(
+    (torch, "rand randn randint randperm rand_like randn_like randint_like normal poisson bernoulli"),
+    (torch, "multinomial dropout"),
+    (Tensor, "bernoulli bernoulli_ uniform_ normal_ random_ exponential_ geometric_ multinomial"),
+    (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+)
 """Functions that draw random numbers."""
 
 
@@ -96,10 +74,6 @@ def has_grad(tensor: Tensor) -> bool:
 
 def versions(leaves: list[Any]) -> list[tuple[Tensor, int]]:
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def among(tensor: Tensor, tensors: list[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
 
 
 def storage_of(tensor: Tensor) -> int:

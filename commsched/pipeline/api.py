@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
-from commsched.pipeline.batches import Batches
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.choice import choose
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.factory import Make
@@ -103,7 +101,7 @@ class Pipeline:
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
-        self.program, chain = choose(
+        self.program, chain = start.choose(
             chain, plan, schedule, num_microbatches, mesh, cuts, options, recompute=recompute,
             bucket_bytes=bucket_bytes, **layout,
         )  # fmt: skip
@@ -137,15 +135,14 @@ class Pipeline:
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
         self._updates = maker.make(self.stages, [pair for tie in ties for pair in tie.mine])
         self._losses = Losses(self.layout, self.fabric, self.stages)
-        self._batches = Batches(self.layout, self.stages, chain.arguments)
-        inputs = Inputs(self.layout, self.rank, self.stages, self._batches.inputs, self._batches.targets)
-        self._evaluation = Evaluation(self.program, self.fabric, self.stages, inputs, self._losses)
+        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments)
+        self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
             self.fabric,
             self.stages,
             self._updates,
-            inputs,
+            self._inputs,
             partial(sum_ties, ties, self.stages, lane, self.rank) if tied else None,
             self._losses.tell,
         )
@@ -160,7 +157,7 @@ class Pipeline:
         self._sampling.check(local)
         self._interpreter.exchange.shares.take(self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
-        self._batches.add(self._periods, batch, copy=self._ahead > 0)
+        self._inputs.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
         self._sampling.advance()
         if not self._leaves_gradients:
@@ -187,7 +184,7 @@ class Pipeline:
                 update.finish()
             self._interpreter.restart()
             self._losses.settle()
-        self._batches.given.clear()
+        self._inputs.given.clear()
         self._periods, self._done = 0, -self._ahead
         return losses
 
@@ -204,7 +201,7 @@ class Pipeline:
             self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
             self._done += 1
             if finishes:
-                self._batches.given.pop(iteration)
+                self._inputs.given.pop(iteration)
             return self._losses.total() if finishes else None
 
     def rows(self, count: int) -> list[int]:
@@ -241,7 +238,7 @@ class Pipeline:
         self._health.check()
         self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
-        with self._batches.kept(EVALUATED, batch), self._health.guarded():
+        with self._inputs.kept(EVALUATED, batch), self._health.guarded():
             return self._evaluation.run() if count is None else self._evaluation.count(count)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,11 @@ from torch.optim import Optimizer
 
 from commsched.optimizer.shards import check_elementwise
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.gradients import Gradients
-from commsched.pipeline.reduction import Flat, Scattered, by_masters, summed_over
+from commsched.pipeline.reduction import Scattered, bucket_parts, by_masters
 from commsched.pipeline.stage import Loss, Stage
-from commsched.pipeline.update import Factory, OnStep, Sharded, Update, Whole
+from commsched.pipeline.update import Combine, Factory, OnStep, Sharded, Update, Whole
 from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
@@ -123,13 +124,14 @@ class UpdateMaker:
         if len(ranks) == 1 or not stage.versions.names:
             return Whole(stage, self.factory, self.on_step, apart=apart)
         if self.layout.reduction == "masters":
-            hosts = self._hosts_of(ranks)
-            combine = _Combine(by_masters, self.lane, self.fabric.rank, hosts)
-            return Whole(stage, self.factory, self.on_step, combine, apart)
+            return Whole(stage, self.factory, self.on_step, self._sum(self._hosts_of(ranks)), apart)
         if not self._elementwise(stage):
-            combine = _Combine(summed_over, self.lane, self.fabric.rank, ranks)
-            return Whole(stage, self.factory, self.on_step, combine, apart)
+            return Whole(stage, self.factory, self.on_step, self._sum([ranks]), apart)
         return self._sharded(stage, ranks, apart)
+
+    def _sum(self, hosts: Sequence[Sequence[int]]) -> Combine:
+        """The sum over these ranks, in place."""
+        return partial(by_masters, self.lane, self.fabric.rank, hosts)
 
     def _hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
         """This stage's ranks, host by host."""
@@ -152,12 +154,11 @@ class UpdateMaker:
         leaves = stage.versions.newest.leaves
         kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
         if len(ranks) == 1 or self.layout.reduction == "masters" or len(kinds) != 1:
-            combine = _Combine(summed_over, self.lane, self.fabric.rank, ranks)
-            return Gradients(stage, None, (), False, combine if len(ranks) > 1 else None, apart)
+            return Gradients(stage, apart, self._sum([ranks]) if len(ranks) > 1 else None)
         numbers = buckets_of(self.program)[stage.number]
         scattered = self._scattered(stage, ranks, apart, numbers, gathers_gradients=True)
         early = self.layout.placement == "eager" or len(numbers) > 1
-        return Gradients(stage, scattered, numbers, early, None, apart)
+        return Gradients(stage, apart, None, scattered, numbers, early)
 
     def _sharded(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
         assert self.factory is not None
@@ -193,10 +194,8 @@ class UpdateMaker:
         numbers: Sequence[int],
         gathers_gradients: bool = False,
     ) -> Scattered:
-        layers = self.layout.layers(stage.number, len(self.chain))
-        leaves = stage.versions.newest.leaves
-        flat = self._flat(stage, layers, apart, leaves[0].element_size())
-        parts = [flat.parts(self.program.buckets[number], layers.start) for number in numbers]
+        leaves, places = stage.versions.newest.leaves, self._places(stage, apart)
+        parts = [bucket_parts(self.program.buckets[number], places, leaves) for number in numbers]
         return Scattered(
             self.fabric.transport(f"stage {stage.number}", ranks),
             list(ranks).index(self.fabric.rank),
@@ -208,15 +207,16 @@ class UpdateMaker:
             gathers_gradients,
         )
 
-    def _flat(self, stage: Stage, layers: range, apart: frozenset[int], item: int) -> Flat:
+    def _places(self, stage: Stage, apart: frozenset[int]) -> dict[int, list[int]]:
+        """By layer the parameters that it is the first one to use."""
         names = {name: place for place, name in enumerate(stage.versions.names)}
         seen = set(apart)
-        places: list[list[int]] = []
-        for layer in layers:
+        places: dict[int, list[int]] = {}
+        for layer in self.layout.layers(stage.number, len(self.chain)):
             mine = [names[name] for name in self.chain.layer_parameters(layer) if name in names]
-            places.append([place for place in mine if place not in seen])
+            places[layer] = [place for place in mine if place not in seen]
             seen |= set(mine)
-        return Flat(places, [leaf.numel() for leaf in stage.versions.newest.leaves], item)
+        return places
 
     def _plan(self, stage: int, numbers: Sequence[int]) -> list[tuple[str, int]]:
         """The program's order of one period: all reductions, then all gathers, each as they stand."""
@@ -225,13 +225,3 @@ class UpdateMaker:
         reductions = [a for a in mine if a.kind is Kind.RS]
         gathers = [a for a in mine if a.kind is Kind.AG]
         return [(a.kind.value, numbers.index(a.index)) for a in (*reductions, *gathers)]
-
-
-class _Combine:
-    """A sum over other ranks, in place."""
-
-    def __init__(self, how: Any, lane: Lane, rank: int, ranks: Any) -> None:
-        self.how, self.lane, self.rank, self.ranks = how, lane, rank, ranks
-
-    def __call__(self, tensors: list[torch.Tensor]) -> None:
-        self.how(self.lane, self.rank, self.ranks, tensors)

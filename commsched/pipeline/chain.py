@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.factory import Make
 from commsched.pipeline.origin import Origin, WeightSource
 from commsched.pipeline.stage_forward import ModuleForward, StageForward
@@ -44,15 +43,10 @@ class Chain:
     ) -> None:
         self.origin = Origin(model, weights)
         self.model = self.origin.model
-        self._forward = _forward_of(self.model, tuple(inside), example, elements)
+        self._run_by(_forward_of(self.model, tuple(inside), example, elements))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._forward.names
-
-    @property
-    def arguments(self) -> Arguments:
-        return self._forward.arguments
+    def _run_by(self, forward: TracedForward | ModuleForward) -> None:
+        self._forward, self.names, self.arguments = forward, forward.names, forward.arguments
 
     def fill(self, parts: Iterable[range], random: Tensor, device: torch.device | str | None = None) -> None:
         """Gives the layers of these parts, and what belongs to no layer, their values. ``random``: the state
@@ -68,7 +62,7 @@ class Chain:
         if not isinstance(self._forward, TracedForward):
             return self
         finer = copy.copy(self)
-        finer._forward = self._forward.by_node()
+        finer._run_by(self._forward.by_node())
         return finer
 
     def __len__(self) -> int:
@@ -165,8 +159,7 @@ def _forward_of(
             return found
         raise ValueError(
             f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut"
-            f" ({type(error).__name__}: {error}); pass a list of modules that are called one after the"
-            " other"
+            f" ({type(error).__name__}: {error}); pass a list of modules that are called one after the other"
         ) from error
 
 

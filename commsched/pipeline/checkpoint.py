@@ -7,6 +7,7 @@ number and the state of the random numbers; resuming repeats their forward.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.batches import Batches
 from commsched.pipeline.exchange import Values
+from commsched.pipeline.inputs import Inputs
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.sampler import Sampling
@@ -26,6 +27,7 @@ from scheduler.ir.actions import RECVS, Action, Kind
 from scheduler.ir.layout import Layout, is_token
 from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 
+_PROGRESS = ("link", "waiting", "tokens", "complete", "stepped", "forwards")  # of the interpreter
 _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
@@ -38,7 +40,7 @@ class Running(Protocol):
     layout: Layout
     _interpreter: Interpreter
     _updates: dict[int, Update]
-    _batches: Batches
+    _inputs: Inputs
     _sampling: Sampling
     _periods: int
     _done: int
@@ -56,15 +58,8 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "random": random_state(_device(pipeline)),
         "counters": (pipeline._periods, pipeline._done),
         "sampler": pipeline._sampling.state(),
-        "interpreter": (
-            list(interpreter.link),
-            list(interpreter.waiting),
-            set(interpreter.tokens),
-            dict(interpreter.complete),
-            dict(interpreter.stepped),
-            dict(interpreter.forwards),
-        ),
-        "batches": dict(pipeline._batches.given),
+        "interpreter": {name: copy(getattr(interpreter, name)) for name in _PROGRESS},
+        "batches": dict(pipeline._inputs.given),
         "shares": dict(exchange.shares),
         "arrived": dict(exchange.inbox.arrived),
         "to_come": dict(exchange.to_come),
@@ -159,13 +154,10 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     pipeline._periods, pipeline._done = state["counters"]
     pipeline._sampling.resume(state["sampler"], state["random"])
-    link, waiting, tokens, complete, stepped, forwards = state["interpreter"]
-    interpreter.link.extend(link)
-    interpreter.waiting, interpreter.tokens = list(waiting), set(tokens)
-    interpreter.complete, interpreter.stepped = dict(complete), dict(stepped)
-    interpreter.forwards = dict(forwards)
+    for name in _PROGRESS:
+        setattr(interpreter, name, copy(state["interpreter"][name]))
     interpreter._told = pipeline._done - 1
-    pipeline._batches.given = dict(state["batches"])
+    pipeline._inputs.given = dict(state["batches"])
     exchange.shares.update(state["shares"])
     exchange.inbox.arrived.update(state["arrived"])
     exchange.to_come.update(state["to_come"])

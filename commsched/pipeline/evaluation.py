@@ -65,7 +65,7 @@ class Evaluation:
         self._forget()
         for pending in sent:
             pending.wait()
-        return sum_of([value for value in found if value is not None])
+        return _sum([value for value in found if value is not None])
 
     @torch.no_grad()
     def _pass_forward(self, count: Loss | None) -> Tensor | None:
@@ -77,7 +77,7 @@ class Evaluation:
             for action in self._forwards:
                 self._forward(action, count, counted)
                 exchange.inbox.pump()
-        return sum_of(counted) if counted else None
+        return _sum(counted) if counted else None
 
     def _forget(self) -> None:
         exchange = self.exchange
@@ -135,9 +135,6 @@ class Evaluation:
                 module.training = training
 
 
-def sum_of(values: list[Tensor]) -> Tensor:
+def _sum(values: list[Tensor]) -> Tensor:
     """The sum in this order."""
-    total = torch.zeros_like(values[0])
-    for value in values:
-        total += value
-    return total
+    return sum(values[1:], start=values[0])

@@ -91,9 +91,6 @@ class Exchange:
         coord = grid.coord(self.place(stage, rank, micro[0])[1]) if grid else ()
         return part_of(self.rows(stage, rank, micro), coord, cuts)
 
-    def _parts(self, stage: int, micro: Micro, cuts: list[Cuts]) -> list[Part]:
-        return [self._part(stage, self.rank, micro, each) for each in cuts]
-
     def _pieces(self, stage: int, other: int, peer: int, micro: Micro, cuts: list[Cuts]) -> list[Piece]:
         """Which part of each tensor that this rank has in ``stage`` a peer has in stage ``other``. ``cuts``:
         of the tensors in ``stage``, then in ``other``.
@@ -139,19 +136,27 @@ class Exchange:
         return values.leaves, values.spec, [there for _, there in values.cuts]
 
     def _received(self, number: int, micro: Micro) -> Values:
+        leaves, described, self.came[number, micro] = self._take(Kind.RECVF, number, number - 1, micro)
+        grads, cuts = [leaf.grad for leaf in described.leaves], [leaf.cuts for leaf in described.leaves]
+        return Values(leaves, described.spec, grads, cuts)
+
+    def _take(
+        self, kind: Kind, number: int, other: int, micro: Micro, cuts: list[Cuts] | None = None
+    ) -> tuple[list[Any], Description, list[tuple[int, list[Piece]]]]:
+        """The tensors that a neighbouring stage sends, their description, and from whom which part came.
+        ``cuts``: of the tensors here and there; None: as the messages say.
+        """
         parts, came = [], []
-        for peer in self.layout.overlaps(number, self.rank, number - 1, micro[0]):
-            action = Action(Kind.RECVF, micro[0], number, peer=peer, shift=micro[1])
+        for peer in self.layout.overlaps(number, self.rank, other, micro[0]):
+            action = Action(kind, micro[0], number, peer=peer, shift=micro[1])
             if self.moves(action):
                 described, buffers = self.inbox.take(action)
-                cuts = [leaf.cuts for leaf in described.leaves]
-                pieces = self._pieces(number, number - 1, peer, micro, [each[::-1] for each in cuts])
+                here = [leaf.cuts[::-1] for leaf in described.leaves] if cuts is None else cuts
+                pieces = self._pieces(number, other, peer, micro, here)
                 parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
                 came.append((peer, pieces))
-        self.came[number, micro] = came
-        wholes = self._parts(number, micro, [each[::-1] for each in cuts])
-        leaves = [assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)]
-        return Values(leaves, described.spec, [leaf.grad for leaf in described.leaves], cuts)
+        wholes = [self._part(number, self.rank, micro, each) for each in here]
+        return [assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)], described, came
 
     def put_out(self, number: int, micro: Micro, leaves: list[Any], grads: list[bool]) -> None:
         """A forward has ended."""
@@ -179,17 +184,12 @@ class Exchange:
         values = self.outputs.pop((number, micro))
         if self.rank in self.layout.holders(number + 1, micro[0]):
             return self.input_grads.pop((number + 1, micro))
-        parts, cuts = [], [each for each, flag in zip(values.cuts, values.grads) if flag]
-        for peer in self.layout.overlaps(number, self.rank, number + 1, micro[0]):
-            action = Action(Kind.RECVB, micro[0], number, peer=peer, shift=micro[1])
-            if self.moves(action):
-                described, buffers = self.inbox.take(action)
-                pieces = self._pieces(number, number + 1, peer, micro, cuts)
-                parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
-                del self.to_come[number, micro, peer]
-                self._answers.append(action)
-        wholes = self._parts(number, micro, cuts)
-        grads = iter([assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)])
+        cuts = [each for each, flag in zip(values.cuts, values.grads) if flag]
+        leaves, _, came = self._take(Kind.RECVB, number, number + 1, micro, cuts)
+        for peer, _ in came:
+            del self.to_come[number, micro, peer]
+            self._answers.append(Action(Kind.RECVB, micro[0], number, peer=peer, shift=micro[1]))
+        grads = iter(leaves)
         return [next(grads) if flag else None for flag in values.grads]
 
     def put_back(self, number: int, micro: Micro, leaves: list[Any], grads: list[Tensor | None]) -> None:

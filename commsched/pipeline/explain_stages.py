@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,9 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commsched.pipeline.parts import Cut, Part, entering, part_of
 from commsched.pipeline.rows import border
-from commsched.pipeline.tiled_module import as_tile, cut_of
-from commsched.spatial.explain import attach_names, fusion_of
-from commsched.spatial.fuse import meta_state
+from commsched.pipeline.tiled_module import cut_of, tile_cuts
+from commsched.spatial.explain import backward_of_sums, fusion_of, naming
+from commsched.spatial.fuse import meta_state, meta_tile
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import owned_outputs
 from commsched.spatial.tile import Tile
@@ -128,7 +127,8 @@ def explain_stages(
             flows += _activations(number - 1, placements, ranks, shape[0], values, cuts)
         entered = _Values(values.leaves, cuts, values.spec)
         if tiles is None:
-            values = _outputs(functional_call(stage, meta_state(stage), (_tree(entered),)), None, number)
+            whole = tree_unflatten(entered.leaves, entered.spec)
+            values = _outputs(functional_call(stage, meta_state(stage), (whole,)), None, number)
             borders.append(None)
         else:
             dry = _Dry(stage, tiles, entered, overlap, fuse_halo, rates)
@@ -137,10 +137,6 @@ def explain_stages(
             borders.append(dry.border)
         before = tiles
     return StagesReport(tuple(shape), ranks, tuple(flows), tuple(borders))
-
-
-def _tree(values: _Values) -> Any:
-    return tree_unflatten(values.leaves, values.spec)
 
 
 def _outputs(output: Any, tiles: Tiles | None, number: int) -> _Values:
@@ -187,30 +183,21 @@ class _Dry:
     def _inputs(self, mesh: Mesh) -> Any:
         leaves = []
         for leaf, cut in zip(self.entered.leaves, self.entered.cuts):
-            if cut is None:
-                leaves.append(leaf)
-                continue
-            shape = list(leaf.shape)
-            for axis, at in zip(cut, mesh.coord):
-                if axis is not None:
-                    shape[axis[0]] = axis[1][at + 1] - axis[1][at]
-            local = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-            leaves.append(as_tile(local, cut, mesh))
+            if cut is not None:
+                leaf = meta_tile(leaf.shape, leaf.dtype, mesh, tile_cuts(cut), leaf.requires_grad)
+            leaves.append(leaf)
         return tree_unflatten(leaves, self.entered.spec)
 
     def _run(self, mesh: Mesh) -> None:
         channel = mesh.channel
         assert isinstance(channel, _Counting)
-        with ExitStack() as stack, torch.random.fork_rng(devices=[]):
-            attach_names(stack, self.stage, mesh)
+        with naming(self.stage, mesh), torch.random.fork_rng(devices=[]):
             self.output = owned_outputs(
                 functional_call(self.stage, meta_state(self.stage), (self._inputs(mesh),))
             )
             forward = Counter(channel.bytes)
-            local = [leaf.local if isinstance(leaf, Tile) else leaf for leaf in tree_leaves(self.output)]
-            sums = [leaf.sum() for leaf in local if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if sums:
-                torch.autograd.backward(sums)
+            leaves = tree_leaves(self.output)
+            backward_of_sums(leaf.local if isinstance(leaf, Tile) else leaf for leaf in leaves)
         self.sent.append((forward, channel.bytes - forward))
 
     def flows(self, number: int, ranks: Sequence[int]) -> Iterator[Flow]:

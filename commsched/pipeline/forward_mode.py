@@ -25,7 +25,6 @@ from commsched.pipeline.absent import (
     DRAWS,
     Absent,
     absent,
-    among,
     code_place,
     has_grad,
     on_meta,
@@ -185,7 +184,7 @@ class ForwardMode(TorchFunctionMode):
         for target in written:
             if id(target) not in self.owners:
                 self.keep(target)
-        return self._each(result, lambda part: part if among(part, written) else self.keep(part))
+        return self._each(result, lambda part: part if any(part is w for w in written) else self.keep(part))
 
     def present(self, leaf: Any) -> Any:
         if not isinstance(leaf, Absent):

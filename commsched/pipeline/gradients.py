@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from commsched.pipeline.reduction import Scattered
 from commsched.pipeline.stage import Stage
-from commsched.pipeline.update import Combine, dense
-from commsched.pipeline.versions import Version
+from commsched.pipeline.update import Combine, Update, dense
 
 
 @contextmanager
@@ -27,39 +25,24 @@ def added_to(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-class Gradients:
+class Gradients(Update):
     """No optimizer: the sums are left in the ``.grad`` of the stage's parameters, the same on all its ranks.
-    ``scattered`` sums bucket by bucket, ``combine`` all at once; neither, where one rank holds the stage.
+    ``scattered`` sums bucket by bucket, ``combine`` all at once; neither, where one rank holds the stage. The
+    caller steps the weights between two steps of the pipeline.
     """
 
     def __init__(
         self,
         stage: Stage,
-        scattered: Scattered | None,
-        numbers: Sequence[int],
-        early: bool,
-        combine: Combine | None,
         apart: frozenset[int],
+        combine: Combine | None = None,
+        scattered: Scattered | None = None,
+        numbers: Sequence[int] = (),
+        early: bool = False,
     ) -> None:
-        self.stage, self.scattered, self.combine, self.apart = stage, scattered, combine, apart
-        self._place = {number: place for place, number in enumerate(numbers)}
-        self._early, self.taken = early, 0
-        self.optimizer: Optimizer | None = None
+        super().__init__(stage, scattered, numbers, early)
+        self.combine, self.apart = combine, apart
         self._coming: list[Tensor | None] = []
-
-    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
-        if self.scattered is None or not self._early:
-            return nullcontext()
-        return self.scattered.leaving(period, version.leaves)
-
-    def reduce(self, period: int, bucket: int) -> None:
-        if self.scattered is not None:
-            leaves = self.stage.versions.newest.leaves
-            self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
-
-    def wait_reduced(self) -> None:
-        if self.scattered is not None:
-            self.scattered.wait_reduced()
 
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         leaves = self.stage.versions.newest.leaves
@@ -75,13 +58,6 @@ class Gradients:
         self._coming = grads
         self.stage.versions.advance(lambda version: False)
 
-    def gather(self, bucket: int) -> None:
-        if self.scattered is not None:
-            self.scattered.updated(self._place[bucket])
-
-    def prepare(self, version: Version) -> None:
-        """The caller steps the weights between two steps of the pipeline."""
-
     def finish(self) -> None:
         if self._coming and self.scattered is not None:
             for bucket in range(len(self.scattered.parts)):
@@ -89,14 +65,3 @@ class Gradients:
         for leaf, grad in zip(self.stage.versions.newest.leaves, self._coming):
             leaf.grad = grad
         self._coming = []
-
-    def reload(self) -> None:
-        """Nothing is kept of the weights."""
-
-    def restart(self) -> None:
-        if self.scattered is not None:
-            self.scattered.begun = -1
-
-    def close(self) -> None:
-        if self.scattered is not None:
-            self.scattered.close()

@@ -1,38 +1,64 @@
-"""The inputs of the first stage, and the targets of the last one."""
+"""The batches of the steps in flight: what the first and the last stage take of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.exchange import Exchange
-from commsched.pipeline.rows import Range
+from commsched.pipeline.full_state import on_device
+from commsched.pipeline.rows import cut
 from commsched.pipeline.stage import Head, Micro, Stage, flattened
 from scheduler.ir.layout import Layout
 
-Feed = Callable[[int, Range], Any]
-"""Period and rows -> the arguments of the first stage, or the targets of the last."""
+Batch = tuple[Any, Any]
+"""Inputs and targets: tensors, or tuples, lists and dicts of them; rows are their first dimension."""
 
 
 class Inputs:
-    """``tells``: whether this rank adds to the value of the loss; tiles of one replica all have the same, so
+    """``given[p]``: inputs and targets of period p. ``arguments`` makes the forward's arguments of inputs.
+    ``tells``: whether this rank adds to the value of the loss; tiles of one replica all have the same, so
     only the first does.
     """
 
-    def __init__(
-        self, layout: Layout, rank: int, stages: dict[int, Stage], arguments: Feed, targets: Feed
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, stages: dict[int, Stage], arguments: Arguments) -> None:
         self.layout, self.rank, self.stages = layout, rank, stages
-        self._arguments, self._targets = arguments, targets
+        self.given: dict[int, Batch] = {}
+        self._arguments = arguments
         self._spec: Any = None
         self.tells = rank in tellers(layout)
+
+    def add(self, period: int, batch: Any, copy: bool = False) -> None:
+        """Keeps what this rank reads of a batch. ``copy``: keeps copies of its tensors."""
+        inputs = targets = None
+        if 0 in self.stages:
+            inputs = tree_map(_clone, batch[0]) if copy else batch[0]
+        if self.layout.stages - 1 in self.stages:
+            targets = tree_map(_clone, batch[1]) if copy else batch[1]
+        self.given[period] = inputs, targets
+
+    @contextmanager
+    def kept(self, period: int, batch: Any) -> Iterator[None]:
+        """Keeps a batch within ``with``."""
+        self.add(period, batch)
+        try:
+            yield
+        finally:
+            del self.given[period]
 
     def arguments(self, exchange: Exchange, number: int, micro: Micro) -> tuple[list[Any], Any, list[Any]]:
         """The leaves that a stage takes, their structure, and how tiles cut them."""
         if number:
             return exchange.arguments(number, micro)
-        leaves, self._spec = flattened(self._arguments(micro[1], exchange.given(0, micro)), self._spec)
-        tiled = self.stages[0].tiled.get(micro[0])
+        stage, rows = self.stages[0], exchange.given(0, micro)
+        arguments = on_device(self._arguments(cut(self.given[micro[1]][0], rows)), stage.device)
+        leaves, self._spec = flattened(arguments, self._spec)
+        tiled = stage.tiled.get(micro[0])
         if tiled is None:
             return leaves, self._spec, [None] * len(leaves)
         leaves, cuts = tiled.scatter(leaves)
@@ -42,9 +68,14 @@ class Inputs:
         if number + 1 < self.layout.stages:
             return None
         low, high = exchange.rows(number, self.rank, micro)
-        targets = self._targets(micro[1], exchange.given(number, micro))
+        mine = cut(self.given[micro[1]][1], exchange.given(number, micro))
         first = exchange.place(number, self.rank, micro[0])[1] == 0
-        return Head(targets, (high - low) / exchange.shares[micro[1]].rows, first)
+        share = (high - low) / exchange.shares[micro[1]].rows
+        return Head(on_device(mine, self.stages[number].device), share, first)
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def tellers(layout: Layout) -> list[int]:

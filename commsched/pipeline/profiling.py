@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.messages import receive_object, send_object
-from commsched.pipeline.rows import cut, rows_of
+from commsched.pipeline.rows import cut, rows_of, tensors
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
 from commsched.transport.short_messages import MOST_BYTES
@@ -148,10 +148,10 @@ def _once(stages: list[Any], state: tuple[Any, ...], targets: Any, loss: Loss, t
             output = loss(output, targets)
         one.forward.append(time.perf_counter() - start)
         state = output if isinstance(output, tuple) else (output,)
-        one.output_bytes = sum(t.numel() * t.element_size() for t in _tensors(state))
-        runs.append((inputs, [t for t in _tensors(state) if t.requires_grad]))
+        one.output_bytes = sum(t.numel() * t.element_size() for t in tensors(state))
+        runs.append((inputs, [t for t in tensors(state) if t.requires_grad]))
     for (inputs, outputs), stage, one in reversed(list(zip(runs, stages, times, strict=True))):
-        wanted = [t for t in _tensors(inputs) if t.requires_grad]
+        wanted = [t for t in tensors(inputs) if t.requires_grad]
         weights = [p for p in stage.parameters() if p.requires_grad]
         grads = [torch.ones_like(output) for output in outputs]
         one.inputs_only.append(_timed(outputs, wanted, grads, keep=True))
@@ -176,10 +176,6 @@ def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
         for leaf in leaves
     ]
     return tuple(tree_unflatten(cut, spec))
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def _update(model: nn.Module, optimizer: Factory, repeat: int) -> float:

@@ -7,7 +7,7 @@ stepped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -16,33 +16,28 @@ import torch
 from torch import Tensor, nn
 
 import comm_core
-from commsched.errors import CommError
+from commsched.backends.cpu import translated
 from commsched.pipeline.fabric import Lane, from_host, to_host
 from commsched.pipeline.versions import Version
 from scheduler.ir.buckets import Bucket
 
 
-class Flat:
-    """Places of a stage's parameters in the buckets of a program.
-
-    A bucket is a list of byte ranges of layers, a layer its parameters one after the other.
+def bucket_parts(
+    bucket: Bucket, layers: Mapping[int, Sequence[int]], leaves: Sequence[Tensor]
+) -> list[tuple[int, int, int]]:
+    """(place in ``leaves``, start, stop) of everything in a bucket, which is a list of byte ranges of layers.
+    ``layers``: the places of the parameters of each, which lie one after the other.
     """
-
-    def __init__(self, layers: Sequence[Sequence[int]], sizes: Sequence[int], item: int) -> None:
-        self.layers, self.sizes, self.item = layers, sizes, item
-
-    def parts(self, bucket: Bucket, first_layer: int) -> list[tuple[int, int, int]]:
-        """(parameter, start, stop) of everything in a bucket, in order."""
-        found = []
-        for piece in bucket.pieces:
-            start, stop = piece.start // self.item, piece.stop // self.item
-            places = self.layers[piece.layer - first_layer]
-            ends = list(accumulate((self.sizes[place] for place in places), initial=0))
-            for place, begin, end in zip(places, ends, ends[1:]):
-                low, high = max(start, begin), min(stop, end)
-                if low < high:
-                    found.append((place, low - begin, high - begin))
-        return found
+    found = []
+    for piece in bucket.pieces:
+        item, places = leaves[0].element_size(), layers[piece.layer]
+        start, stop = piece.start // item, piece.stop // item
+        ends = list(accumulate((leaves[place].numel() for place in places), initial=0))
+        for place, begin, end in zip(places, ends, ends[1:]):
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                found.append((place, low - begin, high - begin))
+    return found
 
 
 class Scattered:
@@ -114,7 +109,7 @@ class Scattered:
         if self.begun < period:
             self.begun = period
             self._marked = set()
-            with translated():
+            with translated:
                 self.engine.begin_step()
 
     def ready(
@@ -131,7 +126,7 @@ class Scattered:
             found[place] = torch.zeros_like(leaves[place]) if grad is None else grad
         parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
         _pack(parts, self.grads[bucket])
-        with translated():
+        with translated:
             self.engine.mark_ready(bucket)
 
     @contextmanager
@@ -157,12 +152,12 @@ class Scattered:
                 handle.remove()
 
     def wait_reduced(self) -> None:
-        with translated():
+        with translated:
             for bucket in range(len(self.parts)):
                 self.engine.wait_rs(bucket)
 
     def updated(self, bucket: int) -> None:
-        with translated():
+        with translated:
             self.engine.mark_updated(bucket)
 
     def take_in(self, version: Version, bucket: int) -> None:
@@ -172,7 +167,7 @@ class Scattered:
 
     def write(self, bucket: int, tensors: Sequence[Any]) -> None:
         """Waits for a bucket's all-gather and writes its parts where they belong."""
-        with translated():
+        with translated:
             self.engine.wait_ag(bucket)
         at = 0
         for place, start, stop in self.parts[bucket]:
@@ -182,17 +177,6 @@ class Scattered:
 
     def close(self) -> None:
         self.engine.close()
-
-
-class translated:
-    """Turns the engine's errors into ``CommError``."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, comm_core.EngineError):
-            raise CommError(str(error)) from None
 
 
 def summed_over(lane: Lane, rank: int, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:

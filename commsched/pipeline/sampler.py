@@ -33,6 +33,8 @@ class StepSampler(Sampler[list[int]]):
     ) -> None:
         self._rows, self._size, self._batch_size, self.local = rows, len(dataset), batch_size, local
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._data = {"rows": self._size, "batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        self._data |= {"drop_last": drop_last, "local": local}
         self.epoch, self.position = 0, 0
         self._random: list[Tensor] | None = None
         if batch_size < 1 or not len(self):
@@ -88,17 +90,6 @@ class StepSampler(Sampler[list[int]]):
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._random = random if self.position else None
-
-    @property
-    def _data(self) -> dict[str, Any]:
-        return {
-            "rows": self._size,
-            "batch_size": self._batch_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "drop_last": self._drop_last,
-            "local": self.local,
-        }
 
 
 class Sampling:

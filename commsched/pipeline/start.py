@@ -23,6 +23,38 @@ from scheduler.pipelines.build import generate, get, program_of, stage_count
 from scheduler.validate import validate
 
 
+def choose(
+    chain: Chain,
+    plan: PipelinePlan | str | Path | None,
+    schedule: str | Program,
+    microbatches: int,
+    mesh: tuple[int, int | Sequence[int]],
+    cuts: Sequence[int | str] | None,
+    options: dict[str, Any],
+    **layout: Any,
+) -> tuple[Program, Chain]:
+    """The program (a plan's, a given one, or that of a schedule by name), and the chain whose layers it
+    counts. ``options`` are the schedule's own.
+    """
+    if plan is not None:
+        return planned(plan, chain)
+    if isinstance(schedule, Program):
+        return schedule, chain
+    stages = stage_count(get(schedule)(mesh[0], microbatches, **options))
+    chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
+    program = generate(
+        schedule,
+        mesh[0],
+        microbatches,
+        replicas=mesh[1],
+        profile=bare_profile(chain, type(chain.model).__name__, chosen),
+        cuts=chosen,
+        **layout,
+        **options,
+    )
+    return program, chain
+
+
 def planned(plan: PipelinePlan | str | Path, chain: Chain) -> tuple[Program, Chain]:
     """The program of a plan file, if it is for this model, and the chain whose layers the program counts."""
     plan = plan if isinstance(plan, PipelinePlan) else PipelinePlan.load(plan)
@@ -46,30 +78,6 @@ def _on_nodes(plan: PipelinePlan, chain: Chain) -> tuple[PipelinePlan, Chain]:
     ):
         return plan.after(inputs), nodes
     return plan.on(chain.sizes), chain
-
-
-def generated(
-    chain: Chain,
-    schedule: str,
-    microbatches: int,
-    mesh: tuple[int, int | Sequence[int]],
-    cuts: Sequence[int | str] | None,
-    options: dict[str, Any],
-    **layout: Any,
-) -> Program:
-    """The program of a schedule by name; ``options`` are the schedule's own."""
-    stages = stage_count(get(schedule)(mesh[0], microbatches, **options))
-    chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
-    return generate(
-        schedule,
-        mesh[0],
-        microbatches,
-        replicas=mesh[1],
-        profile=bare_profile(chain, type(chain.model).__name__, chosen),
-        cuts=chosen,
-        **layout,
-        **options,
-    )
 
 
 def check(program: Program, chain: Chain, fabric: Fabric, leaves_gradients: bool) -> Layout:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from commsched.pipeline.parts import Cut, entering
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import replicate
-from commsched.spatial.mesh import Mesh, current_mesh
+from commsched.spatial.mesh import current_mesh
 from commsched.spatial.shard import shard
 from commsched.spatial.tile import Cut as TileCut
-from commsched.spatial.tile import Tile, local_of
+from commsched.spatial.tile import Cuts, Tile, local_of
 from commsched.transport.channel import Channel
 from scheduler.ir.placements import Tiles
 
@@ -40,7 +40,7 @@ class TiledModule:
     def enter(self, leaves: Sequence[Any], cuts: Sequence[Cut | None]) -> list[Any]:
         """Local tensors as tiles."""
         return [
-            leaf if cut is None else as_tile(leaf, cut, self.mesh)
+            leaf if cut is None else Tile.make(leaf, self.mesh, tile_cuts(cut))
             for leaf, cut in zip(leaves, cuts, strict=True)
         ]
 
@@ -57,9 +57,9 @@ class TiledModule:
         return local_of(value) if isinstance(value, Tile) else value
 
 
-def as_tile(local: Tensor, cut: Cut, mesh: Mesh) -> Tile:
-    """A rank's part of a tensor that is cut as ``cut`` says."""
-    return Tile.make(local, mesh, tuple(axis and TileCut(axis[0], Split(axis[1])) for axis in cut))
+def tile_cuts(cut: Cut) -> Cuts:
+    """``cut`` as tiles have it."""
+    return tuple(axis and TileCut(axis[0], Split(axis[1])) for axis in cut)
 
 
 def cut_of(leaf: Any, tiles: Tiles, stage: int) -> Cut | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -59,7 +60,8 @@ class TracedForward:
         )
         self.output = nodes[-1]
         self._body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
-        self._starts = self._layer_starts()
+        starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]
+        self._starts = [0, *starts[1:]]
         self.names = tuple(self._name(start) for start in self._starts)
         if elements:
             self._cut_at_nodes()
@@ -75,10 +77,6 @@ class TracedForward:
         self.names = (
             tuple(str(n.target) if n.op == "call_module" else n.name for n in self._body) or self.names
         )
-
-    def _layer_starts(self) -> list[int]:
-        starts = [place for place, node in enumerate(self._body) if self._has_parameters(node)]
-        return [0, *starts[1:]] if starts else [0]
 
     def _has_parameters(self, node: Node) -> bool:
         if node.op == "call_module":
@@ -108,7 +106,7 @@ class TracedForward:
                     found[f"{node.target}.{name}"] = parameter
             for source in node.all_input_nodes:
                 if source.op == "get_attr":
-                    value = _attribute(self.model, str(source.target))
+                    value = attrgetter(str(source.target))(self.model)
                     if isinstance(value, nn.Parameter):
                         found[str(source.target)] = value
         return found
@@ -122,17 +120,12 @@ class TracedForward:
         known: dict[Node, Node] = {
             node: graph.placeholder(f"live_{place}") for place, node in enumerate(self.live(first))
         }
-        for node in body:
+        for node in [*body, self.output] if end == len(self.names) else body:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in known:
                     known[source] = graph.node_copy(source)
             known[node] = graph.node_copy(node, known.__getitem__)
-        if end == len(self.names):
-            for source in self.output.all_input_nodes:
-                if source.op == "get_attr" and source not in known:
-                    known[source] = graph.node_copy(source)
-            graph.output(fx.map_arg(self.output.args[0], known.__getitem__))
-        else:
+        if end < len(self.names):
             graph.output(tuple(known[node] for node in self.live(end)))
         return fx.GraphModule(self.model, graph)
 
@@ -160,10 +153,3 @@ def _traced(model: nn.Module, tracer: Callable[[], _Tracer]) -> fx.Graph:
     if str(graph) != str(other):
         raise ValueError("the forward computes other things in training than in evaluation")
     return graph
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,50 @@ OnStep = Callable[[Optimizer, int], None]
 Combine = Callable[[list[Tensor]], None]
 
 
-class Update(Protocol):
-    """The calls that the interpreter makes, in the order of the program."""
+class Update:
+    """Sums a stage's gradients over its ranks and steps it; the interpreter calls in the program's order.
 
-    optimizer: Optimizer | None
-    taken: int
+    ``scattered`` moves gradients and parameters bucket by bucket (None: no buckets); ``numbers``: the
+    program's names of the buckets. ``early``: buckets may leave as they fill.
+    """
+
+    optimizer: Optimizer | None = None
+    taken = 0
+
+    def __init__(
+        self,
+        stage: Stage,
+        scattered: Scattered | None = None,
+        numbers: Sequence[int] = (),
+        early: bool = False,
+    ) -> None:
+        self.stage, self.scattered, self._early = stage, scattered, early
+        self._place = {number: place for place, number in enumerate(numbers)}
 
     def early(self, period: int, version: Version) -> AbstractContextManager[None]:
-        """Around the backward that completes a gradient: buckets may leave as they fill."""
+        """Around the backward that completes a gradient."""
+        if self.scattered is None or not self._early:
+            return nullcontext()
+        self.finish()
+        return self.scattered.leaving(period, version.leaves)
 
-    def reduce(self, period: int, bucket: int) -> None: ...
+    def reduce(self, period: int, bucket: int) -> None:
+        if self.scattered is not None:
+            self.finish()
+            leaves = self.stage.versions.newest.leaves
+            self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
 
     def wait_reduced(self) -> None:
         """Before the step: sums that are under way."""
+        if self.scattered is not None:
+            self.scattered.wait_reduced()
 
-    def step(self, period: int, needed: Callable[[int], bool]) -> None: ...
+    def step(self, period: int, needed: Callable[[int], bool]) -> None:
+        raise NotImplementedError
 
-    def gather(self, bucket: int) -> None: ...
+    def gather(self, bucket: int) -> None:
+        if self.scattered is not None:
+            self.scattered.updated(self._place[bucket])
 
     def prepare(self, version: Version) -> None:
         """Before a forward with this version."""
@@ -50,11 +77,15 @@ class Update(Protocol):
 
     def restart(self) -> None:
         """Periods count from 0 again."""
+        if self.scattered is not None:
+            self.scattered.begun = -1
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self.scattered is not None:
+            self.scattered.close()
 
 
-class Whole:
+class Whole(Update):
     """The optimizer on whole parameters; ``combine`` sums gradients over replicas, in place. Parameters in
     ``apart`` have been summed before.
     """
@@ -67,19 +98,10 @@ class Whole:
         combine: Combine | None = None,
         apart: frozenset[int] = frozenset(),
     ) -> None:
-        self.stage, self.on_step, self.combine, self.apart = stage, on_step, combine, apart
+        super().__init__(stage)
+        self.on_step, self.combine, self.apart = on_step, combine, apart
         self.masters = [nn.Parameter(leaf.data) for leaf in stage.versions.newest.leaves]
         self.optimizer = factory(self.masters) if self.masters else None
-        self.taken = 0
-
-    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reduce(self, period: int, bucket: int) -> None:
-        """Waits until the step: sums are one exchange."""
-
-    def wait_reduced(self) -> None:
-        """As above."""
 
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         grads = self.stage.grads.pop(period, self.stage._no_grads())
@@ -95,30 +117,17 @@ class Whole:
         for master in self.masters:
             master.grad = None
 
-    def gather(self, bucket: int) -> None:
-        """Every rank has stepped everything."""
-
-    def prepare(self, version: Version) -> None:
-        """Versions are complete as soon as they are made."""
-
-    def finish(self) -> None:
-        """As above."""
-
     def reload(self) -> None:
         for master, leaf in zip(self.masters, self.stage.versions.newest.leaves, strict=True):
             master.data = leaf.data
 
-    def restart(self) -> None:
-        """Nothing is counted here."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Sharded:
-    """Reduce-scatter, the optimizer on this rank's shard, all-gather. ``numbers``: the program's names of the
-    buckets. Parameters in ``apart`` are stepped whole, with gradients summed before.
+class Sharded(Update):
+    """Reduce-scatter, the optimizer on this rank's shard, all-gather. Parameters in ``apart`` are stepped
+    whole, with gradients summed before.
     """
+
+    scattered: Scattered
 
     def __init__(
         self,
@@ -131,32 +140,16 @@ class Sharded:
         wait_within: bool,
         apart: frozenset[int] = frozenset(),
     ) -> None:
-        self.stage, self.on_step, self.scattered = stage, on_step, scattered
-        self._place = {number: place for place, number in enumerate(numbers)}
-        self._early, self._apart = early, sorted(apart)
+        super().__init__(stage, scattered, numbers, early)
+        self.on_step, self._apart = on_step, sorted(apart)
         leaves = stage.versions.newest.leaves
         self.whole = [nn.Parameter(leaves[place].data) for place in self._apart]
         masters = [*scattered.masters, *self.whole]
         self.optimizer = factory(masters) if masters else None
-        self.taken = 0
         self._handles: list[Any] = []
         self._first: list[int] = []
         if wait_within:
             self._wait_within()
-
-    def early(self, period: int, version: Version) -> AbstractContextManager[None]:
-        if not self._early:
-            return nullcontext()
-        self.finish()
-        return self.scattered.leaving(period, version.leaves)
-
-    def reduce(self, period: int, bucket: int) -> None:
-        self.finish()
-        leaves = self.stage.versions.newest.leaves
-        self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
-
-    def wait_reduced(self) -> None:
-        self.scattered.wait_reduced()
 
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         grads = self.stage.grads.pop(period)
@@ -165,9 +158,6 @@ class Sharded:
             master.data, master.grad = version.leaves[place].data, grads[place]
         self.taken = _take_step(self.optimizer, self.on_step, self.taken)
         version.pending = set(range(len(self.scattered.parts)))
-
-    def gather(self, bucket: int) -> None:
-        self.scattered.updated(self._place[bucket])
 
     # Reading a new version
 
@@ -213,13 +203,10 @@ class Sharded:
         for place, master in zip(self._apart, self.whole, strict=True):
             master.data = leaves[place].data
 
-    def restart(self) -> None:
-        self.scattered.begun = -1
-
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.scattered.close()
+        super().close()
 
 
 def dense(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from commsched.spatial.layout import local_owned, recut, trimmed
 from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.plan import Dim, make_plan
 from commsched.spatial.replicated import everyone, sum_in_order
-from commsched.spatial.tile import MOVES, Cut, Tile, cut_axes
+from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, cut_axes
 
 
 def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
@@ -44,9 +44,13 @@ def from_local(local: Tensor, shape: Sequence[int], mesh: Mesh | None = None) ->
             f"rank {mesh.rank} of grid {mesh.grid} owns a part of shape {expected} of an image of shape "
             f"{tuple(shape)}, and got one of shape {tuple(local.shape)}"
         )
-    splits = mesh.even_splits(shape)
-    cuts = tuple(Cut(dim, split) if split.parts > 1 else None for dim, split in zip(mesh.dims, splits))
-    return Tile.make(local, mesh, cuts)
+    return Tile.make(local, mesh, even_cuts(mesh, shape))
+
+
+def even_cuts(mesh: Mesh, shape: Sequence[int], margin: int = 0) -> Cuts:
+    """How `scatter` cuts an image of global ``shape``; each part holds a ``margin`` beside its own pixels."""
+    splits = [split.with_margin((margin, margin)) for split in mesh.even_splits(shape)]
+    return tuple(Cut(dim, split) if split.parts > 1 else None for dim, split in zip(mesh.dims, splits))
 
 
 def gather(tile: Tile, to: str = "replicate") -> Tensor:
@@ -65,7 +69,7 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
     if to not in ("rank0", "batch"):
         raise ValueError(f"gather to must be 'replicate', 'rank0' or 'batch', got {to!r}")
     mesh, tile = tile.mesh, trimmed(tile)
-    samples = Split((0, *(tile.shape[0] * (rank + 1) // mesh.size for rank in range(mesh.size))))
+    samples = Split.shares(tile.shape[0], mesh.size)
     dims = []
     for axis, cut in cut_axes(tile.cuts):
         everything: Want = (Run(0, cut.split.size),)
@@ -91,7 +95,7 @@ def regrid(tile: Tile, grid: Sequence[int]) -> Tile:
         raise ValueError(f"{mesh.where('regrid')}: {tuple(grid)} is no coarser grid than {mesh.grid}")
     for axis, cut in cut_axes(tile.cuts):
         size, parts = cut.split.size, grid[axis]
-        used = [i * size // parts for i in range(parts + 1)]
+        used = Split.shares(size, parts).bounds
         targets[axis] = Split((*used, *(size,) * (mesh.grid[axis] - parts)))
     return recut(tile, targets)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from commsched.spatial.api import from_local, tile_bounds
-from commsched.spatial.fuse import Fusion, cheapest, dry_runner, find_fusion, meta_state
+from commsched.spatial.api import even_cuts
+from commsched.spatial.fuse import Fusion, cheapest, dry_runner, find_fusion, meta_state, meta_tile
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.meter import PeakMeter
 from commsched.spatial.shard import name_hooks, owned_outputs
-from commsched.spatial.tile import Tile, tiles_in
+from commsched.spatial.tile import tiles_in
 from commsched.transport.channel import SilentChannel
 
 
@@ -96,7 +96,9 @@ def explain(
     """
     refused: list[str] = []
     mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
-    fusion, blocks = fusion_of(model, _meta_tile(tuple(shape), dtype, mesh), mesh, fuse_halo, rates)
+    fusion, blocks = fusion_of(
+        model, meta_tile(shape, dtype, mesh, even_cuts(mesh, shape)), mesh, fuse_halo, rates
+    )
     ranks = []
     for rank in range(prod(grid)):
         mesh = Mesh(SilentChannel(rank, prod(grid)), grid, dims, "gather", overlap)
@@ -116,8 +118,7 @@ def fusion_of(
         raise ValueError(
             "explain with fuse_halo='auto' needs rates=: seconds per fetch, byte and multiplication"
         )
-    with ExitStack() as stack:
-        attach_names(stack, model, mesh)
+    with naming(model, mesh):
         run = dry_runner(model, (inputs,), {}, mesh)
         fusion = find_fusion(run, option) if isinstance(option, int) else cheapest(run, rates)  # type: ignore[arg-type]
         fetching = {visit.site for visit in run(fusion) if visit.fetches}
@@ -130,18 +131,21 @@ def fusion_of(
     return fusion, [block for block in blocks if len(block) > 1]
 
 
-def attach_names(stack: ExitStack, model: nn.Module, mesh: Mesh) -> None:
-    """Keep the name of the running module in ``mesh`` until the stack ends."""
-    for path, module in model.named_modules():
-        for handle in name_hooks(module, mesh, path, type(module).__name__):
-            stack.callback(handle.remove)
+@contextmanager
+def naming(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Keep the name of the running module in ``mesh``."""
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            for handle in name_hooks(module, mesh, path, type(module).__name__):
+                stack.callback(handle.remove)
+        yield
 
 
-def _meta_tile(shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> Tile:
-    bounds = tile_bounds(shape, mesh)
-    return from_local(
-        torch.empty([b.stop - b.start for b in bounds], dtype=dtype, device="meta"), shape, mesh
-    )
+def backward_of_sums(outputs: Iterable[Any]) -> None:
+    """The backward of the sum of the outputs."""
+    sums = [out.sum() for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if sums:
+        torch.autograd.backward(sums)
 
 
 def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -149,26 +153,19 @@ def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> i
     image, state = torch.empty(tuple(shape), dtype=dtype, device="meta"), meta_state(model, dtype)
     with PeakMeter() as meter:
         meter.ignore(image, *state.values())
-        outputs = tree_leaves(_tree(functional_call(model, state, (image,))))
-        sums = [out.sum() for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-        if sums:
-            torch.autograd.backward(sums)
+        backward_of_sums(tree_leaves(_tree(functional_call(model, state, (image,)))))
     return meter.peak
 
 
 def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> RankReport:
     mesh.dry = True
-    tile, state = _meta_tile(shape, dtype, mesh), meta_state(model, dtype)
+    tile, state = meta_tile(shape, dtype, mesh, even_cuts(mesh, shape)), meta_state(model, dtype)
     report = RankReport(mesh.coord, tuple(tile.local.shape))
-    with ExitStack() as stack:
-        attach_names(stack, model, mesh)
-        meter = stack.enter_context(PeakMeter())
+    with naming(model, mesh), PeakMeter() as meter:
         meter.ignore(tile.local, *state.values())
         output = owned_outputs(_tree(functional_call(model, state, (tile,))))
         report.forward = Counter(mesh.traffic)
-        sums = [tile.local.sum() for tile in tiles_in(output) if tile.local.requires_grad]
-        if sums:
-            torch.autograd.backward(sums)
+        backward_of_sums(tile.local for tile in tiles_in(output))
         report.backward = mesh.traffic - report.forward
         report.peak, report.gathered = meter.peak, mesh.gathered
     return report

@@ -1,13 +1,11 @@
-"""Run an exchange plan and its transpose as autograd functions, differentiable any number of times."""
+"""Run an exchange plan and its transpose as linear functions."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from commsched.spatial.linear import TRANSPOSED, apply
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Piece, Plan, Slices
 from commsched.transport.channel import Parcel, Pending
@@ -21,36 +19,21 @@ def fetch(
     """
     if not plan.remote and plan.plain:
         return _box(x, plan.dims, plan.own[0].src)
-    result: Tensor = Fetch.apply(x, plan, mesh, fill, mesh.module, received)
-    return result
+    return apply(fetched, x, plan, mesh, mesh.module, fill, received)
 
 
-class Fetch(Function):
-    """Pixels from their owners; the backward is `Deliver`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        plan: Plan,
-        mesh: Mesh,
-        fill: float,
-        module: str,
-        received: list[Tensor] | None = None,
-    ) -> Tensor:
-        ctx.plan, ctx.mesh, ctx.module = plan, mesh, module
-        recvs, pending = ask(x, plan, mesh, module)
-        out = own_pixels(x, plan, fill)
-        if pending is not None:
-            pending.wait()
-        buffers = [buffer for _, buffer in recvs]
-        if received is not None:
-            received += buffers
-        return place(out, plan, buffers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Deliver.apply(grad, ctx.plan, ctx.mesh, ctx.module), None, None, None, None, None
+def fetched(
+    x: Tensor, plan: Plan, mesh: Mesh, module: str, fill: float = 0.0, received: list[Tensor] | None = None
+) -> Tensor:
+    """Pixels from their owners."""
+    recvs, pending = ask(x, plan, mesh, module)
+    out = own_pixels(x, plan, fill)
+    if pending is not None:
+        pending.wait()
+    buffers = [buffer for _, buffer in recvs]
+    if received is not None:
+        received += buffers
+    return place(out, plan, buffers)
 
 
 def ask(x: Tensor, plan: Plan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending | None]:
@@ -77,33 +60,23 @@ def place(out: Tensor, plan: Plan, buffers: list[Tensor]) -> Tensor:
     return out
 
 
-class Deliver(Function):
-    """Contributions back to the owners, who add them in rank order; the backward is `Fetch` with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
-        ctx.plan, ctx.mesh, ctx.module = plan, mesh, module
-        total = grad.new_zeros(_with_lengths(grad.shape, plan.dims, plan.held))
-        sends = [
-            (peer, pack(grad, plan.dims, [(p.dst, p.flips) for p in pieces])) for peer, pieces in plan.recvs
-        ]
-        recvs = [(peer, buffer_for(grad, plan, pieces)) for peer, pieces in plan.sends]
-        pending = _start(mesh, plan, sends, recvs, module, "gradient of fetch")
-        if pending is not None:
-            pending.wait()
-        arrived = {peer: buffer for peer, buffer in recvs}
-        mine = [(_flip(_box(grad, plan.dims, p.dst), plan.dims, p.flips), p) for p in plan.own]
-        parts = {
-            peer: list(zip(unpack(arrived[peer], grad, plan, pieces), pieces)) for peer, pieces in plan.sends
-        }
-        for rank in sorted((*parts, plan.rank)):
-            for part, piece in mine if rank == plan.rank else parts[rank]:
-                _box(total, plan.dims, piece.src).add_(part)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Fetch.apply(grad, ctx.plan, ctx.mesh, 0.0, ctx.module), None, None, None
+def delivered(grad: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
+    """Contributions back to the owners, who add them in rank order."""
+    total = grad.new_zeros(_with_lengths(grad.shape, plan.dims, plan.held))
+    sends = [(peer, pack(grad, plan.dims, [(p.dst, p.flips) for p in pieces])) for peer, pieces in plan.recvs]
+    recvs = [(peer, buffer_for(grad, plan, pieces)) for peer, pieces in plan.sends]
+    pending = _start(mesh, plan, sends, recvs, module, "gradient of fetch")
+    if pending is not None:
+        pending.wait()
+    mine = [(_flip(_box(grad, plan.dims, p.dst), plan.dims, p.flips), p) for p in plan.own]
+    parts = {
+        peer: list(zip(unpack(buffer, grad, plan, pieces), pieces))
+        for (_, buffer), (peer, pieces) in zip(recvs, plan.sends)
+    }
+    for rank in sorted((*parts, plan.rank)):
+        for part, piece in mine if rank == plan.rank else parts[rank]:
+            _box(total, plan.dims, piece.src).add_(part)
+    return total
 
 
 def _start(
@@ -212,35 +185,19 @@ def add_arrived(total: Tensor, plan: Plan, own: list[tuple[Slices, Tensor]], rec
     return total
 
 
-class Assemble(Function):
+def assembled(x: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
     """All tiles on every rank. All ranks compute the same with it, so each takes its own slice of the
-    gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, mesh: Mesh, module: str | None = None) -> Tensor:
-        ctx.args = plan, mesh, mesh.module if module is None else module
-        return Fetch.forward(_NoContext(), x, plan, mesh, 0.0, ctx.args[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Slice.apply(grad, *ctx.args), None, None, None
+    gradient.
+    """
+    return fetched(x, plan, mesh, module)
 
 
-class Slice(Function):
-    """This rank's part of a replicated value; the transposed of `Assemble`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
-        ctx.args = plan, mesh, module
-        part = whole.new_zeros(_with_lengths(whole.shape, plan.dims, plan.held))
-        for piece in plan.own:
-            _box(part, plan.dims, piece.src).copy_(_box(whole, plan.dims, piece.dst))
-        return part
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Assemble.apply(grad, *ctx.args), None, None, None
+def _sliced(whole: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
+    """This rank's part of a replicated value."""
+    part = whole.new_zeros(_with_lengths(whole.shape, plan.dims, plan.held))
+    for piece in plan.own:
+        _box(part, plan.dims, piece.src).copy_(_box(whole, plan.dims, piece.dst))
+    return part
 
 
-class _NoContext:
-    """Stands in for an autograd context where a forward is used as a plain function."""
+TRANSPOSED.update({fetched: delivered, delivered: fetched, assembled: _sliced, _sliced: assembled})

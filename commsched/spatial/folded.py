@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from commsched.spatial.intervals import Split
-from commsched.spatial.layout import enter, recut, replicate, trimmed
-from commsched.spatial.tile import MOVES, NATIVE, ON_LOCAL, Cut, Tile, cut_axes, tree_map
+from commsched.spatial.layout import recut, replicate, trimmed
+from commsched.spatial.tile import MOVES, NATIVE, ON_LOCAL, Cut, Tile, cut_axes, local_of, tree_map
+
+ON_FOLDED: dict[Any, Callable[..., Any]] = {}
+"""Handlers that also act on folded tiles."""
 
 
 class Folded(Tile):
@@ -111,7 +114,7 @@ def fold(base: Tensor, counts: Sequence[int]) -> Tile:
         if axis is not None and old is not None:
             split = Split(tuple(bound * units[axis] for bound in old.split.bounds))
             cuts[axis] = Cut(dim - len(factors), split)
-    local = enter(base, base.mesh, base.cuts).reshape(visible)
+    local = local_of(base).reshape(visible)
     inner = Tile.make(local.view([size for size, _ in factors]), base.mesh, tuple(cuts))
     return inner if len(factors) == len(merged) else Folded.of(local, inner, tuple(merged))
 
@@ -143,7 +146,7 @@ def reshaped(tile: Tile, sizes: Sequence[int]) -> Tile:
             lo, hi = split.owned(base.mesh.coord[axis])
             size = hi - lo
         local.append(size)
-    parts = enter(base, base.mesh, base.cuts).reshape(local)
+    parts = local_of(base).reshape(local)
     return fold(Tile.make(parts, base.mesh, tuple(cuts)), counts)
 
 

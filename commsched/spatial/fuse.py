@@ -8,6 +8,7 @@ wide enough for all of them. Dry runs of the same code on the meta device find t
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch.func import functional_call
 
 from commsched.spatial.mesh import Mesh, Rates, Site, Visit
 from commsched.spatial.replicated import everyone
-from commsched.spatial.tile import Tile, cut_axes, tree_map
+from commsched.spatial.tile import Cuts, Tile, cut_axes, tree_map
 from commsched.transport.channel import SilentChannel
 
 Fusion = dict[Site, int]
@@ -109,11 +110,11 @@ def measure(mesh: Mesh) -> Rates:
 
     def exchange(count: int) -> float:
         buffer = torch.zeros(count, dtype=torch.uint8)
-        return _median([_timed(lambda: everyone(buffer, mesh, axes, "measure")) for _ in range(5)])
+        return statistics.median([_timed(lambda: everyone(buffer, mesh, axes, "measure")) for _ in range(5)])
 
     small, large = exchange(64), exchange(1 << 20)
     image, weight = torch.ones(1, 16, 64, 64), torch.ones(16, 16, 3, 3)  # no numbers of the user's generator
-    conv = _median([_timed(lambda: torch.conv2d(image, weight, padding=1)) for _ in range(5)])
+    conv = statistics.median([_timed(lambda: torch.conv2d(image, weight, padding=1)) for _ in range(5)])
     work = weight.numel() * 64 * 64
     mine = torch.tensor([small, max(large - small, 0.0) / (1 << 20), conv / work], dtype=torch.float64)
     return Rates(*everyone(mine, mesh, axes, "measure")[0].tolist())
@@ -123,10 +124,6 @@ def _timed(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
@@ -141,10 +138,7 @@ def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
 
     def as_meta(value: Tensor) -> Tensor:
         if isinstance(value, Tile):
-            shape = list(value.local.shape)
-            for axis, cut in cut_axes(value.cuts):
-                shape[cut.dim] = len(range(*cut.split.held(dry.coord[axis])))
-            return Tile.make(torch.empty(shape, dtype=value.dtype, device="meta"), dry, value.cuts)
+            return meta_tile(value.shape, value.dtype, dry, value.cuts)
         return value.detach().to("meta")
 
     plain_args, plain_kwargs = tree_map(as_meta, (args, kwargs))
@@ -156,6 +150,17 @@ def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
         return dry.visits
 
     return run
+
+
+def meta_tile(
+    shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, cuts: Cuts, requires_grad: bool = False
+) -> Tile:
+    """This rank's tile, without data, of a tensor of global ``shape``."""
+    local = list(shape)
+    for axis, cut in cut_axes(cuts):
+        local[cut.dim] = len(range(*cut.split.held(mesh.coord[axis])))
+    part = torch.empty(local, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return Tile.make(part, mesh, cuts)
 
 
 def meta_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

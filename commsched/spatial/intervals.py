@@ -59,6 +59,11 @@ class Split:
             raise ValueError(
                 f"cannot cut {size} pixels into {parts} tiles: each tile needs at least one pixel"
             )
+        return cls.shares(size, parts)
+
+    @classmethod
+    def shares(cls, size: int, parts: int) -> Split:
+        """Nearly equal parts, which are empty where there are more of them than pixels."""
         return cls(tuple(i * size // parts for i in range(parts + 1)))
 
     @property

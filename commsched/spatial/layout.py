@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from commsched.spatial.fetch import Assemble, fetch
+from commsched.spatial.fetch import assembled, fetch
 from commsched.spatial.intervals import Run, Split, Want
+from commsched.spatial.linear import apply
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Dim, Plan, make_plan
-from commsched.spatial.replicated import Once, Spread
+from commsched.spatial.replicated import once, spread
 from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, cut_axes, local_of
 
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
@@ -68,7 +69,7 @@ def replicate(tile: Tile, axes: tuple[int, ...] | None = None) -> Tile:
     wants = {axis: tuple((Run(0, cut.split.size),) for _ in range(cut.split.parts))
              for axis, cut in cut_axes(tile.cuts) if axis in chosen}  # fmt: skip
     plan = plan_for(tile.mesh, tile.cuts, wants)
-    whole = Assemble.apply(local_of(tile), plan, tile.mesh)
+    whole = apply(assembled, local_of(tile), plan, tile.mesh, tile.mesh.module)
     if plan.remote:
         tile.mesh.gathered[tile.mesh.module] += whole.nbytes - tile.local.nbytes
     return Tile.make(
@@ -85,15 +86,14 @@ def enter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     if not isinstance(value, Tile):
         shared = tuple(axis for axis, cut in enumerate(cuts) if cut is None and mesh.grid[axis] > 1)
         if shared and value.requires_grad:
-            once: Tensor = Once.apply(value, mesh, shared, mesh.module)
-            return once
+            return apply(once, value, mesh, shared, mesh.module)
         return value
     local = local_of(value)
-    spread = tuple(
+    spread_over = tuple(
         a for a, cut in enumerate(cuts) if cut is not None and value.cuts[a] is None and mesh.grid[a] > 1
     )
-    if spread and local.requires_grad:
-        local = Spread.apply(local, mesh, spread)
+    if spread_over and local.requires_grad:
+        local = apply(spread, local, mesh, spread_over, mesh.module)
     return local
 
 
@@ -150,8 +150,7 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
         else:
             raise ValueError(
                 f"{tile.mesh.where('elementwise')}: sizes {target.split.size} and {cut.split.size} of "
-                f"dimension "
-                f"{target.dim} do not match"
+                f"dimension {target.dim} do not match"
             )
     if whole:
         tile = replicate(tile, tuple(whole))

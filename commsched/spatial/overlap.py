@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from commsched.spatial.fetch import Deliver, add_arrived, ask, boxes_of, own_contributions, return_to_owners
+from commsched.spatial.fetch import add_arrived, ask, boxes_of, delivered, own_contributions, return_to_owners
 from commsched.spatial.intervals import Interval, Window
+from commsched.spatial.linear import apply
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.plan import Plan, Slices
 from commsched.transport.channel import Parcel, Pending
@@ -78,7 +79,7 @@ class Boxes(Function):
         halo: Halo = ctx.halo
         if is_grad_enabled():  # create_graph=True: one differentiable exchange without overlap
             whole = _summed(grads, ctx.boxes, halo.plan)
-            return Deliver.apply(whole, halo.plan, halo.mesh, halo.module), None, None
+            return apply(delivered, whole, halo.plan, halo.mesh, halo.module), None, None
         parts = list(zip(ctx.boxes, grads))
         halo.returning = return_to_owners(parts, halo.plan, halo.mesh, halo.module)
         if (pending := halo.returning[1]) is not None:

@@ -98,14 +98,10 @@ def _piece(combination: Iterable[tuple[Interval, Interval, bool]], origin: tuple
     )
 
 
-def _have(dims: tuple[Dim, ...], source: int, target: int) -> Slices:
-    """The box that ``source`` sends to ``target``: all it holds along dimensions that both cut alike, else
-    the pixels it owns and ``target`` does not hold.
+def _have(axis: Dim, source: int, target: int) -> Interval:
+    """The pixels that ``source`` sends to ``target``: all it holds along a dimension that both cut alike,
+    else those that it owns and ``target`` does not hold.
     """
-    return tuple(_have_along(axis, source, target) for axis in dims)
-
-
-def _have_along(axis: Dim, source: int, target: int) -> Interval:
     part, other = axis.parts[source], axis.parts[target]
     if part == other:
         return axis.split.held(part)
@@ -122,7 +118,8 @@ def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Plan
 
     def between(source: int, target: int) -> tuple[Piece, ...]:
         wants = tuple(axis.wants[target] for axis in dims)
-        return pieces(_have(dims, source, target), origins[source], wants)
+        have = tuple(_have(axis, source, target) for axis in dims)
+        return pieces(have, origins[source], wants)
 
     peers = [r for r, group in enumerate(groups) if group == groups[rank] and r != rank]
     sends = tuple((peer, found) for peer in peers if (found := between(rank, peer)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from commsched.spatial.linear import TRANSPOSED
 from commsched.spatial.mesh import Mesh
+from commsched.transport.channel import Channel
 
 
 def everyone(
@@ -19,15 +20,17 @@ def everyone(
     if len(peers) == 1:
         return [x]
     module = mesh.module if module is None else module
+    mesh.count(module, x.nbytes * (len(peers) - 1))
     flat = x.detach().contiguous().view(-1)
-    others = [peer for peer in peers if peer != mesh.rank]
-    recvs = {peer: torch.empty_like(flat) for peer in others}
-    mesh.count(module, flat.numel() * flat.element_size() * len(others))
-    pending = mesh.channel.exchange(
-        [(peer, flat) for peer in others], list(recvs.items()), f"{module}: {what}"
-    )
-    pending.wait()
-    return [x if peer == mesh.rank else recvs[peer].view(x.shape) for peer in peers]
+    found = exchanged(flat, mesh.channel, peers, f"{module}: {what}")
+    return [x if peer == mesh.rank else other.view(x.shape) for peer, other in zip(peers, found)]
+
+
+def exchanged(mine: Tensor, channel: Channel, peers: Sequence[int], operation: str) -> list[Tensor]:
+    """The vectors of all these ranks, of which this is one."""
+    found = {peer: torch.empty_like(mine) for peer in peers if peer != channel.rank}
+    channel.exchange([(peer, mine) for peer in found], list(found.items()), operation).wait()
+    return [found.get(peer, mine) for peer in peers]
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
@@ -37,72 +40,33 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
-class Total(Function):
+def total(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """The sum over ``axes``, added in rank order: parts become a replicated value, whose gradient all ranks
-    share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str | None = None) -> Tensor:
-        ctx.args = mesh, axes, mesh.module if module is None else module
-        return sum_in_order(everyone(x, mesh, axes, "sum over tiles", ctx.args[2]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Spread.apply(grad, *ctx.args), None, None, None
+    share.
+    """
+    return sum_in_order(everyone(x, mesh, axes, "sum over tiles", module))
 
 
-class Spread(Function):
-    """Use a replicated value in tiles: identity forward; the backward sums the contributions of all tiles."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str | None = None) -> Tensor:
-        ctx.args = mesh, axes, mesh.module if module is None else module
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Total.apply(grad, *ctx.args), None, None, None
+def spread(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A replicated value that tiles use: its gradient is the sum of the contributions of all tiles."""
+    return x.view_as(x)
 
 
-class Once(Function):
-    """A parameter meets a replicated value: its gradient counts on the first rank along ``axes`` only, so
-    that the sum over tiles is right."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
-        ctx.args = mesh, axes, module
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Counted.apply(grad, *ctx.args), None, None, None
+def once(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A parameter that meets a replicated value: its gradient counts on the first rank along ``axes`` only,
+    so that the sum over tiles is right.
+    """
+    return x.view_as(x)
 
 
-class Counted(Function):
-    """A replicated gradient where it counts, zeros elsewhere; the transposed of `Shared`."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
-        ctx.args = mesh, axes, module
-        return _counted(grad, mesh, axes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Shared.apply(grad, *ctx.args), None, None, None
+def _counted(grad: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A replicated gradient where it counts, zeros elsewhere."""
+    return grad.clone() if all(mesh.coord[axis] == 0 for axis in axes) else torch.zeros_like(grad)
 
 
-class Shared(Function):
+def _shared(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """The value of the first rank along ``axes``, on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
-        ctx.args = mesh, axes, module
-        return everyone(x, mesh, axes, "share", module)[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Counted.apply(grad, *ctx.args), None, None, None
+    return everyone(x, mesh, axes, "share", module)[0].clone()
 
 
-def _counted(x: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> Tensor:
-    return x.clone() if all(mesh.coord[axis] == 0 for axis in axes) else torch.zeros_like(x)
+TRANSPOSED.update({total: spread, spread: total, once: _counted, _counted: _shared, _shared: _counted})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from commsched.spatial.api import from_local, tile_bounds
-from commsched.spatial.explain import attach_names
-from commsched.spatial.fuse import meta_state
+from commsched.spatial.api import even_cuts, from_local, tile_bounds
+from commsched.spatial.explain import naming
+from commsched.spatial.fuse import meta_state, meta_tile
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
@@ -143,10 +142,7 @@ class _Blocks:
     def _tiles(self) -> Iterator[Tile]:
         own = [range(part * n, (part + 1) * n) for part, n in zip(self._mesh.coord, self._blocks)]
         for coord in product(*own):
-            rank = 0
-            for part, parts in zip(coord, self._grid):
-                rank = rank * parts + part
-            yield self._run(rank, self._margin, data=True)
+            yield self._run(int(np.ravel_multi_index(coord, self._grid)), self._margin, data=True)
 
     def _narrowest_margin(self) -> tuple[int, Tile]:
         """By dry runs without data: doubled until no block needs another, then bisected."""
@@ -174,20 +170,16 @@ class _Blocks:
     def _run(self, rank: int, margin: int, data: bool) -> Tile:
         mesh = Mesh(_Isolated(rank, prod(self._grid)), self._grid, self._mesh.dims)
         mesh.dry = not data
-        splits = [split.with_margin((margin, margin)) for split in mesh.even_splits(self._whole)]
-        cuts = tuple(Cut(dim, split) if split.parts > 1 else None for dim, split in zip(mesh.dims, splits))
-        box = [slice(0, size) for size in self._load.shape]
-        for axis, cut in cut_axes(cuts):
-            box[cut.dim] = slice(*cut.split.held(mesh.coord[axis]))
-        with ExitStack() as stack:
-            attach_names(stack, self._model, mesh)
+        cuts = even_cuts(mesh, self._whole, margin)
+        with naming(self._model, mesh):
             if data:
+                box = [slice(0, size) for size in self._load.shape]
+                for axis, cut in cut_axes(cuts):
+                    box[cut.dim] = slice(*cut.split.held(mesh.coord[axis]))
                 result = self._model(Tile.make(self._load(box), mesh, cuts))
             else:
-                size = [one if dim not in mesh.dims else len(range(*part.indices(one)))
-                        for dim, one, part in zip(range(-len(box), 0), self._whole, box)]  # fmt: skip
-                part = torch.empty(size, dtype=self._pixel.dtype, device="meta")
-                result = functional_call(self._model, self._state, (Tile.make(part, mesh, cuts),))
+                part = meta_tile(self._whole, self._pixel.dtype, mesh, cuts)
+                result = functional_call(self._model, self._state, (part,))
             return trimmed(_only_tile(result, self._model))
 
 

@@ -12,24 +12,11 @@ from commsched.spatial.fetch import own_pixels, place
 from commsched.spatial.plan import Plan
 
 
-class _Recipe:
-    """Rebuilds the buffer from the tile and the received messages."""
-
-    def __init__(self, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]) -> None:
-        self.tile, self.version = tile.detach(), tile._version
-        self.plan, self.fill, self.received = plan, fill, received
-
-    def buffer(self) -> Tensor:
-        _check_version(self.tile, self.version)
-        return place(own_pixels(self.tile, self.plan, self.fill), self.plan, self.received)
-
-
 def _check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that the backward needs has been changed in "
-            f"place: it is at "
-            f"version {tensor._version}, expected {version}"
+            f"place: it is at version {tensor._version}, expected {version}"
         )
 
 
@@ -48,19 +35,22 @@ def compact(
     """
     if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
         return nullcontext()
-    recipe = _Recipe(tile, plan, fill, received)
+    source, version = tile.detach(), tile._version
     address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions
+
+    def rebuilt() -> Tensor:
+        _check_version(source, version)
+        return place(own_pixels(source, plan, fill), plan, received)
 
     def pack(tensor: Tensor) -> Any:
         if tensor.data_ptr() == address and tensor.shape == shape:
-            return recipe
+            return rebuilt
         return tensor.detach(), tensor._version
 
     def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, _Recipe):
-            return kept.buffer()
-        _check_version(*kept)
-        tensor: Tensor = kept[0]
+        if not callable(kept):
+            _check_version(*kept)
+        tensor: Tensor = kept() if callable(kept) else kept[0]
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

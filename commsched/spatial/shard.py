@@ -17,6 +17,7 @@ from commsched.spatial.folded import Folded
 from commsched.spatial.fuse import Fusion, choose
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, set_mesh
+from commsched.spatial.replicated import exchanged
 from commsched.spatial.shared_random import SharedGenerators
 from commsched.spatial.tile import Tile, tiles_in, tree_map
 from commsched.transport.channel import Channel, DistChannel, SilentChannel
@@ -125,17 +126,13 @@ def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list
         return [attached]
     sent = note.encode()[:_NOTE].ljust(_NOTE) + attached
     mine = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
-    notes = {rank: torch.empty_like(mine) for rank in others}
-    channel.exchange(
-        [(rank, mine) for rank in others], list(notes.items()), f"{what}: comparing ranks"
-    ).wait()
-    heard = {rank: value.numpy().tobytes() for rank, value in notes.items()} | {channel.rank: sent}
-    said = {rank: text[:_NOTE].decode(errors="replace").rstrip() for rank, text in heard.items()}
-    if len(set(said.values())) > 1:
-        listed = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
+    notes = exchanged(mine, channel, range(channel.size), f"{what}: comparing ranks")
+    heard = [note.numpy().tobytes() for note in notes]
+    said = [text[:_NOTE].decode(errors="replace").rstrip() for text in heard]
+    if len(set(said)) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
         raise CommError(f"{what}: the ranks do not agree on the image and its grid: {listed}")
-    return [heard[rank][_NOTE:] for rank in range(channel.size)]
+    return [text[_NOTE:] for text in heard]
 
 
 class _Forward:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import blake2b
 
 import torch
-from torch import Tensor
 
+from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.replicated import everyone
 
@@ -20,35 +20,24 @@ class SharedGenerators:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._state = self._read()
+        self._device, self._state = device, random_state(device)
         self._replaced = False
 
     def digest(self) -> bytes:
         """Eight bytes that differ where states do."""
-        return blake2b(self._state.numpy().tobytes(), digest_size=8).digest()
+        return blake2b(torch.cat(self._state).numpy().tobytes(), digest_size=8).digest()
 
     def share(self, mesh: Mesh, module: str) -> None:
         """Copy the first rank's generator state; collective."""
-        axes = tuple(range(len(mesh.grid)))
-        first = everyone(self._state, mesh, axes, "state of the random generators", module)[0]
-        self._replaced = not torch.equal(first, self._state)
+        axes, mine = tuple(range(len(mesh.grid))), torch.cat(self._state)
+        first = everyone(mine, mesh, axes, "state of the random generators", module)[0]
+        self._replaced = not torch.equal(first, mine)
         if self._replaced:
-            self._write(first)
+            set_random_state(list(first.split([len(part) for part in self._state])), self._device)
 
     def restore(self) -> None:
         if self._replaced:
-            self._write(self._state)
-
-    def _read(self) -> Tensor:
-        state = torch.get_rng_state()
-        return state if self._device is None else torch.cat([state, torch.cuda.get_rng_state(self._device)])
-
-    def _write(self, state: Tensor) -> None:
-        length = torch.get_rng_state().numel()
-        torch.set_rng_state(state[:length])
-        if self._device is not None:
-            torch.cuda.set_rng_state(state[length:], self._device)
+            set_random_state(self._state, self._device)
 
 
 def draws(mesh: Mesh) -> bool:

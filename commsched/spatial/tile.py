@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,7 @@ class Tile(torch.Tensor):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if FALLBACK is not None and (answer := FALLBACK(func, args, kwargs)) is not NotImplemented:
+        if (answer := MOVES["fallback"](func, args, kwargs)) is not NotImplemented:
             return answer
         return unsupported(func, args, kwargs)
 
@@ -152,37 +153,32 @@ MOVES: dict[str, Callable[..., Any]] = {}
 """Functions of modules that need tiles themselves, which put them here."""
 
 ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
-FALLBACK: Callable[[Any, tuple, dict], Any] | None = None
 
 
-def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how ``functions`` act on split tiles."""
+def handles(
+    *functions: Any, into: Sequence[dict[Any, Callable[..., Any]]] = (HANDLERS,)
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how ``functions`` act on split tiles, or in other registries."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            HANDLERS[function] = handler
+        for registry in into:
+            registry.update(dict.fromkeys(functions, handler))
         return handler
 
     return register
 
 
-def handles_all(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how ``functions`` act on any tile, replicated ones included."""
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        ON_ALL.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
-
-
-def set_fallback(fallback: Callable[[Any, tuple, dict], Any]) -> None:
-    global FALLBACK
-    FALLBACK = fallback
+handles_all = partial(handles, into=(ON_ALL,))
+"""Register how functions act on any tile, replicated ones included."""
 
 
 def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:
     return ((axis, cut) for axis, cut in enumerate(cuts) if cut is not None)
+
+
+def sizes_of(given: tuple) -> list[int]:
+    """Sizes that were passed one by one or as one sequence."""
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
 
 
 def tiles_in(tree: Any) -> Iterator[Tile]:
@@ -220,8 +216,7 @@ def local_of(tile: Tile) -> Tensor:
     if bypassed:
         raise ValueError(
             f"{tile.mesh.where('custom autograd.Function')}: it cannot be differentiated on a split "
-            f"tensor; apply "
-            "it to tile.local, or gather the tile first"
+            f"tensor; apply it to tile.local, or gather the tile first"
         )
     return tile.local
 

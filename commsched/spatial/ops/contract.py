@@ -7,6 +7,7 @@ Dimensions have letters, as in ``einsum``. A dimension of a folded tile consists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from commsched.spatial.folded import Folded, counts_of, fold, gathered, gathered_tiles, unfolded
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import enter, recut, replicate, trimmed
-from commsched.spatial.tile import Cut, Tile, handles, tiles_in, tree_map, unsupported
+from commsched.spatial.tile import HANDLERS, Cut, Tile, handles, tiles_in, tree_map, unsupported
 
 _T = torch.Tensor
 _BATCH = "ZYXWVUTSRQPONM"
@@ -139,12 +140,7 @@ class _Frame:
         return fold(Tile.make(local.reshape(sizes), self.mesh, cuts), counts)
 
 
-def _register(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        CONTRACTIONS.update(dict.fromkeys(functions, handler))
-        return handles(*functions)(handler)
-
-    return register
+_register = partial(handles, into=(HANDLERS, CONTRACTIONS))
 
 
 def _contract(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,7 @@ from torch import Tensor
 from commsched.spatial.fetch import fetch
 from commsched.spatial.intervals import TransposedWindow, Window
 from commsched.spatial.layout import enter
-from commsched.spatial.ops.windows import (
-    at_least,
-    cut_windows,
-    each,
-    input_plan,
-    out_cuts,
-    part_of,
-    visit,
-    windowed,
-    without,
-)
+from commsched.spatial.ops.windows import at_least, each, part_of, planned, visit, windowed, without
 from commsched.spatial.saved import compact
 from commsched.spatial.tile import Tile, cut_axes, handles, local_of, unsupported
 
@@ -44,11 +35,11 @@ def _convolve(
     n: int,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Any:
     if not isinstance(input, Tile):
         return unsupported(_CONV[n], (input, weight, bias), {}, "the weight is split and the image is not")
@@ -76,12 +67,12 @@ def _convolve_transposed(
     n: int,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: int,
-    dilation: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
 ) -> Any:
     if not isinstance(input, Tile):
         return unsupported(
@@ -91,11 +82,8 @@ def _convolve_transposed(
         weight.shape[2:], each(stride, n), each(dilation, n), each(padding, n), each(output_padding, n)
     )
     windows = [TransposedWindow(k, s, d, p, p, extra) for k, s, d, p, extra in per_dim]
-    chosen = cut_windows(input, windows)
-    site = input.mesh.site(input.shape)
-    cuts = out_cuts(input, chosen, input.mesh.fusion.get(site, 0))
-    needs = {a: windows[cut.dim].need(*part_of(cut, input, a)) for a, cut in cut_axes(cuts)}
-    plan, tile = input_plan(input, chosen, cuts), local_of(input)
+    site, cuts, plan = planned(input, windows)
+    tile = local_of(input)
     received: list[Tensor] = []
     visit(input, site, plan, windows, cuts, weight.numel())
     fetched = buffer = fetch(tile, plan, input.mesh, 0.0, received)
@@ -106,8 +94,9 @@ def _convolve_transposed(
     pads, extras, crop = list(each(padding, n)), list(each(output_padding, n)), [(0, 0)] * n
     for axis, cut in cut_axes(cuts):
         lo, hi = part_of(cut, input, axis)
-        start = needs[axis][0] * windows[cut.dim].stride - windows[cut.dim].before
-        full = (buffer.shape[cut.dim] - 1) * windows[cut.dim].stride + windows[cut.dim].span
+        window = windows[cut.dim]
+        start = window.need(lo, hi)[0] * window.stride - window.before
+        full = (buffer.shape[cut.dim] - 1) * window.stride + window.span
         pads[cut.dim], extras[cut.dim] = 0, 0
         crop[cut.dim] = (0, hi - lo) if cut.dim in unreached else (start - lo, hi - start - full)
     with compact(fetched, tile, plan, 0.0, received):
@@ -118,37 +107,9 @@ def _convolve_transposed(
     return Tile.make(local, input.mesh, cuts)
 
 
-def _register(n: int) -> Callable[..., Any]:
-    @handles(_CONV[n], getattr(torch, f"conv{n}d"))
-    def conv(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        return _convolve(n, input, weight, bias, stride, padding, dilation, groups)
-
-    @handles(_TRANSPOSED[n], getattr(torch, f"conv_transpose{n}d"))
-    def conv_transpose(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        return _convolve_transposed(n, input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-    return conv
-
-
 for _n in (1, 2, 3):
-    _register(_n)
+    handles(_CONV[_n], getattr(torch, f"conv{_n}d"))(partial(_convolve, _n))
+    handles(_TRANSPOSED[_n], getattr(torch, f"conv_transpose{_n}d"))(partial(_convolve_transposed, _n))
 
 
 @handles(F.unfold)

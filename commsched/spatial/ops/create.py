@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commsched.spatial.folded import Folded, fold
-from commsched.spatial.tile import Tile, handles
+from commsched.spatial.folded import ON_FOLDED, Folded, fold
+from commsched.spatial.tile import HANDLERS, Tile, handles, sizes_of
 
 _T = torch.Tensor
-
-
-CREATIONS: dict[Any, Callable[..., Any]] = {}
-
-
-def _creates(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        CREATIONS[function] = handler
-        return handles(function)(handler)
-
-    return register
+_creates = partial(handles, into=(HANDLERS, ON_FOLDED))
 
 
 def _new(tile: Tile, size: list[int], make: Callable[[Tensor, Any], Tensor]) -> Tile:
@@ -34,21 +25,13 @@ def _new(tile: Tile, size: list[int], make: Callable[[Tensor, Any], Tensor]) -> 
     return Tile.make(make(tile.local, size), tile.mesh, (None,) * len(tile.cuts))
 
 
-def _sizes(sizes: Any) -> list[int]:
-    return list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+def _alike(method: Any, tile: Any, *sizes: Any, size: Any = None, **options: Any) -> Any:
+    wanted = sizes_of(sizes if size is None else (size,))
+    return _new(tile, wanted, lambda local, shape: method(local, shape, **options))
 
 
-def _register(name: str) -> None:
-    method = getattr(_T, name)
-
-    @_creates(method)
-    def new(tile: Any, *sizes: Any, size: Any = None, **options: Any) -> Any:
-        wanted = _sizes(sizes if size is None else (size,))
-        return _new(tile, wanted, lambda local, shape: method(local, shape, **options))
-
-
-for _name in ("new_empty", "new_zeros", "new_ones"):
-    _register(_name)
+for _method in (_T.new_empty, _T.new_zeros, _T.new_ones):
+    _creates(_method)(partial(_alike, _method))
 
 
 @_creates(_T.new_full)

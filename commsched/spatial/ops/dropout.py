@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.layout import enter, fit
+from commsched.spatial.layout import fit
 from commsched.spatial.replicated import everyone
 from commsched.spatial.shared_random import draws, shared_seed
-from commsched.spatial.tile import Tile, cut_axes, handles_all, unsupported
+from commsched.spatial.tile import Tile, cut_axes, handles_all, local_of, unsupported
 
 _STEP, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -56,32 +57,26 @@ def _held_bounds(tile: Tile) -> list[tuple[int, int]]:
     return bounds
 
 
-def _drop(tile: Any, p: float, training: bool, inplace: bool, channels: bool) -> Any:
+def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, channels: bool) -> Any:
+    """``channels``: drop whole channels, the same ones in every tile."""
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{tile.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
-    local: Tensor = enter(tile, tile.mesh, tile.cuts)
+        raise ValueError(f"{input.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
+    local: Tensor = local_of(input)
     if not training or p == 0.0:
-        return tile
-    bounds, shape = _held_bounds(tile), list(tile.shape)
+        return input
+    bounds, shape = _held_bounds(input), list(input.shape)
     if channels:
-        bounds[2:], shape[2:] = [(0, 1)] * (tile.ndim - 2), [1] * (tile.ndim - 2)
-    mask = chosen(torch.Size(shape), tuple(bounds), p, shared_seed(tile.mesh, local.device), local.device)
+        bounds[2:], shape[2:] = [(0, 1)] * (input.ndim - 2), [1] * (input.ndim - 2)
+    mask = chosen(torch.Size(shape), tuple(bounds), p, shared_seed(input.mesh, local.device), local.device)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     if inplace:
         local.masked_fill_(mask, 0.0).mul_(scale)
-        return tile
-    return Tile.make(local.masked_fill(mask, 0.0) * scale, tile.mesh, tile.cuts)
+        return input
+    return Tile.make(local.masked_fill(mask, 0.0) * scale, input.mesh, input.cuts)
 
 
-@handles_all(F.dropout, torch.dropout)
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return _drop(input, p, training, inplace, channels=False)
-
-
-@handles_all(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
-def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Whole channels, the same ones in every tile."""
-    return _drop(input, p, training, inplace, channels=True)
+handles_all(F.dropout, torch.dropout)(partial(_drop, channels=False))
+handles_all(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)(partial(_drop, channels=True))
 
 
 @handles_all(torch.Tensor.bernoulli_)

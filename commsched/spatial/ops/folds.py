@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.folded import Folded, fold, gathered_tiles, reshaped, unfolded
+from commsched.spatial.folded import ON_FOLDED, Folded, fold, gathered_tiles, reshaped, unfolded
 from commsched.spatial.layout import replicate
 from commsched.spatial.ops.contract import CONTRACTIONS
-from commsched.spatial.ops.create import CREATIONS
 from commsched.spatial.ops.pad import explicit
 from commsched.spatial.ops.pointwise import ALONG, base_name, is_inplace, is_pointwise
-from commsched.spatial.ops.shape import PERMUTATIONS, RESHAPES
+from commsched.spatial.ops.shape import PERMUTATIONS
 from commsched.spatial.tile import ON_ALL, Tile, cut_axes, tiles_in, tree_map, unsupported
 
 _T = torch.Tensor
@@ -28,9 +27,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     first = args[0] if args else kwargs.get("input")
     if func in CONTRACTIONS:
         return CONTRACTIONS[func](*args, **kwargs)
-    direct = RESHAPES.get(func) or CREATIONS.get(func)
-    if direct is not None and isinstance(first, Folded):
-        return direct(*args, **kwargs)
+    if func in ON_FOLDED and isinstance(first, Folded):
+        return ON_FOLDED[func](*args, **kwargs)
     if is_pointwise(func):
         return _pointwise(func, args, kwargs)
     if isinstance(first, Folded):

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from commsched.spatial.fetch import Deliver
+from commsched.spatial.fetch import delivered
 from commsched.spatial.layout import fit, held_wants, local_owned, owned_cuts, plan_for
+from commsched.spatial.linear import apply
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.tile import Cuts, Tile, cut_axes, handles_all, tree_map
 
@@ -28,7 +29,7 @@ def gradient(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
     owned = owned_cuts(cuts)
     wants = {axis: held_wants(cut.split) for axis, cut in cut_axes(cuts) if cut.split.margin != (0, 0)}
     if wants:
-        local = Deliver.apply(local, plan_for(mesh, owned, wants), mesh, mesh.module)
+        local = apply(delivered, local, plan_for(mesh, owned, wants), mesh, mesh.module)
     return Tile.make(local, mesh, owned)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -42,8 +43,8 @@ for _function in (
     _register(_function)
 
 
-@handles(F.cross_entropy)
-def cross_entropy(
+def _classified(
+    function: Any,
     input: Any,
     target: Any,
     weight: Tensor | None = None,
@@ -51,42 +52,25 @@ def cross_entropy(
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    **options: Any,
 ) -> Any:
     """Per pixel over the channels; the mean weighs classes and leaves out ``ignore_index`` as torch does."""
-    return _classified(
-        F.cross_entropy, input, target, weight, ignore_index, reduction, {"label_smoothing": label_smoothing}
-    )
-
-
-@handles(F.nll_loss)
-def nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    return _classified(F.nll_loss, input, target, weight, ignore_index, reduction, {})
-
-
-def _classified(
-    function: Any, input: Any, target: Any, weight: Tensor | None, ignore: int, reduction: str, options: dict
-) -> Any:
     if not isinstance(input, Tile) or input.ndim < 3:
         return unsupported(function, (input, target), {}, "the classes must be dimension 1 of an image")
     mesh, cuts = input.mesh, common_cuts([t for t in (input, target) if isinstance(t, Tile)])
     weight = None if weight is None else enter(weight, mesh, cuts)
     scores, wanted = fit(input, mesh, cuts), fit(target, mesh, cuts)
-    local = function(scores, wanted, weight, ignore_index=ignore, reduction="none", **options)
+    local = function(scores, wanted, weight, ignore_index=ignore_index, reduction="none", **options)
     losses = Tile.make(local, mesh, cuts)
     if reduction != "mean":
         return _reduced(losses, reduction)
     if wanted.is_floating_point():  # class probabilities: the mean is over pixels
         return losses.sum() / losses.numel()
-    counted = (wanted != ignore).to(local.dtype)
+    counted = (wanted != ignore_index).to(local.dtype)
     if weight is not None:
         counted = counted * weight.detach()[wanted.clamp(min=0)]
     return losses.sum() / Tile.make(counted, mesh, cuts).sum()
+
+
+for _classifying in (F.cross_entropy, F.nll_loss):
+    handles(_classifying)(partial(_classified, _classifying))

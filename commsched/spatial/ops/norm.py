@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from commsched.spatial.layout import enter, owned_in_held
+from commsched.spatial.linear import apply
 from commsched.spatial.ops.pointwise import with_parameters
-from commsched.spatial.replicated import Spread, Total, everyone, sum_in_order
-from commsched.spatial.tile import Tile, cut_axes, handles
+from commsched.spatial.replicated import everyone, spread, sum_in_order, total
+from commsched.spatial.tile import Tile, cut_axes, handles, local_of
 
 
 class Region:
@@ -145,12 +146,12 @@ def _chunk_sums(
 
 def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, region: Region, eps: float) -> Tensor:
     """The same from differentiable parts."""
-    mesh, axes, dims, name = region.mesh, region.axes, region.dims, region.module
+    dims, over = region.dims, (region.mesh, region.axes, region.module)
     wide = _wide(x)
-    mean = Total.apply(region.crop(wide).sum(dims, keepdim=True), mesh, axes, name) / region.total
-    centered = wide - Spread.apply(mean, mesh, axes, name)
-    var = Total.apply((region.crop(centered) ** 2).sum(dims, keepdim=True), mesh, axes, name) / region.total
-    out: Tensor = centered * Spread.apply(torch.rsqrt(var + eps), mesh, axes, name)
+    mean = apply(total, region.crop(wide).sum(dims, keepdim=True), *over) / region.total
+    centered = wide - apply(spread, mean, *over)
+    var = apply(total, (region.crop(centered) ** 2).sum(dims, keepdim=True), *over) / region.total
+    out = centered * apply(spread, torch.rsqrt(var + eps), *over)
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -177,7 +178,7 @@ def _normalized(
     """Normalize by the moments of ``region``; running statistics average moments of separate samples."""
     view = (-1, *(1,) * (input.ndim - 2))
     local, mean, var = Normalize.apply(
-        enter(input, input.mesh, input.cuts),
+        local_of(input),
         _per_channel(weight, input, *view),
         _per_channel(bias, input, *view),
         region,
@@ -201,23 +202,15 @@ def batch_norm(
 ) -> Any:
     """Statistics over batch and image; running statistics are the same bits on every rank."""
     if not training:
-
-        def evaluate(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-            return F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps)
-
-        return with_parameters(evaluate, input, weight, bias)
+        statistics = running_mean, running_var
+        return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
     region = Region(input, [-input.ndim, *range(2 - input.ndim, 0)])
-    _check_count(input, region)
-    return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
-
-
-def _check_count(input: Tile, region: Region) -> None:
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "
-            f"got an input "
-            f"of shape {tuple(input.shape)}"
+            f"got an input of shape {tuple(input.shape)}"
         )
+    return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
 
 
 @handles(F.instance_norm)
@@ -247,7 +240,7 @@ def group_norm(
     group = channels // num_groups
     region = Region(input, list(range(-n, 0)), group)
     view = (num_groups, group, *(1,) * n)
-    local = enter(input, input.mesh, input.cuts)
+    local = local_of(input)
     grouped = local.reshape(local.shape[0], num_groups, group, *local.shape[2:])
     out, _, _ = Normalize.apply(
         grouped, _per_channel(weight, input, *view), _per_channel(bias, input, *view), region, eps

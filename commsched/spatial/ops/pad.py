@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Split, Want, Window, pad_want
-from commsched.spatial.layout import enter, replicate, take
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+from commsched.spatial.layout import replicate, take
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of, unsupported
 
 
 @handles(F.pad)
@@ -32,7 +32,7 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
             for lo, hi in map(split.owned, range(split.parts))
         )
         rest[2 * (-1 - cut.dim) : 2 * (-cut.dim)] = [0, 0]
-    local = take(input, wants, value or 0.0) if wants else enter(input, input.mesh, input.cuts)
+    local = take(input, wants, value or 0.0)
     if any(rest):
         local = _pad_whole(local, rest, mode, value, len(pad))
     return Tile.make(local, input.mesh, tuple(cuts))
@@ -61,8 +61,7 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
         if mode in limits and max(before, after) > size - limits[mode]:
             raise ValueError(
                 f"{tile.mesh.where('pad')}: {mode} padding of {max(before, after)} needs more than the "
-                f"{size} pixels "
-                f"of dimension {dim}"
+                f"{size} pixels of dimension {dim}"
             )
         if size + before + after < 0 or (mode != "constant" and min(before, after) < 0):
             raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")
@@ -86,7 +85,7 @@ def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
         if shift:
             cuts[axis] = Cut(cut.dim, cut.split.with_margin((0, 0)))
             wants[axis] = tuple(_shifted(cut.split, part, shift) for part in range(cut.split.parts))
-    local = take(input, wants) if wants else enter(input, input.mesh, input.cuts)
+    local = take(input, wants)
     if amounts:
         local = torch.roll(local, tuple(amounts.values()), tuple(amounts))
     return Tile.make(local, input.mesh, tuple(cuts))
@@ -140,7 +139,7 @@ def getitem(tile: Any, index: Any) -> Any:
         position += 1
     if crops:
         tile = _cropped(tile, crops)
-    result = enter(tile, tile.mesh, tile.cuts)[tuple(local_index)]
+    result = local_of(tile)[tuple(local_index)]
     cuts = tuple(
         None if cut is None else Cut(dims[cut.dim + tile.ndim] - kept, cut.split) for cut in tile.cuts
     )
@@ -163,7 +162,7 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     chosen, start = pixels[slice(*split.owned(part))], cut.split.held(part)[0]
     own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)
     index = (..., own, *((slice(None),) * (-1 - cut.dim)))
-    local = enter(tile, tile.mesh, tile.cuts)[index]
+    local = local_of(tile)[index]
     cuts = tuple(Cut(cut.dim, split) if a == axis else other for a, other in enumerate(tile.cuts))
     return Tile.make(local, tile.mesh, cuts)
 

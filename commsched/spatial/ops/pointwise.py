@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from commsched.spatial.layout import common_cuts, enter, fit
 from commsched.spatial.tile import (
+    MOVES,
     Cut,
     Cuts,
     Tile,
     cut_axes,
     handles,
-    set_fallback,
     tiles_in,
     tree_map,
     unsupported,
@@ -96,7 +97,7 @@ def _fallback(func: Any, args: tuple, kwargs: dict) -> Any:
     return NotImplemented
 
 
-set_fallback(_fallback)
+MOVES["fallback"] = _fallback
 
 
 # Operations along one dimension; the position of ``dim`` among the arguments and its default.
@@ -120,7 +121,11 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     tile = args[0] if args else kwargs["input"]
     chosen = (dims,) if isinstance(dims, int) else dims
     tiles = list(tiles_in((args, kwargs)))
-    if not isinstance(tile, Tile) or not isinstance(chosen, (tuple, list)) or not all(map(_is_int, chosen)):
+    if (
+        not isinstance(tile, Tile)
+        or not isinstance(chosen, (tuple, list))
+        or not all(isinstance(dim, int) for dim in chosen)
+    ):
         return unsupported(func, args, kwargs)
     cuts = common_cuts(tiles)
     negative = [dim if dim < 0 else dim - tile.ndim for dim in chosen]
@@ -131,10 +136,6 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     plain_args, plain_kwargs = tree_map(lambda t: _whole_or_fit(t, tile, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     return tree_map(lambda t: Tile.make(t, tile.mesh, moved(cuts, negative, t.ndim - tile.ndim)), result)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int)
 
 
 def _whole_or_fit(value: Tensor, tile: Tile, cuts: Cuts) -> Tensor:
@@ -160,47 +161,31 @@ def moved(cuts: Cuts, dims: list[int], change: int) -> Cuts:
     return tuple(result)
 
 
-@handles(F.prelu, torch.prelu, torch.Tensor.prelu)
-def _prelu(input: Tensor, weight: Tensor) -> Any:
-    return with_parameters(F.prelu, input, weight)
+def with_parameters(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    """Run ``func`` on the part with parameters that do not broadcast against it."""
+    if not isinstance(input, Tile):
+        return unsupported(func, (input, *args), options)
+    mesh, cuts = input.mesh, input.cuts
+    args, options = tree_map(lambda t: enter(t, mesh, cuts), ((input, *args), options))
+    return Tile.make(func(*args, **options), mesh, cuts)
+
+
+for _function in (F.prelu, torch.Tensor.prelu, F.channel_shuffle, F.local_response_norm):
+    handles(_function)(partial(with_parameters, _function))
 
 
 @handles(F.linear)
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(input: Any, *args: Any, **options: Any) -> Any:
     if not isinstance(input, Tile) or any(cut.dim == -1 for _, cut in cut_axes(input.cuts)):
-        return unsupported(F.linear, (input, weight, bias), {}, "its last dimension is the one that is split")
-    return with_parameters(F.linear, input, weight, bias)
-
-
-def with_parameters(func: Any, tile: Tensor, *parameters: Tensor | None, **options: Any) -> Any:
-    """Run ``func`` on the part with parameters that do not broadcast against it."""
-    if not isinstance(tile, Tile):
-        return unsupported(func, (tile, *parameters), options)
-    entered = [None if p is None else enter(p, tile.mesh, tile.cuts) for p in parameters]
-    return Tile.make(func(enter(tile, tile.mesh, tile.cuts), *entered, **options), tile.mesh, tile.cuts)
-
-
-@handles(F.local_response_norm)
-def _local_response_norm(input: Tensor, *args: Any, **options: Any) -> Any:
-    return with_parameters(lambda x: F.local_response_norm(x, *args, **options), input)
-
-
-@handles(F.channel_shuffle, torch.channel_shuffle)
-def _channel_shuffle(input: Tensor, groups: int) -> Any:
-    return with_parameters(lambda x: F.channel_shuffle(x, groups), input)
+        why = "its last dimension is the one that is split"
+        return unsupported(F.linear, (input, *args), options, why)
+    return with_parameters(F.linear, input, *args, **options)
 
 
 @handles(F.layer_norm)
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    tile = input
-    if not isinstance(tile, Tile) or any(cut.dim >= -len(normalized_shape) for _, cut in cut_axes(tile.cuts)):
-        return unsupported(
-            F.layer_norm, (input, normalized_shape), {}, "it normalizes over dimensions that are split"
-        )
-    return with_parameters(lambda x, w, b: F.layer_norm(x, normalized_shape, w, b, eps), tile, weight, bias)
+def _layer_norm(input: Any, normalized_shape: list[int], *args: Any, **options: Any) -> Any:
+    dims = -len(normalized_shape)
+    if not isinstance(input, Tile) or any(cut.dim >= dims for _, cut in cut_axes(input.cuts)):
+        why = "it normalizes over dimensions that are split"
+        return unsupported(F.layer_norm, (input, normalized_shape, *args), options, why)
+    return with_parameters(F.layer_norm, input, normalized_shape, *args, **options)

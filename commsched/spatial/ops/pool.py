@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -30,42 +31,55 @@ def _rest(tile: Tile, windows: list[Window]) -> list[int]:
     return rest
 
 
-def _max_pool(n: int, tile: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
-    windows = _windows(n, kernel, stride, padding, dilation)
-    lowest = -float("inf") if tile.is_floating_point() else torch.iinfo(tile.dtype).min
+def _max_pool(
+    n: int,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    if return_indices:
+        return unsupported(_MAX[n], (input, kernel_size), {}, "return_indices=True")
+    windows = _windows(n, kernel_size, stride, padding, dilation)
+    lowest = -float("inf") if input.is_floating_point() else torch.iinfo(input.dtype).min
     sizes, strides, steps = zip(*((w.kernel, w.stride, w.dilation) for w in windows))
-    rest = _rest(tile, windows)
+    rest = _rest(input, windows)
 
     def compute(buffer: Tensor) -> Tensor:
-        return _MAX[n](buffer, sizes, strides, rest, steps, ceil_mode=ceil)
+        return _MAX[n](buffer, sizes, strides, rest, steps, ceil_mode=ceil_mode)
 
-    return windowed(tile, windows, ceil, lowest, compute, work=prod(sizes) * tile.shape[1])
+    return windowed(input, windows, ceil_mode, lowest, compute, work=prod(sizes) * input.shape[1])
 
 
 def _avg_pool(
     n: int,
-    tile: Any,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    ceil: bool,
-    include_pad: bool,
-    divisor: int | None,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> Any:
-    windows = _windows(n, kernel, stride, padding)
-    rest = _rest(tile, windows)
-    work = prod(w.kernel for w in windows) * tile.shape[1]
-    sums = windowed(tile, windows, ceil, 0.0, lambda b: _window_sums(n, b, windows, rest, ceil), work)
+    windows = _windows(n, kernel_size, stride, padding)
+    rest = _rest(input, windows)
+    work = prod(w.kernel for w in windows) * input.shape[1]
+    sums = windowed(
+        input, windows, ceil_mode, 0.0, lambda b: _window_sums(n, b, windows, rest, ceil_mode), work
+    )
     local, cuts = sums.local, sums.cuts
-    if divisor is not None:
-        return Tile.make(local / divisor, tile.mesh, cuts)
+    if divisor_override is not None:
+        return Tile.make(local / divisor_override, input.mesh, cuts)
     counts = torch.ones((), dtype=local.dtype, device=local.device)
-    ranges = {cut.dim: part_of(cut, tile, axis) for axis, cut in cut_axes(cuts)}
+    ranges = {cut.dim: part_of(cut, input, axis) for axis, cut in cut_axes(cuts)}
     for dim in range(-n, 0):
         lo, hi = ranges.get(dim, (0, local.shape[dim]))
-        per_window = [_counted(windows[dim], o, tile.shape[dim], include_pad) for o in range(lo, hi)]
+        per_window = [_counted(windows[dim], o, input.shape[dim], count_include_pad) for o in range(lo, hi)]
         counts = counts.unsqueeze(-1) * torch.tensor(per_window, dtype=local.dtype, device=local.device)
-    return Tile.make(local / counts, tile.mesh, cuts)
+    return Tile.make(local / counts, input.mesh, cuts)
 
 
 def _counted(window: Window, output: int, size: int, include_pad: bool) -> int:
@@ -87,37 +101,8 @@ def _window_sums(n: int, buffer: Tensor, windows: list[Window], rest: list[int],
     return pool(buffer, kernel, stride, rest, ceil, divisor_override=1)
 
 
-def _register(n: int) -> None:
-    @handles(
-        getattr(F, f"max_pool{n}d"), getattr(torch, f"max_pool{n}d"), getattr(F, f"max_pool{n}d_with_indices")
-    )
-    def max_pool(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
-        if return_indices:
-            return unsupported(_MAX[n], (input, kernel_size), {}, "return_indices=True")
-        return _max_pool(n, input, kernel_size, stride, padding, dilation, ceil_mode)
-
-    @handles(getattr(F, f"avg_pool{n}d"))
-    def avg_pool(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Any:
-        return _avg_pool(
-            n, input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-        )
-
-
 for _n in (1, 2, 3):
-    _register(_n)
+    handles(_MAX[_n], getattr(torch, f"max_pool{_n}d"), getattr(F, f"max_pool{_n}d_with_indices"))(
+        partial(_max_pool, _n)
+    )
+    handles(getattr(F, f"avg_pool{_n}d"))(partial(_avg_pool, _n))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Split, clipped
-from commsched.spatial.layout import enter, local_owned, owned_cuts, replicate, take
+from commsched.spatial.layout import local_owned, owned_cuts, replicate, take
+from commsched.spatial.linear import apply
 from commsched.spatial.ops.pointwise import along, moved
-from commsched.spatial.replicated import Total
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, unsupported
+from commsched.spatial.replicated import total as total_of_tiles
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of, unsupported
 
 
 def negative_dims(tile: Tensor, dim: Any) -> list[int]:
@@ -31,7 +34,7 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
     axes = tuple(axis for axis, cut in cut_axes(input.cuts) if cut.dim in dims)
     local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
     if axes:
-        local = Total.apply(local, input.mesh, axes)
+        local = apply(total_of_tiles, local, input.mesh, axes, input.mesh.module)
     left = tuple(None if a in axes else c for a, c in enumerate(owned_cuts(input.cuts)))
     return Tile.make(local, input.mesh, left if keepdim else moved(left, dims, -1))
 
@@ -57,32 +60,29 @@ def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
     return [(o * size // outputs, -(-(o + 1) * size // outputs)) for o in range(outputs)]
 
 
-def _fetched(
-    tile: Tile, dim: int, windows: list[tuple[int, int]]
-) -> tuple[Tensor, Tile, list[tuple[int, int]]]:
-    """The pixels that this part's outputs along ``dim`` read, and their windows in that buffer."""
+def _per_window(
+    tile: Tile, dim: int, windows: list[tuple[int, int]], combine: Callable[[Tensor], Tensor]
+) -> Tile:
+    """``combine`` of the pixels of each window along ``dim``, by the owner of the window's middle."""
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
-    if axis is None:
-        return enter(tile, tile.mesh, tile.cuts), tile, windows
-    cut = tile.cuts[axis]
-    assert cut is not None
-    owners = [cut.split.part_of((lo + hi - 1) // 2) for lo, hi in windows]
-    counts = [sum(1 for owner in owners if owner < part) for part in range(cut.split.parts + 1)]
-    split = Split((*counts[:-1], len(windows)))
-    spans = []
-    for part in range(split.parts):
-        lo, hi = split.owned(part)
-        spans.append((windows[lo][0], windows[hi - 1][1]) if lo < hi else (0, 0))
-    buffer = take(tile, {axis: tuple(clipped(lo, hi, cut.split.size) for lo, hi in spans)})
-    own = tile.mesh.coord[axis]
-    lo, hi = split.owned(own)
-    shifted = [(a - spans[own][0], b - spans[own][0]) for a, b in windows[lo:hi]]
-    cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(tile.cuts))
-    return buffer, Tile.make(buffer, tile.mesh, cuts), shifted
-
-
-def _stacked(parts: list[Tensor], buffer: Tensor, dim: int) -> Tensor:
-    return torch.cat(parts, dim) if parts else buffer.narrow(dim, 0, 0)
+    cut = None if axis is None else tile.cuts[axis]
+    if axis is None or cut is None:
+        buffer, cuts = local_of(tile), tile.cuts
+    else:
+        owners = [cut.split.part_of((lo + hi - 1) // 2) for lo, hi in windows]
+        counts = [sum(1 for owner in owners if owner < part) for part in range(cut.split.parts + 1)]
+        split = Split((*counts[:-1], len(windows)))
+        spans = []
+        for part in range(split.parts):
+            lo, hi = split.owned(part)
+            spans.append((windows[lo][0], windows[hi - 1][1]) if lo < hi else (0, 0))
+        buffer = take(tile, {axis: tuple(clipped(lo, hi, cut.split.size) for lo, hi in spans)})
+        own = tile.mesh.coord[axis]
+        first = spans[own][0]
+        windows = [(lo - first, hi - first) for lo, hi in windows[slice(*split.owned(own))]]
+        cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(tile.cuts))
+    parts = [combine(buffer.narrow(dim, lo, hi - lo)) for lo, hi in windows]
+    return Tile.make(torch.cat(parts, dim) if parts else buffer.narrow(dim, 0, 0), tile.mesh, cuts)
 
 
 def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
@@ -92,31 +92,36 @@ def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
         return mean(input, global_dims, keepdim=True)
     tile = input
     for dim in range(-n, 0):
-        windows = _adaptive_windows(input.shape[dim], sizes[dim])
         if dim in global_dims:
             tile = total(tile, dim, keepdim=True)
-            continue
-        buffer, frame, spans = _fetched(tile, dim, windows)
-        sums = [buffer.narrow(dim, lo, hi - lo).sum(dim, keepdim=True) for lo, hi in spans]
-        tile = Tile.make(_stacked(sums, buffer, dim), frame.mesh, frame.cuts)
+        else:
+            windows = _adaptive_windows(input.shape[dim], sizes[dim])
+            tile = _per_window(tile, dim, windows, partial(torch.sum, dim=dim, keepdim=True))
     for dim in range(-n, 0):  # one after the other, as torch divides
         lengths = [hi - lo for lo, hi in _adaptive_windows(input.shape[dim], sizes[dim])]
         tile = tile / torch.tensor(lengths, dtype=tile.dtype, device=tile.device).view(-1, *(1,) * (-1 - dim))
     return tile
 
 
-def _adaptive_max(n: int, input: Any, output_size: Any) -> Any:
+def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = False) -> Any:
     """Dimension by dimension from the last, so that the first of equal maxima is torch's."""
+    if return_indices:
+        function = getattr(F, f"adaptive_max_pool{n}d")
+        return unsupported(function, (input, output_size), {}, "return_indices=True")
     sizes = _sizes(n, input, output_size)
     tile = input
     for dim in range(-1, -n - 1, -1):
         if sizes[dim] == 1:
             tile = _global_max(tile, dim)
-            continue
-        buffer, frame, spans = _fetched(tile, dim, _adaptive_windows(input.shape[dim], sizes[dim]))
-        best = [buffer.narrow(dim, lo, hi - lo).max(dim, keepdim=True).values for lo, hi in spans]
-        tile = Tile.make(_stacked(best, buffer, dim), frame.mesh, frame.cuts)
+        else:
+            windows = _adaptive_windows(input.shape[dim], sizes[dim])
+            tile = _per_window(tile, dim, windows, partial(_largest, dim))
     return tile
+
+
+def _largest(dim: int, part: Tensor) -> Tensor:
+    """The maxima along ``dim``; the gradient of equal ones goes to the first (``amax`` divides it)."""
+    return part.max(dim, keepdim=True).values
 
 
 def _global_max(tile: Tile, dim: int) -> Tile:
@@ -140,19 +145,6 @@ def _sizes(n: int, input: Any, output_size: Any) -> list[int]:
     return [int(size if value is None else value) for value, size in zip(values, input.shape[-n:])]
 
 
-def _register(n: int) -> None:
-    @handles(getattr(F, f"adaptive_avg_pool{n}d"))
-    def adaptive_avg_pool(input: Any, output_size: Any) -> Any:
-        return _adaptive_avg(n, input, output_size)
-
-    @handles(getattr(F, f"adaptive_max_pool{n}d"))
-    def adaptive_max_pool(input: Any, output_size: Any, return_indices: bool = False) -> Any:
-        if return_indices:
-            return unsupported(
-                getattr(F, f"adaptive_max_pool{n}d"), (input, output_size), {}, "return_indices=True"
-            )
-        return _adaptive_max(n, input, output_size)
-
-
 for _n in (1, 2, 3):
-    _register(_n)
+    handles(getattr(F, f"adaptive_avg_pool{_n}d"))(partial(_adaptive_avg, _n))
+    handles(getattr(F, f"adaptive_max_pool{_n}d"))(partial(_adaptive_max, _n))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Run, Split
-from commsched.spatial.layout import enter, take
+from commsched.spatial.layout import take
 from commsched.spatial.ops.windows import each
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles
+from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of
 
 _LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
 
@@ -48,9 +48,9 @@ def interpolate(
             f"{input.mesh.where('interpolate')}: mode {mode!r} does not fit a tensor of {input.ndim} "
             f"dimensions"
         )
-    tile = input
+    tile, work_type = input, torch.float64 if input.dtype == torch.float64 else torch.float32
     for dim in range(-n, 0):
-        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), _work_dtype(input))
+        one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), work_type)
         taps = _smooth_taps(*one) if antialias else _taps(*one)
         if (
             mode in ("nearest", "nearest-exact")
@@ -59,10 +59,6 @@ def interpolate(
         ):
             tile = _resample(tile, dim, taps, input.dtype)
     return tile
-
-
-def _work_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def _sizes(
@@ -81,14 +77,17 @@ def _taps(mode: str, size: int, out: int, scale: float | None, align: bool, dtyp
         pixels = torch.arange(size, dtype=dtype).view(1, 1, size)
         options = {"size": out} if scale is None else {"scale_factor": scale}
         return Taps(F.interpolate(pixels, mode=mode, **options).view(-1, 1).long(), None)
+    ratio = torch.tensor(_ratio(size, out, scale, align), dtype=dtype)
     position = torch.arange(out, dtype=dtype)
-    if align:
-        ratio = (size - 1) / (out - 1) if out > 1 else 0.0
-        source = position * torch.tensor(ratio, dtype=dtype)
-    else:
-        ratio = size / out if scale is None else 1.0 / scale
-        source = (position + 0.5) * torch.tensor(ratio, dtype=dtype) - 0.5
+    source = position * ratio if align else (position + 0.5) * ratio - 0.5
     return _cubic(source, size) if mode == "bicubic" else _linear(source, size)
+
+
+def _ratio(size: int, out: int, scale: float | None, align: bool) -> float:
+    """How many pixels of the input a pixel of the result is wide."""
+    if align:
+        return (size - 1) / (out - 1) if out > 1 else 0.0
+    return size / out if scale is None else 1.0 / scale
 
 
 def _linear(source: Tensor, size: int) -> Taps:
@@ -119,10 +118,7 @@ def _smooth_taps(
     mode: str, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype
 ) -> Taps:
     """With ``antialias=True``: a triangle or cubic filter as wide as the pixels of the result."""
-    if align:
-        ratio = (size - 1) / (out - 1) if out > 1 else 0.0
-    else:
-        ratio = size / out if scale is None else 1.0 / scale
+    ratio = _ratio(size, out, scale, align)
     stretch, reach = max(ratio, 1.0), 2 if mode == "bicubic" else 1
     center = (torch.arange(out, dtype=dtype) + 0.5) * torch.tensor(ratio, dtype=dtype)
     first = (center - reach * stretch + 0.5).long().clamp(min=0)
@@ -142,7 +138,7 @@ def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     cuts, index, weight = tile.cuts, taps.index, taps.weight
     if axis is None:
-        buffer = enter(tile, tile.mesh, tile.cuts)
+        buffer = local_of(tile)
     else:
         cut = tile.cuts[axis]
         assert cut is not None

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commsched.spatial.folded import reshaped
+from commsched.spatial.folded import ON_FOLDED, reshaped
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import common_cuts, enter, fit, owned_cuts, take, trimmed
+from commsched.spatial.layout import common_cuts, fit, owned_cuts, take, trimmed
 from commsched.spatial.mesh import Mesh
-from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes, handles, tiles_in, unsupported
+from commsched.spatial.tile import (
+    HANDLERS,
+    Cut,
+    Cuts,
+    Tile,
+    cut_axes,
+    handles,
+    local_of,
+    sizes_of,
+    tiles_in,
+    unsupported,
+)
 
 _T = torch.Tensor
 
@@ -36,8 +48,7 @@ def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
         return value
     cut = cuts[axis]
     assert cut is not None
-    size, parts = value.shape[cut.dim], mesh.grid[axis]
-    split = Split(tuple(part * size // parts for part in range(parts + 1)))
+    split = Split.shares(value.shape[cut.dim], mesh.grid[axis])
     own = list(value.cuts) if isinstance(value, Tile) else list(owned_cuts(cuts))
     own[axis] = Cut(cut.dim, split)
     return Tile.make(fit(value, mesh, tuple(own)), mesh, tuple(own))
@@ -45,7 +56,7 @@ def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
 
 def _cat_split(tiles: list[Tile], axis: int, dim: int) -> Tile:
     mesh, size = tiles[0].mesh, sum(tile.shape[dim] for tile in tiles)
-    split = Split(tuple(i * size // mesh.grid[axis] for i in range(mesh.grid[axis] + 1)))
+    split = Split.shares(size, mesh.grid[axis])
     cuts = tuple(Cut(dim, split) if a == axis else cut for a, cut in enumerate(tiles[0].cuts))
     parts, offset = [], 0
     for tile in tiles:
@@ -81,7 +92,7 @@ def _permutes(*functions: Any) -> Callable[[Callable[..., list[int]]], Callable[
                 None if cut is None else Cut(order.index(cut.dim + input.ndim) - input.ndim, cut.split)
                 for cut in input.cuts
             )
-            return Tile.make(enter(input, input.mesh, input.cuts).permute(order), input.mesh, cuts)
+            return Tile.make(local_of(input).permute(order), input.mesh, cuts)
 
         PERMUTATIONS.update(dict.fromkeys(functions, order_of))
         return order_of
@@ -111,23 +122,14 @@ def movedim(n: int, source: Any, destination: Any) -> list[int]:
     return [placed[i] if i in placed else next(rest) for i in range(n)]
 
 
-RESHAPES: dict[Any, Callable[..., Any]] = {}
-
-
-def _reshapes(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        RESHAPES.update(dict.fromkeys(functions, handler))
-        return handles(*functions)(handler)
-
-    return register
+_reshapes = partial(handles, into=(HANDLERS, ON_FOLDED))
 
 
 @_reshapes(torch.reshape, _T.reshape, _T.view)
 def reshape(input: Any, *shape: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
         return unsupported(_T.view, (input, *shape), {}, "view as another dtype")
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return reshaped(input, resolved(input.shape, list(sizes)))
+    return reshaped(input, resolved(input.shape, sizes_of(shape)))
 
 
 def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
@@ -157,23 +159,19 @@ def unflatten(input: Any, dim: int, sizes: Any) -> Any:
 
 @handles(_T.expand)
 def expand(input: Any, *shape: Any) -> Any:
-    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    return _expand(input, sizes)
-
-
-@handles(_T.expand_as)
-def expand_as(input: Any, other: Tensor) -> Any:
-    return _expand(input, list(other.shape))
-
-
-def _expand(input: Any, sizes: list[int]) -> Any:
+    sizes = sizes_of(shape)
     if not isinstance(input, Tile):  # a plain tensor expanded to the shape of a tile: the global shape
         return input.expand(sizes)
     for _, cut in cut_axes(input.cuts):
         if sizes[cut.dim] not in (-1, input.shape[cut.dim]):
             return unsupported(_T.expand, (input, sizes), {}, f"dimension {cut.dim} is split")
         sizes[cut.dim] = -1
-    return Tile.make(enter(input, input.mesh, input.cuts).expand(sizes), input.mesh, input.cuts)
+    return Tile.make(local_of(input).expand(sizes), input.mesh, input.cuts)
+
+
+@handles(_T.expand_as)
+def expand_as(input: Any, other: Tensor) -> Any:
+    return expand(input, other.shape)
 
 
 def _scaled(cuts: Cuts, factor: int) -> Cuts:
@@ -186,7 +184,7 @@ def _scaled(cuts: Cuts, factor: int) -> Cuts:
 @handles(torch.nn.functional.pixel_shuffle)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
     tile = trimmed(input)
-    r, local = upscale_factor, enter(tile, tile.mesh, tile.cuts)
+    r, local = upscale_factor, local_of(tile)
     *lead, channels, height, width = local.shape
     split = local.reshape(*lead, channels // (r * r), r, r, height, width)
     order = [*range(split.ndim - 4), -2, -4, -1, -3]

@@ -36,8 +36,7 @@ def cut_windows(tile: Tile, windows: Sequence[AnyWindow]) -> dict[int, AnyWindow
         if cut.dim < -len(windows):
             raise ValueError(
                 f"{tile.mesh.where('window')}: dimension {cut.dim} of a tensor of shape "
-                f"{tuple(tile.shape)} is split, "
-                f"and only the last {len(windows)} are image dimensions here"
+                f"{tuple(tile.shape)} is split, and only the last {len(windows)} are image dimensions here"
             )
         found[axis] = windows[cut.dim]
     return found
@@ -105,6 +104,13 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan
     return plan_for(tile.mesh, tile.cuts, wants)
 
 
+def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, Plan]:
+    """Name an operation, and find the owners of its outputs and the exchange that these need."""
+    chosen, site = cut_windows(tile, windows), tile.mesh.site(tile.shape)
+    cuts = out_cuts(tile, chosen, tile.mesh.fusion.get(site, 0), ceil)
+    return site, cuts, input_plan(tile, chosen, cuts)
+
+
 def windowed(
     tile: Tile,
     windows: Sequence[Window],
@@ -118,10 +124,8 @@ def windowed(
     ``compute`` does it on a buffer that has, along the split dimensions, all padding in it. ``work`` is how
     many multiplications an output pixel of a sample takes: small operations are done in one piece.
     """
-    chosen = cut_windows(tile, windows)
-    local, mesh, site = local_of(tile), tile.mesh, tile.mesh.site(tile.shape)
-    cuts = out_cuts(tile, chosen, mesh.fusion.get(site, 0), ceil)
-    plan = input_plan(tile, chosen, cuts)
+    local, mesh = local_of(tile), tile.mesh
+    site, cuts, plan = planned(tile, windows, ceil)
     division = _division(tile, windows, cuts) if plan.remote else None
     interior = 0 if division is None else work * division.interior_pixels(local)
     overlaps = division is not None and mesh.overlaps(interior)

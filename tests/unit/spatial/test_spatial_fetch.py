@@ -12,10 +12,11 @@ from torch import Tensor
 
 from commsched.errors import CommError
 from commsched.spatial import Mesh, scatter
-from commsched.spatial.fetch import Deliver, Fetch
+from commsched.spatial.fetch import delivered, fetched
 from commsched.spatial.intervals import Fill, Run, Split, Want
 from commsched.spatial.layout import plan_for, recut, replicate
-from commsched.spatial.replicated import Spread, everyone, sum_in_order
+from commsched.spatial.linear import apply
+from commsched.spatial.replicated import everyone, spread, sum_in_order
 from commsched.transport.channel import Channel
 from tests.support.spatial_cases import bounds_of, integers, on_threads
 
@@ -40,9 +41,9 @@ def adjoint(seed: int, grid: tuple[int, int], channel: Channel) -> None:
     wants = {axis: tuple(random_want(rng, shape[2 + axis]) for _ in range(grid[axis])) for axis in range(2)}
     tile = recut(scatter(whole, mesh), bounds)
     plan = plan_for(mesh, tile.cuts, wants)
-    there = Fetch.apply(tile.local, plan, mesh, 0.0, "test")
+    there = fetched(tile.local, plan, mesh, "test")
     y = integers(torch.Generator().manual_seed(seed + 1000 * mesh.rank), there.shape)
-    back = Deliver.apply(y, plan, mesh, "test")
+    back = delivered(y, plan, mesh, "test")
     assert back.shape == tile.local.shape
     products = torch.stack([(there * y).sum(), (tile.local * back).sum()])
     left, right = sum_in_order(everyone(products, mesh, (0, 1), "test"))
@@ -74,7 +75,7 @@ def test_first_and_second_derivatives(name: str, overlap: str) -> None:
 
         def whole(x: Tensor, w: Tensor) -> Tensor:
             # All ranks perturb the same whole x and w, so both collect every rank's contributions.
-            shared = [Spread.apply(t, mesh, (0, 1)) for t in (x, w)]
+            shared = [apply(spread, t, mesh, (0, 1), "test") for t in (x, w)]
             tile = recut(scatter(shared[0], mesh), {1: Split((0, 2, 2, 5))})
             return replicate(OPERATIONS[name](tile, shared[1])).local
 

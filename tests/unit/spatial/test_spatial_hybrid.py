@@ -154,7 +154,9 @@ def test_stages_of_a_factory_are_made_where_they_are(mirrored: bool) -> None:
         elsewhere = [p for stage in trainer.stages for p in stage.parameters() if p.is_meta]
         return loss, [p.grad for p in trainer.parameters() if p.grad is not None], len(elsewhere)
 
-    whole = on_threads(3, lambda fabric: trained(fabric, joined(stages())))
+    # Copies: threads that seeded torch's one generator at the same time would start with other weights.
+    given = stages()
+    whole = on_threads(3, lambda fabric: trained(fabric, joined(copy.deepcopy(given))))
     parts = on_threads(3, lambda fabric: trained(fabric, lambda: joined(stages())))
     for (loss, grads, _), (part_loss, part_grads, elsewhere) in zip(whole, parts, strict=True):
         assert loss == part_loss and len(grads) == len(part_grads)
