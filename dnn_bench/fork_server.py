@@ -13,6 +13,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import os
 import runpy
 import selectors
@@ -38,6 +39,7 @@ LATE = ("COMMSCHED_", "CASES_", "PYTEST_", "RANK", "LOCAL_", "GROUP_", "WORLD_SI
 # The process that shares its servers, and the folder of their sockets.
 SHARED = "DNN_BENCH_FORK_SERVERS"
 
+LOOK_SECONDS = 0.5  # between two looks at a rank's end: another thread may have read the message
 Output = Any  # a file, a descriptor, subprocess.DEVNULL, or None for this process's own output
 
 
@@ -108,10 +110,10 @@ class ForkServer:
             self._codes[message["ended"]] = message["code"]
         return Forked(self, message["forked"])
 
-    def code_of(self, pid: int) -> int | None:
-        """The exit status of a forked rank that has ended; None while it runs."""
-        self._socket.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+    def code_of(self, pid: int, seconds: float) -> int | None:
+        """The exit status of a forked rank that ends within this long; None if it still runs."""
+        self._socket.settimeout(seconds)
+        with contextlib.suppress(BlockingIOError, TimeoutError):
             while pid not in self._codes:
                 message = self._receive()
                 self._codes[message["ended"]] = message["code"]
@@ -148,18 +150,20 @@ class Forked:
         self.returncode: int | None = None
         self._server = server
 
-    def poll(self) -> int | None:
+    def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None:
-            self.returncode = self._server.code_of(self.pid)
+            self.returncode = self._server.code_of(self.pid, seconds)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
+        # Sleeps until the server sends something: waking up often would take time from ranks that are timed.
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            if (code := self.poll(min(remaining, LOOK_SECONDS))) is not None:
+                return code
+            if not remaining:
                 raise subprocess.TimeoutExpired(f"rank with pid {self.pid}", timeout or 0.0)
-            time.sleep(0.01)
-        return code
 
     def kill(self) -> None:
         if self.poll() is None:

@@ -113,7 +113,7 @@ class Evaluation:
             stage.losses[EVALUATED] += float(outputs[0]) * head.weight if head.counts else 0.0
             return
         exchange.put_out(number, micro, outputs, [False] * len(outputs))
-        for peer in self.layout.overlaps(number, self.rank, number + 1, micro[0]):
+        for peer in exchange.peers(number, number + 1, micro[0]):
             send = Action(Kind.SENDF, micro[0], number, peer=peer, shift=EVALUATED)
             if peer != self.rank and exchange.moves(send):
                 exchange.send_forward(send)

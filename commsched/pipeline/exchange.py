@@ -5,7 +5,8 @@ Each pair of ranks exchanges the part of a micro-batch that both hold: rows, til
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,9 @@ class Exchange:
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
-        self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        # Each is needed several times for every micro-batch.
+        self.place: Callable[[int, int, int], tuple[int, int, int]] = cache(partial(_place_of, layout))
+        self.peers: Callable[[int, int, int], tuple[int, ...]] = cache(partial(_peers, layout, self.rank))
         divisions = {(layout.replicas(stage), layout.grid(stage)) for stage in range(layout.stages)}
         self._divides_alike = len(divisions) == 1
         # Gradients that are summed over ranks let messages go first, except where the program says otherwise.
@@ -66,16 +69,6 @@ class Exchange:
 
     # Parts
 
-    def place(self, stage: int, rank: int, index: int) -> tuple[int, int, int]:
-        """Which range of a micro-batch's rows and which tile a rank has in a stage, and how many ranges there
-        are; looked up several times for every micro-batch.
-        """
-        known = self._places.get((stage, rank, index))
-        if known is None:
-            known = *self.layout.place(stage, rank, index), self.layout.replicas(stage)
-            self._places[stage, rank, index] = known
-        return known
-
     def rows(self, stage: int, rank: int, micro: Micro) -> Range:
         """The rows of a micro-batch that a rank holds in a stage."""
         replica, _, replicas = self.place(stage, rank, micro[0])
@@ -90,6 +83,12 @@ class Exchange:
         grid = self.layout.grid(stage)
         coord = grid.coord(self.place(stage, rank, micro[0])[1]) if grid else ()
         return part_of(self.rows(stage, rank, micro), coord, cuts)
+
+    def _parts(self, stage: int, micro: Micro, cuts: list[Cuts]) -> list[Part]:
+        """The parts that this rank has of these tensors; where all stages divide alike nobody reads them."""
+        if self._divides_alike:
+            return [{}] * len(cuts)
+        return [self._part(stage, self.rank, micro, each) for each in cuts]
 
     def _pieces(self, stage: int, other: int, peer: int, micro: Micro, cuts: list[Cuts]) -> list[Piece]:
         """Which part of each tensor that this rank has in ``stage`` a peer has in stage ``other``. ``cuts``:
@@ -147,7 +146,7 @@ class Exchange:
         ``cuts``: of the tensors here and there; None: as the messages say.
         """
         parts, came = [], []
-        for peer in self.layout.overlaps(number, self.rank, other, micro[0]):
+        for peer in self.peers(number, other, micro[0]):
             action = Action(kind, micro[0], number, peer=peer, shift=micro[1])
             if self.moves(action):
                 described, buffers = self.inbox.take(action)
@@ -155,7 +154,7 @@ class Exchange:
                 pieces = self._pieces(number, other, peer, micro, here)
                 parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
                 came.append((peer, pieces))
-        wholes = [self._part(number, self.rank, micro, each) for each in here]
+        wholes = self._parts(number, micro, here)
         return [assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)], described, came
 
     def put_out(self, number: int, micro: Micro, leaves: list[Any], grads: list[bool]) -> None:
@@ -258,3 +257,15 @@ class Exchange:
 def _place(action: Action) -> tuple[int, Micro, int]:
     assert action.stage is not None and action.peer is not None
     return action.stage, (action.index, action.shift), action.peer
+
+
+def _place_of(layout: Layout, stage: int, rank: int, index: int) -> tuple[int, int, int]:
+    """Which range of a micro-batch's rows and which tile a rank has in a stage, and how many ranges there
+    are.
+    """
+    return *layout.place(stage, rank, index), layout.replicas(stage)
+
+
+def _peers(layout: Layout, rank: int, stage: int, other: int, index: int) -> tuple[int, ...]:
+    """The ranks of stage ``other`` that exchange a part of a micro-batch with ``rank`` of ``stage``."""
+    return tuple(layout.overlaps(stage, rank, other, index))

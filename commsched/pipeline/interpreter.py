@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import zip_longest
 from time import perf_counter
 
 from commsched.errors import CommError
@@ -56,7 +57,7 @@ class Interpreter:
         self.split = {action.stage for action in order if action.kind is Kind.W}
         self.exchange = Exchange(self.layout, fabric, stages)
         self._per_period = {stage: len(self.layout.computed_by(self.rank, stage)) for stage in stages}
-        self._tells = inputs.tells
+        self._tells, self._last = inputs.tells, self.layout.stages - 1
         self.link: deque[Action] = deque()
         self.waiting: list[Action] = []  # reductions that need a token
         self.tokens: set[tuple[int, int]] = set()
@@ -80,7 +81,8 @@ class Interpreter:
         inbox.expect([a for a in coming if moves(a)])
         self.link.extend(a for a in self._now(LINK_LANE, iteration, last) if moves(a))
         late, first = [], True
-        for action in self._now(COMPUTE_LANE, iteration, last):
+        order = self._now(COMPUTE_LANE, iteration, last)
+        for action, following in zip_longest(order, order[1:]):
             if action.kind is Kind.STEP and self.ties is not None:
                 late.append(action)
                 continue
@@ -93,7 +95,9 @@ class Interpreter:
                 self._tidy(iteration)
                 meanwhile()
                 first = False
-            self._tell(action, iteration)
+            # A backward from the loss waits for no message, and others wait for what it computes.
+            if following is None or following.kind is not Kind.B or following.stage != self._last:
+                self._tell(action, iteration)
         if first:
             meanwhile()
         if late and self.ties is not None:
@@ -131,7 +135,7 @@ class Interpreter:
 
     def _tell(self, action: Action, iteration: int) -> None:
         """A period's loss is told in its own iteration, once all its forwards are over."""
-        last = self.layout.stages - 1
+        last = self._last
         if action.stage != last or action.kind is Kind.STEP or self._told >= iteration or not self._tells:
             return
         if self.forwards[last] >= (iteration + 1) * self._per_period[last] and iteration >= 0:

@@ -7,8 +7,7 @@ which the receiver can post its buffers ahead and nothing but the tensors travel
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -66,8 +65,10 @@ class Outbox:
     def send(self, action: Action, leaves: Sequence[Any]) -> None:
         buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         peer = _peer(action)
-        with _naming(action):
+        try:
             self._sent[peer].append((action, self.lane.send(peer, buffers)))
+        except CommError as error:
+            raise _naming(action, error) from None
 
     def back(self, peer: int, key: Hashable) -> Description | None:
         """The gradients that answer a message, where one like it has been sent."""
@@ -80,9 +81,8 @@ class Outbox:
         place = answer.stage, answer.index, answer.shift
         for number, (action, _) in reversed(list(enumerate(sent))):
             if action.kind is Kind.SENDF and (action.stage, action.index, action.shift) == place:
-                with _naming(answer):
-                    for _, pending in sent[: number + 1]:
-                        pending.wait()
+                for _, pending in sent[: number + 1]:
+                    _wait(pending, answer)
                 del sent[: number + 1]
                 return
 
@@ -91,8 +91,7 @@ class Outbox:
         for peer, sent in self._sent.items():
             for action, pending in sent:
                 if period is None or action.shift <= period:
-                    with _naming(action):
-                        pending.wait()
+                    _wait(pending, action)
             self._sent[peer] = [] if period is None else [one for one in sent if one[0].shift > period]
 
     @property
@@ -204,14 +203,18 @@ def _outline(leaves: Sequence[Any], grads: Sequence[bool]) -> list[Any]:
     ]
 
 
-@contextmanager
-def _naming(action: Action) -> Iterator[None]:
-    """Errors say which message they concern."""
+def _wait(pending: Pending, action: Action) -> None:
+    """Waits until a message has left; an error names the action."""
     try:
-        yield
+        pending.wait()
     except CommError as error:
-        place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
-        raise CommError(f"{action} ({place}): {error}") from None
+        raise _naming(action, error) from None
+
+
+def _naming(action: Action, error: CommError) -> CommError:
+    """The error, with the message that it concerns."""
+    place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
+    return CommError(f"{action} ({place}): {error}")
 
 
 def _peer(action: Action) -> int:

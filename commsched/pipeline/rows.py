@@ -34,6 +34,8 @@ def rows_of(tree: Any, what: str) -> int:
 def tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
+    if type(tree) in (tuple, list):  # as in most batches, every step
+        return [leaf for part in tree for leaf in tensors(part)]
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 

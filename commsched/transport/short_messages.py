@@ -74,14 +74,14 @@ class _Readiness:
     """Waits until a socket is readable or writable, or until its host is lost."""
 
     def __init__(self, socket: socket.socket, event: int, host: Host) -> None:
-        self._socket, self._host = socket, host
+        self._descriptor, self._host = socket.fileno(), host
         self._poll = select.poll()
         self._poll.register(socket, event)
         self._poll.register(host.keepalive, 0)  # poll() reports errors of the connection in any case
 
     def wait(self, seconds: float) -> None:
-        ready = [descriptor for descriptor, _ in self._poll.poll(1000 * seconds)]
-        if not ready or self._socket.fileno() in ready:
+        ready = self._poll.poll(1000 * seconds)
+        if len(ready) != 1 or ready[0][0] == self._descriptor:
             return
         lost = self._host.lost()
         if lost:
@@ -146,6 +146,8 @@ class _Sender:
 
     def wait(self, written: int) -> OSError | None:
         """Wait until this many bytes are written; return the error where they cannot be."""
+        if self._written >= written:  # without the lock: it only grows
+            return None
         with self._changed:
             self._changed.wait_for(lambda: self._written >= written or self._error is not None, self.timeout)
             if self._written >= written:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
+import pytest
+from torch import Tensor
+
+from commsched.pipeline.fabric import ThreadLane
+from commsched.transport.channel import Pending
 from tests.support.pipeline_runs import (
     ROUNDING,
     assert_close,
@@ -56,3 +61,17 @@ def test_2bw_and_wpipe_are_their_formulas_and_differ() -> None:
     assert_close(groups, by_delays(model, data, 4, lambda name: 1 if stage[name] < 2 else 0)[0])
     assert pipeline.delays == (1, 1, 0, 0)
     assert differ(two, groups)
+
+
+def test_the_last_gradient_leaves_before_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The loss was sent between the last forward and its backward, whose gradient other ranks wait for.
+    sent, send = [], ThreadLane.send
+
+    def noted(lane: ThreadLane, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        sent.append((lane.channel.rank, lane.name))
+        return send(lane, peer, buffers)
+
+    monkeypatch.setattr(ThreadLane, "send", noted)
+    train(chain_model(2), batches(2), 2, schedule="1f1b", num_microbatches=4, mesh=(2, 1))
+    of_a_step = ["stages"] * 4 + ["losses"]
+    assert [name for rank, name in sent if rank == 1 and name in of_a_step] == 2 * of_a_step
