@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Protocol
@@ -22,7 +22,9 @@ from torch import nn
 from commsched.optimizer.pending import CompiledParameter, keep_class
 
 FIRST, SMALLEST, LARGEST = 1 << 20, 1 << 20, 25 << 20
-PIECES = 12
+PIECES = 24
+NEAR_INPUT = 8  # the smallest piece there is this part of the largest
+LOOK_UPS = (nn.functional.embedding, nn.functional.embedding_bag)
 
 Graph = Callable[..., Any]
 
@@ -34,7 +36,11 @@ class Reader(Protocol):
 
     def before_tracing(self) -> None: ...
 
-    def before_graph(self, params: tuple[int, ...]) -> None: ...
+    def before_graph(self, params: tuple[int, ...], looked_up: tuple[int, ...]) -> None: ...
+
+    def after_graph(
+        self, params: tuple[int, ...], looked_up: tuple[int, ...], outputs: Sequence[Any]
+    ) -> None: ...
 
 
 class _Entry:
@@ -70,15 +76,15 @@ def _entry_of(thing: Any) -> _Entry | None:
     return entry if entry is not None and entry.param() is thing else None
 
 
-def _about_to_read(params: Sequence[Any]) -> None:
+def _readers_of(params: Sequence[Any]) -> dict[Reader, tuple[int, ...]]:
+    """Return the readers that follow some of these parameters, with their indices there."""
     readers: dict[Reader, list[int]] = {}
     for param in params:
         entry = _entry_of(param)
         reader = entry.reader() if entry is not None else None
         if entry is not None and reader is not None:
             readers.setdefault(reader, []).append(entry.index)
-    for reader, indices in readers.items():
-        reader.before_graph(tuple(indices))
+    return {reader: tuple(indices) for reader, indices in readers.items()}
 
 
 # -- the pieces of a graph -----------------------------------------------------------------------------------
@@ -95,10 +101,12 @@ def _in_pieces(backend: Callable[..., Graph]) -> Callable[..., Graph]:
             return backend(gm, inputs, **options)
 
         def compile_piece(piece: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Graph:
-            names = [node.name for node in piece.graph.nodes if node.op == "placeholder"]
-            return _waiting(backend(piece, inputs, **options), [i for i, n in enumerate(names) if n in found])
+            nodes = [node for node in piece.graph.nodes if node.op == "placeholder"]
+            places = [i for i, node in enumerate(nodes) if node.name in found]
+            tables = [i for i in places if _is_table(nodes[i])]
+            return _waiting(backend(piece, inputs, **options), places, tables)
 
-        compiled = _split(gm, inputs, compile_piece, _piece_bytes(found.values()), options)
+        compiled = _split(gm, inputs, compile_piece, _size_of_pieces(gm, found), options)
         for param in found.values():
             keep_class(param)
         return compiled
@@ -106,38 +114,83 @@ def _in_pieces(backend: Callable[..., Graph]) -> Callable[..., Graph]:
     return compile_graph
 
 
-def _waiting(compiled: Graph, places: Sequence[int]) -> Graph:
+def _waiting(compiled: Graph, places: Sequence[int], tables: Sequence[int]) -> Graph:
+    """Tell the readers when a piece runs that has parameters at these places, of which some are tables."""
+
     def run(*args: Any) -> Any:
-        _about_to_read([args[i] for i in places])
+        readers, looked_up = (_readers_of([args[i] for i in which]) for which in (places, tables))
+        for reader, params in readers.items():
+            reader.before_graph(params, looked_up.get(reader, ()))
         with torch._C.DisableTorchFunctionSubclass():
-            return compiled(*args)
+            out = compiled(*args)
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        for reader, params in readers.items():
+            reader.after_graph(params, looked_up.get(reader, ()), outputs)
+        return out
 
     return run
 
 
-def _piece_bytes(params: Any) -> int:
-    """Return the given bucket size, or one that makes about a dozen pieces: DDP's size for large models."""
-    total, given = 0, 0
-    for param in params:
+def _bytes(param: torch.Tensor) -> int:
+    return param.numel() * param.element_size()
+
+
+def _is_table(place: torch.fx.Node) -> bool:
+    """Return whether a graph looks rows up in an input."""
+    return any(user.target in LOOK_UPS for user in place.users)
+
+
+class _Size:
+    """The bytes at which a piece ends, on the way from the output to the input.
+
+    That is a bucket size that was given, or one that makes about two dozen pieces, up to DDP's size.
+    Without a given one, pieces near the input are smaller: half of the bytes still to come, down to an
+    eighth of that size. Their backward comes last, and the next forward needs their parameters first, so
+    there is the least compute to hide them; in a convolutional network those few bytes are half of the
+    compute. Tables are no bytes to come, because they hardly compute.
+    """
+
+    def __init__(self, given: int, total: int, to_come: Mapping[str, int]) -> None:
+        """``to_come``: the bytes of all parameters but tables, by name."""
+        self.largest = given or min(max(total // PIECES, SMALLEST), LARGEST)
+        self._smallest = self.largest // (1 if given else NEAR_INPUT)
+        self._to_come = dict(to_come)
+        self.left = sum(to_come.values())
+
+    def passed(self, name: str) -> None:
+        """Note that a piece has got a parameter."""
+        self.left -= self._to_come.pop(name, 0)
+
+    @property
+    def now(self) -> int:
+        return min(self.largest, max(self.left // 2, self._smallest))
+
+
+def _size_of_pieces(gm: torch.fx.GraphModule, found: Mapping[str, Any]) -> _Size:
+    given = 0
+    for param in found.values():
         entry = _entry_of(param)
         reader = entry.reader() if entry is not None else None
         given = given or (reader.graph_bytes if reader is not None else 0)
-        total += param.numel() * param.element_size()
-    return given or min(max(total // PIECES, SMALLEST), LARGEST)
+    places = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name in found]
+    to_come = {str(node.target): _bytes(found[node.name]) for node in places if not _is_table(node)}
+    return _Size(given, sum(map(_bytes, found.values())), to_come)
 
 
-def _split(gm: Any, inputs: Any, compile_piece: Any, size: int, options: dict[str, Any]) -> Graph:
+def _split(gm: Any, inputs: Any, compile_piece: Any, size: _Size, options: dict[str, Any]) -> Graph:
     from torch._dynamo.backends.distributed import Bucket, DDPOptimizer
 
     class Splitter(DDPOptimizer):
         def add_param(self, bucket: Bucket, param: nn.Parameter, name: str) -> None:
             # DDP's counts the whole storage, which parameters on shards have in common.
-            bucket.size += param.numel() * param.element_size()
+            bucket.size += _bytes(param)
             bucket.params.append(name)
             bucket.param_ids.append(id(param))
+            size.passed(name)
+            self.bucket_bytes_cap = size.now
 
     try:
-        splitter = Splitter(size, compile_piece, first_bucket_cap=min(size, FIRST))
+        splitter = Splitter(size.largest, compile_piece, first_bucket_cap=min(size.largest, FIRST))
         return splitter.compile_fn(gm, inputs, **options)
     except NotImplementedError:  # torch before 2.7 does not split graphs with higher-order operators
         return compile_piece(gm, inputs, **options)

@@ -115,9 +115,8 @@ class Driver:
     def _follow(self, modules: Sequence[Owner], options: Options) -> Hooks:
         """Return the hooks on parameters and modules; those on heads and split modules go with them."""
         planner = self.planner
-        hooks = Hooks(self.reducer, modules, options.bucket_bytes, planner.heads_by_module())
         tied = TiedWeights(self.reducer, planner.heads, planner.model.head_of)
-        hooks.removed_with.append(tied.remove)
+        hooks = Hooks(self.reducer, modules, options.bucket_bytes, tied)
         if planner.may_split:
             self.split = SplitBackward(self.reducer, modules, options.extra_memory)
             hooks.look = self.split.look

@@ -8,7 +8,7 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from commsched.optimizer import compiled_graphs
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.row_traffic import Owner
 from commsched.optimizer.step_state import Phase
+from commsched.optimizer.tied_weights import TiedWeights
 
 
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
@@ -70,16 +71,16 @@ class Hooks:
         reducer: Reducer,
         modules: Sequence[Owner],
         graph_bytes: int | None = None,
-        heads: Mapping[nn.Module, Mapping[int, int]] | None = None,
+        tied: TiedWeights | None = None,
     ) -> None:
-        """``heads``: of modules that own tied weights, the layers that these parameters are there."""
         self.reducer = reducer
+        self._tied = tied or TiedWeights(reducer, {}, {})
         self.graph_bytes = graph_bytes or 0
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
         self.look: Callable[[Sequence[Any]], None] | None = None  # at the arguments of every forward
-        self.removed_with: list[Callable[[], None]] = []
+        self.removed_with: list[Callable[[], None]] = [self._tied.remove]
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
@@ -88,13 +89,13 @@ class Hooks:
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
         for number, (module, params) in enumerate(modules):
             before = _BeforeForward(self, number, params)
-            here = (heads or {}).get(module, {})
+            here = self._tied.layers_of(module)
             self.owners.append((module, tuple(here.get(i, i) for i in params)))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         for i, param in enumerate(reducer.params):
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
-        self._graphs: dict[tuple[int, ...], int] = {}  # pieces of compiled graphs, numbered like modules
+        self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
         self.graphs_wait = compiled_graphs.follow(self, reducer.params)
 
     @property
@@ -108,13 +109,24 @@ class Hooks:
         if phase is Phase.IDLE or (phase is Phase.SENT and self.reducer.gathering.readable):
             arrivals.complete_all()
 
-    def before_graph(self, params: tuple[int, ...]) -> None:
-        """React to a piece of a compiled graph that is about to read these parameters."""
-        number = self._graphs.get(params)
+    def before_graph(self, params: tuple[int, ...], looked_up: Container[int]) -> None:
+        """React to a piece of a compiled graph that is about to read these parameters.
+
+        ``looked_up``: those among them that are embeddings there, and not heads.
+        """
+        heads = self._tied.layers
+        layers = tuple(heads[i] if i in heads and i not in looked_up else i for i in params)
+        number = self._graphs.get(layers)
         if number is None:
-            number = self._graphs[params] = len(self.owners)
-            self.owners.append((None, params))
+            number = self._graphs[layers] = len(self.owners)
+            self.owners.append((None, layers))
         self.before_forward(number, params)
+
+    def after_graph(self, params: Sequence[int], looked_up: Container[int], outputs: Sequence[Any]) -> None:
+        """React to the outputs of such a piece."""
+        for i in self._tied.layers:
+            if i in params and i not in looked_up:
+                self._tied.after_forward(i, outputs)
 
     def before_forward(self, number: int, params: tuple[int, ...], args: Sequence[Any] = ()) -> None:
         if torch.compiler.is_compiling():

@@ -143,14 +143,6 @@ class Planner:
             self.model = replace(self.model, rows=rows, heads=heads)
             self.heads = tied
 
-    def heads_by_module(self) -> dict[nn.Module, dict[int, int]]:
-        """Return for each head the layers that its tied weights are there."""
-        found: dict[nn.Module, dict[int, int]] = {}
-        for i, layer in self.model.head_of.items():
-            if i in self.heads:
-                found.setdefault(self.heads[i], {})[i] = layer
-        return found
-
     def learn(
         self,
         events: Any,

@@ -56,7 +56,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def figures(
-    me: Me, make: Any, train: Train, steps: int = STEPS, **options: Any
+    me: Me, make: Any, train: Train, steps: int = STEPS, backend: str = "", **options: Any
 ) -> list[dict[str, torch.Tensor]]:
     """The bits of all gradients before, and of all parameters after each step.
 
@@ -64,13 +64,14 @@ def figures(
     """
     model = seeded(Words)
     optimizer: Any = hvd.DistributedOptimizer(make(model), model=model, **options)
+    run: Any = torch.compile(model, backend=backend) if backend else model
     corrects = options["row_sparse"] is True
     corrections = optimizer._driver.reducer.state.corrections
 
     def trained(step: int) -> None:
         if step >= ORDINARY:
-            return train(me, model, optimizer, step)
-        once(me, model, optimizer, step)
+            return train(me, run, optimizer, step)
+        once(me, run, optimizer, step)
         assert (0 in corrections) == corrects and (0 in corrections.early) == corrects, step
 
     found = bits_of_steps(model, optimizer, trained, steps)
@@ -99,6 +100,21 @@ def on_any_wire(me: Me) -> None:
     compare(me, momentum, once, "sums", op=hvd.Sum)
     compare(me, momentum, once, "predivided", gradient_predivide_factor=3.0)
     compare(me, momentum, once, "gloo", transport="gloo")
+
+
+@case(ranks=(2, 3))
+def in_compiled_graphs(me: Me) -> None:
+    """The head's part is there when its piece's backward ends, in the first steps as in all others."""
+
+    def accumulate(me: Me, model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.set_backward_passes_per_step(2)
+        for k in range(2):
+            loss_of(model, 10 * step + k, me.rank).backward()
+
+    for train in (once, accumulate):
+        torch._dynamo.reset()
+        compare(me, momentum, train, train.__name__, backend="aot_eager", bucket_mb=0.002)
+    torch._dynamo.reset()
 
 
 @case(ranks=(2, 3))

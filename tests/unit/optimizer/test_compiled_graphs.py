@@ -22,8 +22,8 @@ RANKS, LAYERS, STEPS = 2, 4, 5
 BYTES = 2000  # of a bucket; a layer has 31 * 32 * 4
 
 
-def _new() -> nn.Module:
-    return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(31, 31), nn.Tanh())))
+def _new(layers: int = LAYERS) -> nn.Module:
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(31, 31), nn.Tanh())))
 
 
 STATE = _new().state_dict()
@@ -132,16 +132,21 @@ def test_training_is_that_of_one_process_without_recompiling(backend: str) -> No
 class _Recorder:
     """Stands for an optimizer whose parameters arrive when a piece is about to read them."""
 
-    graph_bytes = BYTES
-
     def __init__(self) -> None:
+        self.graph_bytes = BYTES
         self.seen: list[tuple[int, ...]] = []
+        self.looked_up: list[tuple[int, ...]] = []
 
     def before_tracing(self) -> None:
         self.seen.append(())
 
-    def before_graph(self, params: tuple[int, ...]) -> None:
+    def before_graph(self, params: tuple[int, ...], looked_up: tuple[int, ...]) -> None:
         self.seen.append(params)
+        self.looked_up.append(looked_up)
+
+    def after_graph(self, params: tuple[int, ...], looked_up: tuple[int, ...], outputs: Any) -> None:
+        assert params == self.seen[-1]
+        assert all(isinstance(out, torch.Tensor) for out in outputs)
 
 
 def test_each_piece_waits_for_its_own_parameters_alone() -> None:
@@ -158,6 +163,53 @@ def test_each_piece_waits_for_its_own_parameters_alone() -> None:
     reader.seen.clear()
     compiled(batch(0, 0))
     assert reader.seen == []
+
+
+def test_pieces_near_the_input_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward ends last, and the next forward begins with them. The first to send is small, too.
+
+    A GPT-2 had its first layer and its embedding in one piece, 2.9 of 14.7 MB, and exposed 1.4 times the
+    communication of its eager self.
+    """
+    size = 4 * 31 * 32
+    monkeypatch.setattr(compiled_graphs, "SMALLEST", 4 * size)
+    monkeypatch.setattr(compiled_graphs, "FIRST", size)
+    model, reader = _new(12), _Recorder()
+    reader.graph_bytes = 0
+    assert compiled_graphs.follow(reader, list(model.parameters()))
+    compiled: Any = torch.compile(model, backend="eager")
+    for _ in range(2):
+        reader.seen.clear()
+        compiled(batch(0, 0))
+    assert [len(params) // 2 for params in reader.seen] == [1, 1, 2, 3, 4, 1]
+    compiled_graphs.unfollow(reader)
+
+
+class _Tied(nn.Module):
+    """A language model whose output matrix is its embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(40, 31), mlp(), nn.Linear(31, 40, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.words(ids)))  # type: ignore[no-any-return]
+
+
+def test_readers_learn_which_piece_looks_rows_up() -> None:
+    """The other one that reads a tied weight is the head's."""
+    model, reader = _Tied(), _Recorder()
+    assert compiled_graphs.follow(reader, list(model.parameters()))
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    ids = torch.arange(8)
+    compiled(ids)
+    reader.seen.clear()
+    reader.looked_up.clear()
+    compiled(ids)
+    assert [0 in params for params in reader.seen] == [True, *[False] * LAYERS, True]
+    assert reader.looked_up == [(0,), *[()] * (LAYERS + 1)]
+    compiled_graphs.unfollow(reader)
 
 
 def test_graphs_without_modules_wait_too() -> None:
