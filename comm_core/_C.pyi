@@ -42,6 +42,15 @@ def lost_host(descriptor: int, address: str) -> str:
     Call it for a connection that poll() reports.
     """
 
+def quantise_blocks(values: Tensor, wire_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    """Return the bytes that stand for `values + residual`; `residual` then holds what rounding lost.
+
+    For each 256 float32 values: a float32 scale, then their codes, as `add_bucket(wire_dtype=)` sends them.
+    """
+
+def sum_blocks(parts: Sequence[Tensor], count: int, wire_dtype: torch.dtype) -> Tensor:
+    """Return the float32 sum, in this order, of parts of `count` quantised values."""
+
 class Traffic(Enum):
     """The kind of a message; lower numbers are more urgent."""
 
@@ -162,9 +171,10 @@ class Engine:
         which another bucket has gathered before. The int32 tensor holds how many rows this rank has changed,
         then their numbers, ascending (see `changed_rows`); after the RS those of all ranks.
 
-        With `wire_dtype=torch.int8`, float32 gradients travel in blocks of 256 with one scale. What rounding
-        loses is kept in the residuals, which are float32 like the buffer (`sent_residual`) and like this
-        rank's part of it (`sum_residual`), and added to the next step's values.
+        With `wire_dtype=torch.int8` or `torch.float8_e4m3fn`, float32 gradients travel in blocks of 256 such
+        elements with one scale. What rounding loses is kept in the residuals, which are float32 like the
+        buffer (`sent_residual`) and like this rank's part of it (`sum_residual`), and added to the next
+        step's values.
         """
 
     def clear_buckets(self) -> None: ...

@@ -21,6 +21,8 @@ from comm_core._C import (
     changed_rows,
     instances_of,
     link_gate,
+    quantise_blocks,
+    sum_blocks,
 )
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
@@ -50,6 +52,8 @@ __all__ = [
     "instances_of",
     "link_gate",
     "local_channels",
+    "quantise_blocks",
+    "sum_blocks",
     "tcp_channel",
     "tcp_connections",
 ]

@@ -91,7 +91,7 @@ def forecast(measured: Measurement) -> Forecast:
     settings: list[tuple[str, Profile, Link]] = [
         ("this link", measured.profile, link),
         ("bf16 on the wire", measured.on_the_wire(2), link),
-        ("int8 on the wire", measured.on_the_wire(1), link),
+        ("int8 or fp8 on the wire", measured.on_the_wire(1), link),
     ]
     settings += [
         (f"{factor} times the bandwidth", measured.profile, replace(link, beta=link.beta / factor))

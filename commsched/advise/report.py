@@ -58,7 +58,7 @@ def facts(forecast: Forecast) -> str:
         f"{measured.script} on {measured.ranks} ranks: {measured.profile.total_bytes / 1e6:.1f} MB of"
         f" gradients, compute {measured.profile.compute * 1e3:.1f} ms. A reduce-scatter or all-gather starts"
         f" in {link.alpha * 1e3:.2f} ms and then works through {rate} of its bucket. All times but DDP's own"
-        " are simulated from this; int8 counts one byte for each element."
+        " are simulated from this; int8 and fp8 count one byte for each element."
     )
 
 

@@ -74,7 +74,7 @@ class EngineBackend(Backend):
                 engine.add_bucket(
                     data,
                     gather=target,
-                    wire_dtype=scaling.wire_type(data.dtype) if sent is None else torch.int8,
+                    wire_dtype=scaling.wire_type(data.dtype) if sent is None else scaling.wire_dtype,
                     prescale=scaling.before,
                     postscale=scaling.after,
                     needs_update=gathered is not None,

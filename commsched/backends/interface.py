@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from commsched.backends.ranks import Ranks
+from commsched.collectives.compression import block_code
 from commsched.optimizer.bucket_layout import ALIGN, Buffers
 from commsched.optimizer.layer_timing import Watch
 from scheduler.ir.actions import Kind
@@ -35,7 +36,7 @@ class Scaling:
 
     def wire_type(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the type of a bucket's messages, if it is another one; quantised buckets have residuals."""
-        castable = dtype in (torch.float32, torch.float64) and self.wire_dtype is not torch.int8
+        castable = dtype in (torch.float32, torch.float64) and not block_code(self.wire_dtype)
         return self.wire_dtype if castable else None
 
 
@@ -48,7 +49,7 @@ class StepWork:
     flags: Sequence[torch.Tensor]
     gathered: Buffers | None = None  # parameters; None where the gradients themselves are gathered
     scaling: Scaling = Scaling()
-    # Buckets that travel in blocks of int8: what rounding their gradients, and the sums of this rank's shard,
+    # Quantised buckets: what rounding their gradients, and the sums of this rank's shard,
     # has lost so far.
     residuals: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     # Buckets that correct others (``Buffers.corrected``): the rows that have changed.

@@ -54,20 +54,54 @@ class BF16Compressor(FP16Compressor):
     wire_dtype = torch.bfloat16
 
 
-class Int8Compressor(Compressor):
-    """Sends large float32 gradients in blocks of int8 with one scale, and makes up for the rounding later.
+_FP8 = getattr(torch, "float8_e4m3fn", None)  # None where torch has no such type
+_CODES = {torch.int8: "int8", _FP8: "fp8"}
+
+
+def block_code(wire_dtype: torch.dtype | None) -> str:
+    """Return what gradients are quantised to, int8 or fp8; "" where they are not quantised."""
+    return _CODES.get(wire_dtype, "") if wire_dtype is not None else ""
+
+
+class QuantisedCompressor(Compressor):
+    """Sends large float32 gradients in blocks of bytes with one scale, and makes up for the rounding later.
 
     For ``DistributedOptimizer`` only, which keeps what rounding has lost from one step to the next.
     """
 
+    wire_dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise ValueError(
+            f"Compression.{block_code(cls.wire_dtype)} is for the buckets of DistributedOptimizer, and a"
+            " collective by itself keeps no residual; use Compression.fp16, bf16 or none here"
+        )
+
+
+class Int8Compressor(QuantisedCompressor):
+    """Bytes are whole numbers from -127 to 127: uniform steps."""
+
     wire_dtype = torch.int8
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        raise ValueError(
-            "Compression.int8 is for the buckets of DistributedOptimizer, and a collective by itself keeps no"
-            " residual; use Compression.fp16, bf16 or none here"
-        )
+
+class FP8Compressor(QuantisedCompressor):
+    """Bytes are ``torch.float8_e4m3fn``: steps in proportion to the element."""
+
+    if _FP8 is not None:
+        wire_dtype = _FP8
+
+
+class _WithFP8:
+    """``Compression.fp8``, where torch has the type."""
+
+    def __get__(self, instance: object, owner: type) -> type[FP8Compressor]:
+        if not hasattr(torch, "float8_e4m3fn"):
+            raise AttributeError(
+                f"Compression.fp8 needs torch.float8_e4m3fn, which torch {torch.__version__} does not have;"
+                " use Compression.int8 or another torch"
+            )
+        return FP8Compressor
 
 
 class Compression:
@@ -77,3 +111,4 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     int8 = Int8Compressor
+    fp8 = _WithFP8()

@@ -40,8 +40,8 @@ class AbsentRanks:
         joined = self._state.joined
         if joined:
             raise ValueError(
-                f"rank {self._ranks.rank}: {what} needs all ranks with gather='parameters' or"
-                " Compression.int8, and"
+                f"rank {self._ranks.rank}: {what} needs all ranks with gather='parameters',"
+                " Compression.int8 or fp8, and"
                 f" {ranks_text(joined)} joined; call it when all have, and to clip use clip_grad_norm_()"
             )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.collectives.compression import Compression
+from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.collectives.reductions import Adasum, Average
 from commsched.optimizer.driver import Driver
@@ -28,7 +28,7 @@ from commsched.optimizer.options import (
     tell_ignored,
 )
 from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.quantised import WIRE, transport_for_blocks
+from commsched.optimizer.quantised import transport_for_blocks
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile
@@ -89,14 +89,15 @@ def DistributedOptimizer(
         gather, early_step = "gradients", False
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support process sets; use the global one")
-    if getattr(compression, "wire_dtype", None) is WIRE:
-        transport = transport_for_blocks(transport, params, one_by_one)
+    wire_dtype = getattr(compression, "wire_dtype", None)
+    if code := block_code(wire_dtype):
+        transport = transport_for_blocks(code, transport, params, one_by_one)
     names = checked_names(optimizer.param_groups, named)
     options = Options(
         process_set=process_set,
         sums=is_sum(op, gradient_predivide_factor),
         predivide=float(gradient_predivide_factor),
-        wire_dtype=getattr(compression, "wire_dtype", None),
+        wire_dtype=wire_dtype,
         schedule=schedule,
         gather=gather,
         early_step=early_step,

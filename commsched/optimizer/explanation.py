@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm_core.engine import OPS
+from commsched.collectives.compression import block_code
 from commsched.optimizer.metrics import Metrics, metrics_of, milliseconds
 from commsched.optimizer.quantised import SHARE
 from scheduler.ir.profile import Profile
@@ -31,7 +32,7 @@ class Explanation:
     profile_source: str
     bound: float
     split: tuple[str, ...]
-    quantised: tuple[bool, ...]  # by bucket: whether its gradients travel in blocks of int8
+    quantised: tuple[str, ...]  # by bucket: to what its gradients are quantised, int8, fp8 or ""
     metrics: Metrics
     program: Program
     profile: Profile
@@ -54,7 +55,8 @@ class Explanation:
                 "rows that correct the head's" if self.tied and names[0] in self.tied else "touched rows of"
             )
             rows = f", {what} {whole / 2**20:.2f} MiB" if whole else ""
-            wire = f", gradients as int8 {size * SHARE / 2**20:.2f} MiB" if self.quantised[number] else ""
+            code = self.quantised[number]
+            wire = f", gradients as {code} {size * SHARE / 2**20:.2f} MiB" if code else ""
             lines.append(f"  bucket {number}: {size / 2**20:.2f} MiB{wire}: {_few(names)}{rows}")
         return "\n".join(lines)
 
@@ -78,7 +80,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         return None
     plan, model = driver.plan, driver.planner.model
     program, profile, link = plan.program, plan.profile, plan.link
-    names = [layer.name for layer in profile.layers]
+    names, code = [layer.name for layer in profile.layers], block_code(optimizer._options.wire_dtype)
     explanation = Explanation(
         policy=program.policy,
         plan=program.plan,
@@ -93,7 +95,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
         split=tuple(driver.split.names()) if driver.split is not None else (),
-        quantised=tuple(driver.planner.model.quantises(b.group) for b in program.buckets),
+        quantised=tuple(code if model.quantises(b.group) else "" for b in program.buckets),
         metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,
         profile=profile,

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from commsched.backends.interface import Scaling
+from commsched.collectives.compression import block_code
 from commsched.optimizer.bucket_layout import Layout, build_layout
 from commsched.optimizer.profiling import Sample
-from commsched.optimizer.quantised import BLOCK, SHARE, WIRE, travels_quantised
+from commsched.optimizer.quantised import BLOCK, SHARE, travels_quantised
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -41,7 +42,7 @@ class Model:
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     rows: Mapping[int, Rows] = field(default_factory=dict)  # parameters of which only touched rows travel
-    quantised: frozenset[int] = frozenset()  # the parameters that travel in blocks of int8
+    quantised: frozenset[int] = frozenset()  # the parameters that travel in blocks of bytes
     # The tied weights whose heads have layers of their own. Of one that travels by rows the head's part of
     # the gradient is sent first, and then corrected in some rows; the others' gradients are sent whole.
     heads: tuple[int, ...] = ()
@@ -49,7 +50,7 @@ class Model:
     @classmethod
     def of(cls, params: Sequence[nn.Parameter], names: Sequence[str], wire: Any = None) -> Model:
         """Return the facts about these parameters, whose gradients travel as ``wire``."""
-        quantised = (i for i, p in enumerate(params) if wire is WIRE and travels_quantised(p))
+        quantised = (i for i, p in enumerate(params) if block_code(wire) and travels_quantised(p))
         numels, dtypes = tuple(p.numel() for p in params), tuple(p.dtype for p in params)
         return cls(tuple(names), numels, dtypes, quantised=frozenset(quantised))
 
@@ -90,7 +91,7 @@ class Model:
         return self.dtypes[self.param(self.groups.index(group))]
 
     def quantises(self, group: int) -> bool:
-        """Return whether the buckets of a group travel in blocks of int8."""
+        """Return whether the buckets of a group travel in blocks of bytes."""
         return self.groups.index(group) in self.quantised
 
     def layout(self, buckets: Sequence[Bucket], ranks: int, owners: Sequence[int] | None = None) -> Layout:

@@ -1,4 +1,4 @@
-"""``compression=Compression.int8``: which parameters travel in blocks of int8, and where that is possible."""
+"""``Compression.int8`` and ``fp8``: which gradients travel in blocks of bytes, and where that is possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from commsched.backends.choice import wanted_transport
 
-WIRE = torch.int8
 BLOCK = 256  # elements with one scale: comm_core's kQuantBlock
 SHARE = (BLOCK + 4) / (4 * BLOCK)  # of float32's bytes
 
@@ -22,9 +21,9 @@ def travels_quantised(param: torch.Tensor) -> bool:
     return param.dtype == torch.float32 and param.dim() > 1 and param.numel() >= _FEWEST
 
 
-def transport_for_blocks(transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
-    """Return the transport for quantised buckets, or raise where nothing can move them."""
-    refused = "compression=Compression.int8 is not possible"
+def transport_for_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
+    """Return the transport for buckets quantised to a code, or raise where nothing can move them."""
+    refused = f"compression=Compression.{code} is not possible"
     elsewhere = sorted({param.device.type for param in params} - {"cpu"})
     if elsewhere:
         raise ValueError(

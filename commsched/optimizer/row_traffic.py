@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from commsched.backends.interface import Backend
+from commsched.collectives.compression import block_code
 from commsched.optimizer.bucket_layout import Layout
 from commsched.optimizer.model_layers import Model, Rows
 from commsched.optimizer.options import Options
-from commsched.optimizer.quantised import WIRE
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -125,8 +125,8 @@ def _obstacle(backend: Backend, asked: Options) -> str:
         return f"needs gather='gradients', got {asked.gather!r}: parameters have no zero rows"
     if not backend.by_rows:
         return f"needs transport 'direct' or 'gloo' on CPUs, but the transport is {backend.name!r}"
-    if asked.wire_dtype is WIRE:
-        return "needs gradients that are not quantised, but compression is Compression.int8"
+    if code := block_code(asked.wire_dtype):
+        return f"needs gradients that are not quantised, but compression is Compression.{code}"
     if isinstance(asked.schedule, Program):
         return "needs the name of a policy as the schedule, but it is a Program, whose buckets are whole"
     return ""

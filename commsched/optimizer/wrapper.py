@@ -220,7 +220,7 @@ class DistributedMethods(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict; either optimizer can load that of the other.
 
-        With ``gather="parameters"`` or ``Compression.int8`` every rank must call: each has a part of it.
+        With ``gather="parameters"``, ``Compression.int8`` or ``fp8`` every rank must call: each has a part.
         """
         self._settle()
         own = self.__dict__["state"]

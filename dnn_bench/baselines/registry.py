@@ -78,7 +78,7 @@ def _entries() -> list[Baseline]:
         # With several buckets its callbacks start collectives in an order that differs by rank.
         _rounded("ddp_powersgd", "DDP", "powersgd", bucket_cap_mb=WHOLE),
         replace(_horovod("horovod_fp16", None), kind=ROUNDED, options={"compression": "fp16"}, exact=False),
-        *(_rounded(f"auto_{name}", "Commsched", name) for name in ("bf16", "int8")),
+        *(_rounded(f"auto_{name}", "Commsched", name) for name in ("bf16", "int8", "fp8")),
     ]
 
 

@@ -196,11 +196,11 @@ def test_a_baseline_with_another_optimizer_is_compared_with_a_process_that_has_i
 
 
 def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves() -> None:
-    names = ["auto", "auto_int8", "ddp_bf16", "ddp_powersgd"]
+    names = ["auto", "auto_int8", "auto_fp8", "ddp_bf16", "ddp_powersgd"]
     names += ["horovod_fp16"] if importlib.util.find_spec("horovod") else []
     found = compare(*map(baselines.get, names), effort=Effort(1, 1, trace="none"))
     assert [found[name]["status"] for name in names] == ["ok"] * len(names), found
-    assert found["auto"]["error"] is not None and found["auto_int8"]["error"] is None
+    assert found["auto"]["error"] is not None and all(found[name]["error"] is None for name in ("auto_int8", "auto_fp8"))
     assert isinstance(found["auto"]["predicted"], float)
 
 

@@ -41,7 +41,7 @@ void send_halos(const std::stop_token& stop) {
 
 // The memory of a rank's buckets: gradients, and parameters for the buckets that are updated in shards.
 struct Buffers {
-  std::vector<std::vector<float>> gradients, parameters;
+  std::vector<std::vector<float>> gradients, parameters, residuals;
 };
 
 struct Job {
@@ -73,6 +73,7 @@ Job random_job(Random& random, bool ring) {
       bucket.needs_update = pick(0, 2) == 0;
     }
     if (b % 2 == 1) bucket.wire_dtype = DType::bf16;
+    if (b % 2 == 1 && row == 0 && !ring && pick(0, 1) == 0) bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
     job.plan.push_back({!bucket.needs_update && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
     job.buckets.push_back(std::move(bucket));
   }
@@ -92,12 +93,18 @@ void describe_buckets(Engine& engine, const Job& job, Buffers& buffers) {
     bucket.reduce_ptr = buffers.gradients.emplace_back(bucket.count).data();
     float* const parameters = buffers.parameters.emplace_back(bucket.count).data();
     bucket.gather_ptr = bucket.needs_update ? parameters : bucket.reduce_ptr;
+    if (in_blocks(bucket.wire_dtype)) {
+      bucket.sent_residual = buffers.residuals.emplace_back(bucket.count).data();
+      bucket.sum_residual = buffers.residuals.emplace_back(bucket.count).data();  // of any part
+    }
     engine->add_bucket(bucket);
   }
 }
 
 // Exact in bfloat16, and so are the sums. Every step touches other rows: some on all ranks, some on a few, some on none.
 float gradient(const BucketSpec& bucket, int rank, int step, size_t i) {
+  // A block is exact if it holds one magnitude, and its scale is exact if that is a multiple of both 127 and 7 (448 / 64).
+  if (in_blocks(bucket.wire_dtype)) return static_cast<float>(static_cast<int>((i + step) % 3) - 1) * (127 * 7);
   const size_t row = i / (bucket.row > 0 ? bucket.row : 16) + step;
   return row % 5 == 0 || (row % 5 < 4 && (row + rank) % 3 == 0) ? 0 : static_cast<float>((i % 7) + rank + 1);
 }
@@ -148,7 +155,7 @@ void run_random_job(Random& random, const std::function<Channels(int, unsigned)>
   const Channels channels = make_channels(job.size, random());
   on_ranks(job.size, [&](int rank) {
     Buffers buffers;
-    Engine engine(make_transport(channels, rank, job.ring, 256), 30);
+    Engine engine(make_transport(channels, rank, job.ring, 264), 30);  // a segment holds one quantised block
     describe_buckets(engine, job, buffers);
     engine->install(job.plan);
     train(engine, job, buffers, rank, 4);

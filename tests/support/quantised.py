@@ -1,4 +1,4 @@
-"""Blocks of int8 as numpy makes them: what quantised gradients must be to the bit."""
+"""Quantised blocks as numpy and torch make them: what quantised gradients must be to the bit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Floats = npt.NDArray[np.float32]
 BLOCK = 256
 SMALLEST = np.float32(1e-35)
+LARGEST = {"int8": np.float32(127), "fp8": np.float32(448)}
+WIRES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def rounded(values: Floats, residual: Floats) -> Floats:
+def coded(block: Floats, largest: np.float32, code: str) -> tuple[Floats, np.float32]:
+    """The elements' codes, as numbers, and their scale."""
+    scale = largest / LARGEST[code]
+    if code == "int8":
+        return np.rint(block * (LARGEST[code] / largest)), scale
+    return torch.from_numpy(block / scale).to(torch.float8_e4m3fn).float().numpy(), scale
+
+
+def rounded(values: Floats, residual: Floats, code: str) -> Floats:
     """What the others get for these values; the residual, which was added to them, becomes the new one."""
     total, result = values + residual, np.zeros_like(values)
     for begin in range(0, len(values), BLOCK):
@@ -23,9 +34,9 @@ def rounded(values: Floats, residual: Floats) -> Floats:
             result[part] = np.where(block == 0, np.float32(0), np.float32(np.nan))
             continue
         if largest >= SMALLEST:
-            codes = np.rint(block * (np.float32(127) / largest))
-            assert (np.abs(codes) <= 127).all()
-            result[part] = codes * (largest / np.float32(127))
+            codes, scale = coded(block, largest, code)
+            assert (np.abs(codes) <= LARGEST[code]).all()
+            result[part] = codes * scale
         residual[part] = block - result[part]
     return result
 
@@ -37,6 +48,8 @@ def exchanged(
     ends: Sequence[int],
     scale: float,
     prescale: float = 1.0,
+    *,
+    code: str,
 ) -> Floats:
     """The sum that every rank gets of every rank's ``data``; ``ends`` of the ranks' parts, ``sums`` of all
     owners. Without ``sums``, each owner's exact sum.
@@ -45,12 +58,12 @@ def exchanged(
     for start, stop in zip([0, *ends], ends, strict=False):
         part = slice(start, stop)
         parts = [
-            rounded(mine[part] * np.float32(prescale), lost[part])
+            rounded(mine[part] * np.float32(prescale), lost[part], code)
             for mine, lost in zip(data, sent, strict=True)
         ]
         total = parts[0].copy()
         for other in parts[1:]:
             total += other
         total *= np.float32(scale)
-        result[part] = total if sums is None else rounded(total, sums[part])
+        result[part] = total if sums is None else rounded(total, sums[part], code)
     return result

@@ -1,4 +1,4 @@
-"""Training with ``Compression.int8`` beside what it must give, and a count of what was delivered."""
+"""Training with ``Compression.int8`` and ``fp8`` beside an oracle, and a count of what was delivered."""
 
 from __future__ import annotations
 
@@ -12,12 +12,30 @@ import commsched as hvd
 from commsched.optimizer.quantised import travels_quantised
 from commsched.optimizer.residuals import KEY
 from commsched.optimizer.shards import memory_order
-from tests.support.cases import Me
+from tests.support.cases import Me, case
 from tests.support.oracle import Oracle, batch
-from tests.support.quantised import exchanged
+from tests.support.quantised import LARGEST, exchanged
 from tests.support.reference_run import Twin, momentum
 
-INT8 = hvd.Compression.int8
+COMPRESSIONS = {code: getattr(hvd.Compression, code) for code in LARGEST}
+
+Body = Callable[[Me, str], None]
+
+
+def case_of_each_code(ranks: Sequence[int] = (2, 3), slow: Sequence[int] = ()) -> Callable[[Body], Body]:
+    """Register a case for int8 and another for fp8; its body gets the code's name."""
+
+    def register(body: Body) -> Body:
+        for code in COMPRESSIONS:
+
+            def one(me: Me, code: str = code) -> None:
+                body(me, code)
+
+            one.__name__ = f"{body.__name__}_{code}"
+            case(ranks, slow)(one)
+        return body
+
+    return register
 
 
 class Wide(nn.Module):
@@ -43,8 +61,9 @@ def loss_of(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
 class QuantisedOracle(Oracle):
     """Rounds large matrices, and keeps what that loses, as all ranks and owners do together."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, ranks: int, rounds_sums: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: int, rounds_sums: bool, code: str) -> None:
         super().__init__(model, optimizer, ranks)
+        self.code = code
         self.quantised = [p for p in self.params if travels_quantised(p)]
         self.sent = {p: [torch.zeros(p.numel()).numpy() for _ in range(ranks)] for p in self.quantised}
         self.sums = {p: torch.zeros(p.numel()).numpy() if rounds_sums else None for p in self.quantised}
@@ -56,7 +75,7 @@ class QuantisedOracle(Oracle):
 
     def rounded(self, p: nn.Parameter, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         data = [memory_order(torch.zeros_like(p) if g is None else g, p).numpy() for g in grads]
-        total = exchanged(data, self.sent[p], self.sums[p], [p.numel()], self.scale)
+        total = exchanged(data, self.sent[p], self.sums[p], [p.numel()], self.scale, code=self.code)
         result = torch.empty_like(p, requires_grad=False)
         result.as_strided((p.numel(),), (1,)).copy_(torch.from_numpy(total))
         return result
@@ -68,21 +87,29 @@ class QuantisedOracle(Oracle):
         return total if sums is None else total + torch.from_numpy(sums)
 
 
-def quantised(me: Me, build: Callable[[], nn.Module] = Wide, make: Any = momentum, **options: Any) -> Twin:
-    twin = Twin(me, build, make, compression=INT8, **{"bucket_mb": 0.01, **options})
+def quantised(
+    me: Me, code: str, build: Callable[[], nn.Module] = Wide, make: Any = momentum, **options: Any
+) -> Twin:
+    twin = Twin(me, build, make, compression=COMPRESSIONS[code], **{"bucket_mb": 0.01, **options})
     rounds_sums = options.get("gather") != "parameters"
-    twin.oracle = QuantisedOracle(twin.plain, twin.oracle.optimizer, me.size, rounds_sums)
+    twin.oracle = QuantisedOracle(twin.plain, twin.oracle.optimizer, me.size, rounds_sums, code)
     return twin
 
 
 class Ledger:
     """Gradients of whole numbers, what was delivered of their sums over the ranks, and what is lacking."""
 
-    def __init__(self, me: Me, **options: Any) -> None:
+    def __init__(self, me: Me, code: str, **options: Any) -> None:
         self.me = me
+        # The largest of each block: scales, and so losses, are whole numbers, or have few digits.
+        self.largest = float(LARGEST[code]) * {"int8": 8, "fp8": 4}[code]
         self.params = [nn.Parameter(torch.zeros(64, 80)), nn.Parameter(torch.zeros(48, 100))]
         self.optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.params, lr=1.0), compression=INT8, op=hvd.Sum, bucket_mb=0.01, **options
+            torch.optim.SGD(self.params, lr=1.0),
+            compression=COMPRESSIONS[code],
+            op=hvd.Sum,
+            bucket_mb=0.01,
+            **options,
         )
         self.summed = [torch.zeros(p.shape, dtype=torch.float64) for p in self.params]
         self.steps = 0
@@ -90,7 +117,7 @@ class Ledger:
     def gradient(self, i: int, rank: int) -> torch.Tensor:
         dice = torch.Generator().manual_seed(1000 * self.steps + 10 * rank + i)
         values = torch.randint(-900, 901, self.params[i].shape, generator=dice).float()
-        values.view(-1)[::256] = 127 * 8  # the largest of each block: scales, and so losses, are whole
+        values.view(-1)[::256] = self.largest
         return values
 
     def step(self, *used: int, backwards: int = 1) -> None:

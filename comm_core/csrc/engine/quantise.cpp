@@ -3,28 +3,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "block_codes.h"
+
 namespace commsched {
 namespace {
 
-constexpr float kLargestCode = 127.0f;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr uint32_t kNaN = 0x7fc00000u;
-// Blocks of smaller magnitudes are sent as zeros: 127 / magnitude could be infinite.
+// Blocks of smaller magnitudes are sent as zeros: 127 / magnitude could be infinite, and magnitude / 448 subnormal.
 constexpr float kSmallest = 1e-35f;
-// Added to a number of at most 2^22, it leaves the nearest whole number (ties to even) in the low bits of the float.
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // The bits of the largest magnitude; of NaN or infinity if there is one, whose bits are larger than any number's. Compilers
 // vectorise a maximum of integers, but not one of floats.
@@ -34,66 +21,75 @@ uint32_t largest(const float* values, size_t n) {
   return static_cast<uint32_t>(most);
 }
 
+template <typename Code>
 void quantise_block(const float* values, size_t n, float* residual, char* out) {
   const uint32_t most = largest(values, n);
   const bool finite = most < kInfinity;
   const float magnitude = from_bits(most);
   const bool zero = finite && magnitude < kSmallest;
-  const float scale = !finite ? from_bits(kNaN) : zero ? 0.0f : magnitude / kLargestCode;
+  const float scale = !finite ? from_bits(kNaN) : zero ? 0.0f : magnitude / Code::kLargest;
   std::memcpy(out, &scale, sizeof(scale));
-  auto* codes = reinterpret_cast<int8_t*>(out + sizeof(scale));
+  auto* codes = reinterpret_cast<uint8_t*>(out + sizeof(scale));
   if (!finite) {
     for (size_t i = 0; i < n; ++i) codes[i] = values[i] == 0.0f ? 0 : 1;
     return;
   }
-  const float inverse = zero ? 0.0f : kLargestCode / magnitude;
-  for (size_t i = 0; i < n; ++i) {
-    codes[i] = static_cast<int8_t>(static_cast<uint8_t>(bits_of(values[i] * inverse + kRounder)));
+  float rounded[kQuantBlock] = {};
+  if (zero) {
+    std::memset(codes, 0, n);
+  } else {
+    Code::encode(values, n, magnitude, codes, rounded);
   }
-  if (residual == nullptr) return;
-  for (size_t i = 0; i < n; ++i) {
-    const float code = (values[i] * inverse + kRounder) - kRounder;
-    residual[i] = values[i] - code * scale;
-  }
+  for (size_t i = 0; residual != nullptr && i < n; ++i) residual[i] = values[i] - rounded[i] * scale;
 }
 
+template <typename Code>
 void restore_block(const char* bytes, size_t n, float* values) {
   float scale;
   std::memcpy(&scale, bytes, sizeof(scale));
-  const auto* codes = reinterpret_cast<const int8_t*>(bytes + sizeof(scale));
-  for (size_t i = 0; i < n; ++i) values[i] = static_cast<float>(codes[i]) * scale;
+  const auto* codes = reinterpret_cast<const uint8_t*>(bytes + sizeof(scale));
+  Code::decode(codes, n, scale, values);
   if (scale == scale) return;
   // Zeros stay zeros in a block that is not finite: among them is the padding of buckets, which nobody overwrites.
   for (size_t i = 0; i < n; ++i) values[i] = codes[i] == 0 ? 0.0f : scale;
 }
 
-}  // namespace
-
-void quantise(const float* in, size_t n, double scale, float* residual, char* out) {
-  const auto factor = static_cast<float>(scale);
+template <typename Code>
+void quantise_all(const float* in, size_t n, float scale, float* residual, char* out) {
   float values[kQuantBlock];
-  for (size_t begin = 0; begin < n; begin += kQuantBlock) {
+  for (size_t begin = 0; begin < n; begin += kQuantBlock, out += kQuantBytes) {
     const size_t length = std::min(kQuantBlock, n - begin);
     float* kept = residual == nullptr ? nullptr : residual + begin;
-    for (size_t i = 0; i < length; ++i) values[i] = in[begin + i] * factor;
+    for (size_t i = 0; i < length; ++i) values[i] = in[begin + i] * scale;
     for (size_t i = 0; kept != nullptr && i < length; ++i) values[i] += kept[i];
-    quantise_block(values, length, kept, out + wire_bytes(DType::q8, begin));
+    quantise_block<Code>(values, length, kept, out);
   }
 }
 
-void sum_quantised(const void* const* parts, int num_parts, float* out, size_t n, double scale) {
-  const auto factor = static_cast<float>(scale);
+template <typename Code>
+void sum_all(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
   float sums[kQuantBlock], part[kQuantBlock];
-  for (size_t begin = 0; begin < n; begin += kQuantBlock) {
+  for (size_t begin = 0, at = 0; begin < n; begin += kQuantBlock, at += kQuantBytes) {
     const size_t length = std::min(kQuantBlock, n - begin);
-    const size_t at = wire_bytes(DType::q8, begin);
-    restore_block(static_cast<const char*>(parts[0]) + at, length, sums);
+    restore_block<Code>(static_cast<const char*>(parts[0]) + at, length, sums);
     for (int p = 1; p < num_parts; ++p) {
-      restore_block(static_cast<const char*>(parts[p]) + at, length, part);
+      restore_block<Code>(static_cast<const char*>(parts[p]) + at, length, part);
       for (size_t i = 0; i < length; ++i) sums[i] += part[i];
     }
-    for (size_t i = 0; i < length; ++i) out[begin + i] = sums[i] * factor;
+    for (size_t i = 0; i < length; ++i) out[begin + i] = sums[i] * scale;
   }
+}
+
+}  // namespace
+
+void quantise(const float* in, size_t n, double scale, float* residual, void* out, DType wire) {
+  const auto all = wire == DType::qi8 ? quantise_all<Int8Code> : quantise_all<E4m3Code>;
+  all(in, n, static_cast<float>(scale), residual, static_cast<char*>(out));
+}
+
+void sum_quantised(const void* const* parts, int num_parts, DType wire, float* out, size_t n, double scale) {
+  const auto all = wire == DType::qi8 ? sum_all<Int8Code> : sum_all<E4m3Code>;
+  all(parts, num_parts, out, n, static_cast<float>(scale));
 }
 
 }  // namespace commsched

@@ -141,7 +141,7 @@ bool is_floating(DType dtype) { return dtype <= DType::bf16; }
 }  // namespace
 
 void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale) {
-  if (from == DType::q8) return sum_quantised(parts, num_parts, static_cast<float*>(out), n, scale);
+  if (in_blocks(from)) return sum_quantised(parts, num_parts, from, static_cast<float*>(out), n, scale);
   if (from == to && !is_floating(from)) {
     return with_integer(from, [&](auto t) {
       using T = typename decltype(t)::type;
@@ -156,9 +156,7 @@ void sum_in_order(const void* const* parts, int num_parts, DType from, void* out
 }
 
 void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale, float* residual) {
-  if (to_type == DType::q8) {
-    return quantise(static_cast<const float*>(from), n, scale, residual, static_cast<char*>(to));
-  }
+  if (in_blocks(to_type)) return quantise(static_cast<const float*>(from), n, scale, residual, to, to_type);
   if (from_type == to_type && scale == 1.0) {
     if (from != to && n > 0) std::memcpy(to, from, n * dtype_size(to_type));
     return;
@@ -167,11 +165,11 @@ void convert(const void* from, DType from_type, void* to, DType to_type, size_t 
 }
 
 void check_wire(DType dtype, DType wire) {
-  if (wire == dtype || (wire == DType::q8 && dtype == DType::f32)) return;
+  if (wire == dtype || (in_blocks(wire) && dtype == DType::f32)) return;
   if (is_floating(dtype) && is_floating(wire) && dtype_size(wire) < dtype_size(dtype)) return;
   throw EngineError(ErrorKind::usage, std::string("a bucket of ") + dtype_name(dtype) + " cannot travel as " +
                                           dtype_name(wire) +
-                                          ": use the same type, a smaller floating type, or for float32 blocks of int8");
+                                          ": use the same type, a smaller floating type, or for float32 blocks of int8 or fp8");
 }
 
 }  // namespace commsched

@@ -31,11 +31,11 @@ inline void check_parts(const BucketSpec& spec, int size) {
   }
 }
 
-// Throws if the bucket is to travel in blocks of int8: only the direct exchange can do that.
+// Throws if the bucket is to travel in blocks: only the direct exchange can do that.
 inline void refuse_blocks(const BucketSpec& spec, const std::string& who) {
-  if (spec.wire_dtype != DType::q8) return;
-  throw EngineError(ErrorKind::usage, "bucket '" + spec.name + "' cannot travel in blocks of int8 over " + who +
-                                          "; use the direct exchange");
+  if (!in_blocks(spec.wire_dtype)) return;
+  throw EngineError(ErrorKind::usage, "bucket '" + spec.name + "' cannot travel in " + dtype_name(spec.wire_dtype) + " over " +
+                                          who + "; use the direct exchange");
 }
 
 class Transport {

@@ -12,8 +12,10 @@
 
 namespace commsched {
 
-// q8 is a form of float32 for the wire only: blocks of bytes with a scale (quantise.h).
-enum class DType : uint8_t { f32, f64, f16, bf16, i32, i64, u8, q8 };
+// qi8 and qf8 are forms of float32 for the wire only: blocks of bytes with a scale (quantise.h).
+enum class DType : uint8_t { f32, f64, f16, bf16, i32, i64, u8, qi8, qf8 };
+
+constexpr bool in_blocks(DType type) { return type >= DType::qi8; }
 
 constexpr size_t dtype_size(DType type) {
   switch (type) {
@@ -21,7 +23,7 @@ constexpr size_t dtype_size(DType type) {
     case DType::f32: case DType::i32: return 4;
     case DType::f16: case DType::bf16: return 2;
     case DType::u8: return 1;
-    case DType::q8: break;  // see wire_bytes()
+    case DType::qi8: case DType::qf8: break;  // see wire_bytes()
   }
   return 0;
 }
@@ -29,19 +31,19 @@ constexpr size_t dtype_size(DType type) {
 constexpr size_t kQuantBlock = 256;                          // elements with one scale
 constexpr size_t kQuantBytes = kQuantBlock + sizeof(float);  // of a whole block
 
-// What n elements take in a message. Elements of q8 are counted from the start of a block.
+// What n elements take in a message. Elements of blocks are counted from the start of a block.
 constexpr size_t wire_bytes(DType wire, size_t n) {
-  return wire == DType::q8 ? n + (n + kQuantBlock - 1) / kQuantBlock * sizeof(float) : n * dtype_size(wire);
+  return in_blocks(wire) ? n + (n + kQuantBlock - 1) / kQuantBlock * sizeof(float) : n * dtype_size(wire);
 }
 
-// How many elements fit into so many bytes; of q8 whole blocks.
+// How many elements fit into so many bytes; of blocks whole ones.
 constexpr size_t wire_elements(DType wire, size_t bytes) {
-  return wire == DType::q8 ? bytes / kQuantBytes * kQuantBlock : bytes / dtype_size(wire);
+  return in_blocks(wire) ? bytes / kQuantBytes * kQuantBlock : bytes / dtype_size(wire);
 }
 
 constexpr const char* dtype_name(DType type) {
   constexpr const char* names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8",
-                                   "blocks of int8"};
+                                   "blocks of int8", "blocks of fp8"};
   return names[static_cast<int>(type)];
 }
 
@@ -70,8 +72,8 @@ struct BucketSpec {
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;
   DType wire_dtype = DType::f32;  // what gradients travel as; sums are formed in the wider of this and `dtype`
-  float* sent_residual = nullptr;  // with q8, or none: what rounding each of this rank's gradients has lost so far
-  float* sum_residual = nullptr;   // with q8, or none: what rounding the sums of this rank's part has lost so far
+  float* sent_residual = nullptr;  // with blocks, or none: what rounding each of this rank's gradients has lost so far
+  float* sum_residual = nullptr;   // with blocks, or none: what rounding the sums of this rank's part has lost so far
   double prescale = 1.0;          // applied to every rank's gradients before they are added
   double postscale = 1.0;         // applied to the sum, by its owner
   bool needs_update = false;      // AG waits for mark_updated

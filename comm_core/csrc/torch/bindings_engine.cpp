@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings_blocks.h"
 #include "bindings_rows.h"
 #include "c10d_channel.h"
 #include "dtypes.h"
@@ -39,20 +40,17 @@ void check_flat(const at::Tensor& tensor, const char* what) {
   throw EngineError(ErrorKind::usage, std::string(what) + " must be a one-dimensional contiguous tensor on the CPU");
 }
 
-// The type in which a bucket's gradients travel.
-DType wire_of(at::ScalarType type) { return type == at::kChar ? DType::q8 : dtype_of(type); }
-
 float* residual_of(const at::Tensor& residual, size_t length, const BucketSpec& spec, const char* what) {
   check_flat(residual, what);
-  if (spec.wire_dtype == DType::q8 && residual.scalar_type() == at::kFloat && residual.numel() == static_cast<int64_t>(length)) {
+  if (in_blocks(spec.wire_dtype) && residual.scalar_type() == at::kFloat && residual.numel() == static_cast<int64_t>(length)) {
     return residual.data_ptr<float>();
   }
   throw EngineError(ErrorKind::usage, std::string(what) + " of bucket '" + spec.name + "' must be " + std::to_string(length) +
-                                          " elements of float32, for wire_dtype=torch.int8, but has " +
+                                          " elements of float32, for wire_dtype=torch.int8 or torch.float8_e4m3fn, but has " +
                                           std::to_string(residual.numel()) + " of " + c10::toString(residual.scalar_type()));
 }
 
-// What blocks of int8 have lost so far, which the engine adds to the next values.
+// What rounding in blocks has lost so far, which the engine adds to the next values.
 struct Residuals {
   std::optional<at::Tensor> sent, sums;
 
@@ -277,6 +275,7 @@ void bind_engine(py::module_& m) {
   bind_channels(m);
   bind_transports(m);
   bind_the_engine(m);
+  bind_blocks(m);
   bind_rows(m);
 }
 

@@ -1,4 +1,4 @@
-"""``Compression.int8``: bits as an oracle makes them, residuals that lose nothing, bytes, and what is refused."""
+"""``Compression.int8`` and ``fp8``: bits as an oracle makes them, residuals that lose nothing, bytes, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import commsched as hvd
 from commsched.optimizer.quantised import travels_quantised
 from commsched.optimizer.residuals import KEY
 from commsched.optimizer.shards import memory_order
-from tests.support.cases import Me, case, main
+from tests.support.cases import Me, main
 from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
-from tests.support.quantised_training import INT8, Ledger, Wide, loss_of, quantised
+from tests.support.quantised_training import COMPRESSIONS, Ledger, Wide, case_of_each_code, loss_of, quantised
 from tests.support.reference_run import momentum
 
 
-@case(ranks=(2, 3), slow=(4,))
-def every_plan_gives_the_bits_of_the_oracle(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3), slow=(4,))
+def every_plan_gives_the_bits_of_the_oracle(me: Me, code: str) -> None:
     ways = [{"schedule": policy} for policy in ("wfbp", "dear", "bytescheduler", "sequential")]
     ways += [{"schedule": "optimal", "bucket_mb": size} for size in (0.001, 0.02, 10)]
     for way in (*ways, {"transport": "gloo"}):
-        twin = quantised(me, **way)
+        twin = quantised(me, code, **way)
         for step in range(6):
             twin.step(loss_of(step))
         twin.compare(f"{way}")
@@ -32,9 +32,9 @@ def every_plan_gives_the_bits_of_the_oracle(me: Me) -> None:
         release(twin.optimizer)
 
 
-@case(ranks=(2, 3))
-def new_plans_move_residuals_without_changing_a_bit(me: Me) -> None:
-    twin = quantised(me, schedule="auto", planned=False, lag=0.0, bucket_mb=None)
+@case_of_each_code(ranks=(2, 3))
+def new_plans_move_residuals_without_changing_a_bit(me: Me, code: str) -> None:
+    twin = quantised(me, code, schedule="auto", planned=False, lag=0.0, bucket_mb=None)
     seen = set()
     for step in range(14):
         twin.step(loss_of(step))
@@ -44,35 +44,35 @@ def new_plans_move_residuals_without_changing_a_bit(me: Me) -> None:
     release(twin.optimizer)
 
 
-@case(ranks=(2, 3))
-def shards_are_updated_with_sums_of_rounded_gradients(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def shards_are_updated_with_sums_of_rounded_gradients(me: Me, code: str) -> None:
     for early in (False, True):
-        twin = quantised(me, gather="parameters", early_step=early)
+        twin = quantised(me, code, gather="parameters", early_step=early)
         for step in range(6):
             twin.step(loss_of(step))
             twin.compare_update(f"early_step={early}, step {step}")
         release(twin.optimizer)
 
 
-@case(ranks=(2,))
-def whole_matrices_are_quantised_too(me: Me) -> None:
+@case_of_each_code(ranks=(2,))
+def whole_matrices_are_quantised_too(me: Me, code: str) -> None:
     def muon(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Muon(model.parameters(), lr=2e-3)
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(12, 200, bias=False), nn.Tanh(), nn.Linear(200, 70, bias=False))
 
-    twin = quantised(me, build, muon, gather="parameters")
+    twin = quantised(me, code, build, muon, gather="parameters")
     for step in range(4):
         twin.step(loss_of(step))
     twin.compare()
     release(twin.optimizer)
 
 
-@case(ranks=(2, 3))
-def the_state_holds_what_is_lacking(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def the_state_holds_what_is_lacking(me: Me, code: str) -> None:
     for gather in ("gradients", "parameters"):
-        twin = quantised(me, gather=gather)
+        twin = quantised(me, code, gather=gather)
         for step in range(3):
             twin.step(loss_of(step))
             twin.compare_update(f"step {step}")
@@ -87,7 +87,7 @@ def the_state_holds_what_is_lacking(me: Me) -> None:
                 found = memory_order(saved["state"][i][KEY], p).double()
                 assert wanted.abs().max() > 0
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
-        other = quantised(me, gather=gather)
+        other = quantised(me, code, gather=gather)
         other.optimizer.load_state_dict(saved)
         again = other.optimizer.state_dict()
         for i in saved["state"]:
@@ -105,11 +105,11 @@ def the_state_holds_what_is_lacking(me: Me) -> None:
 GATHERS = ("gradients", "parameters")
 
 
-@case(ranks=(2, 3), slow=(4,))
-def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3), slow=(4,))
+def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me, code: str) -> None:
     """The state is the same whole numbers at each number of ranks, and they arrive to the last."""
     for gather in GATHERS:
-        ledger = Ledger(me, gather=gather)
+        ledger = Ledger(me, code, gather=gather)
         saved = ledger.optimizer.state_dict()
         before = [torch.randint(-50, 51, p.shape, generator=torch.Generator().manual_seed(i)).double()
                   for i, p in enumerate(ledger.params)]  # fmt: skip
@@ -123,31 +123,31 @@ def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me) -> None:
         release(ledger.optimizer)
 
 
-@case(ranks=(2, 3))
-def nothing_is_lost_where_no_rank_uses_a_parameter(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def nothing_is_lost_where_no_rank_uses_a_parameter(me: Me, code: str) -> None:
     for gather in GATHERS:
-        ledger = Ledger(me, gather=gather)
+        ledger = Ledger(me, code, gather=gather)
         for used in ((), (0,), (0,), (1,), (), (0,)):
             ledger.step(*used)
             ledger.check(f"{gather}, used {used}")
         release(ledger.optimizer)
 
 
-@case(ranks=(2, 3))
-def nothing_is_lost_where_backwards_add_up_before_a_step(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def nothing_is_lost_where_backwards_add_up_before_a_step(me: Me, code: str) -> None:
     """With op=Sum, all ranks but one send the difference to what the first backward has delivered."""
     for gather in GATHERS:
-        ledger = Ledger(me, gather=gather)
+        ledger = Ledger(me, code, gather=gather)
         for backwards in (1, 3, 2, 1):
             ledger.step(backwards=backwards)
             ledger.check(f"{gather}, {backwards} backwards")
         release(ledger.optimizer)
 
 
-@case(ranks=(2, 3))
-def nothing_is_lost_when_the_optimizer_changes(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def nothing_is_lost_when_the_optimizer_changes(me: Me, code: str) -> None:
     for gather in GATHERS:
-        ledger = Ledger(me, gather=gather)
+        ledger = Ledger(me, code, gather=gather)
         ledger.step()
         ledger.params[1].requires_grad_(False)
         ledger.step(0)
@@ -165,12 +165,12 @@ def nothing_is_lost_when_the_optimizer_changes(me: Me) -> None:
         release(ledger.optimizer)
 
 
-@case(ranks=(2,))
-def ranks_with_fewer_batches_keep_their_residuals(me: Me) -> None:
+@case_of_each_code(ranks=(2,))
+def ranks_with_fewer_batches_keep_their_residuals(me: Me, code: str) -> None:
     for gather in GATHERS:
         model = seeded(Wide)
         optimizer: Any = hvd.DistributedOptimizer(
-            momentum(model), model.named_parameters(), compression=INT8, gather=gather
+            momentum(model), model.named_parameters(), compression=COMPRESSIONS[code], gather=gather
         )
         for step in range(3 + 2 * me.rank):
             model(batch(me.rank, step)).square().mean().backward()
@@ -188,11 +188,11 @@ def ranks_with_fewer_batches_keep_their_residuals(me: Me) -> None:
         release(optimizer)
 
 
-@case(ranks=(2,))
-def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me) -> None:
+@case_of_each_code(ranks=(2,))
+def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me, code: str) -> None:
     model = seeded(Wide)
     optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), compression=INT8
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), compression=COMPRESSIONS[code]
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(4):
@@ -211,12 +211,12 @@ def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me) -> None:
     release(optimizer)
 
 
-@case(ranks=(2, 3))
-def messages_have_a_quarter_of_the_bytes(me: Me) -> None:
+@case_of_each_code(ranks=(2, 3))
+def messages_have_a_quarter_of_the_bytes(me: Me, code: str) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40))
 
-    twin = quantised(me, build, bucket_mb=0.5, lag=0.0)
+    twin = quantised(me, code, build, bucket_mb=0.5, lag=0.0)
     for step in range(8):
         twin.step(loss_of(step))
     whole = sum(4 * p.numel() for p in twin.model.parameters()) * 2 * (me.size - 1) / me.size
@@ -225,43 +225,43 @@ def messages_have_a_quarter_of_the_bytes(me: Me) -> None:
     assert 0.25 < found.bytes / whole < 0.27, found.bytes / whole
     told = str(hvd.explain(twin.optimizer, show=False)).splitlines()
     (wide,) = (line for line in told if line.startswith("  bucket") and "2.weight" in line)
-    assert ", gradients as int8 " in wide and "bias" not in wide, told
-    assert any("bias" in line and "int8" not in line for line in told), told
+    assert f", gradients as {code} " in wide and "bias" not in wide, told
+    assert any("bias" in line and code not in line for line in told), told
     release(twin.optimizer)
 
 
-@case(ranks=(2,))
-def what_is_refused(me: Me) -> None:
+@case_of_each_code(ranks=(2,))
+def what_is_refused(me: Me, code: str) -> None:
     def refused(model: nn.Module | None = None, **options: Any) -> str:
         model = model or Wide()
         try:
-            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **{"compression": INT8, **options})
+            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **{"compression": COMPRESSIONS[code], **options})
         except (ValueError, hvd.CommError) as error:
             return str(error)
         raise AssertionError("accepted")
 
-    assert "not possible over transport 'ring'" in refused(transport="ring")
+    assert f"Compression.{code} is not possible over transport 'ring'" in refused(transport="ring")
     assert "not possible over transport 'horovod'" in refused(transport="horovod")
     assert "not possible over transport 'stream'" in refused(transport="stream")
     assert "without buckets" in refused(transport="plain")
     assert "without buckets" in refused(op=hvd.Adasum)
     assert "on CPUs only" in refused(Wide().to("meta"))
-    text = refused(compression=INT8 if me.rank else hvd.Compression.none)
+    text = refused(compression=COMPRESSIONS[code] if me.rank else hvd.Compression.none)
     assert "the arguments of DistributedOptimizer must be the same on all ranks" in text, text
     try:
-        hvd.allreduce(torch.ones(3), compression=INT8)
+        hvd.allreduce(torch.ones(3), compression=COMPRESSIONS[code])
         raise AssertionError("accepted")
     except ValueError as error:
-        assert "for the buckets of DistributedOptimizer" in str(error)
+        assert f"Compression.{code} is for the buckets of DistributedOptimizer" in str(error)
 
 
-@case(ranks=(), slow=(2,))
-def digits_are_learned_as_well(me: Me) -> None:
+@case_of_each_code(ranks=(), slow=(2,))
+def digits_are_learned_as_well(me: Me, code: str) -> None:
     from dnn_bench.converge.tasks import digits
 
     (images, labels), _ = digits()
     losses = {}
-    for compression in (hvd.Compression.none, INT8):
+    for compression in (hvd.Compression.none, COMPRESSIONS[code]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))  # fmt: skip
         optimizer = hvd.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""Buckets that travel in blocks of int8: bits, residuals, bytes, and what is refused."""
+"""Buckets that travel in blocks of int8 or fp8: bits, residuals, bytes, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from comm_core import Engine, EngineError, PythonTransport
 from tests.support.engines import local_engines, on_ranks, run_step
-from tests.support.quantised import BLOCK, Floats, exchanged
+from tests.support.quantised import BLOCK, LARGEST, WIRES, Floats, exchanged
 
 SEGMENT = 2 * (BLOCK + 4)
 PLANS = [[("RS", 0), ("AG", 0)], [("AR", 0)]]
+codes = pytest.mark.parametrize("code", WIRES)
 
 
 def engines(size: int, ring: bool = False) -> AbstractContextManager[list[Engine]]:
@@ -31,6 +32,8 @@ def steps_of(
     scale: float = 1.0,
     prescale: float = 1.0,
     plan: Sequence[tuple[str, int]] = PLANS[0],
+    *,
+    code: str,
 ) -> list[tuple[list[Floats], Floats, Floats]]:
     """Every rank's results of some steps (``data`` by step and rank) and its residuals of gradients, sums."""
     size = len(data[0])
@@ -40,7 +43,7 @@ def steps_of(
         sent, sums = torch.zeros(ends[-1]), torch.zeros(ends[rank] - ([0, *ends][rank]))
         engine.add_bucket(
             buffer,
-            wire_dtype=torch.int8,
+            wire_dtype=WIRES[code],
             prescale=prescale,
             postscale=scale,
             ends=ends,
@@ -75,30 +78,35 @@ def jobs(draw: st.DrawFn) -> tuple[list[list[Floats]], list[int], int]:
     return data, list(accumulate(lengths)), draw(st.integers(0, 1))
 
 
+@codes
 @settings(max_examples=60, deadline=None)
-@given(jobs(), st.sampled_from([1.0, 0.5, 1 / 3]), st.sampled_from([1.0, 0.7]))
+@given(job=jobs(), scale=st.sampled_from([1.0, 0.5, 1 / 3]), prescale=st.sampled_from([1.0, 0.7]))
 def test_every_rank_gets_the_bits_of_the_oracle(
-    job: tuple[list[list[Floats]], list[int], int], scale: float, prescale: float
+    code: str, job: tuple[list[list[Floats]], list[int], int], scale: float, prescale: float
 ) -> None:
     data, ends, plan = job
     sent, sums = [np.zeros_like(mine) for mine in data[0]], np.zeros_like(data[0][0])
-    expected = [exchanged(step, sent, sums, ends, scale, prescale) for step in data]
-    for rank, (results, my_sent, my_sums) in enumerate(steps_of(data, ends, scale, prescale, PLANS[plan])):
+    expected = [exchanged(step, sent, sums, ends, scale, prescale, code=code) for step in data]
+    found = steps_of(data, ends, scale, prescale, PLANS[plan], code=code)
+    for rank, (results, my_sent, my_sums) in enumerate(found):
         for result, wanted in zip(results, expected, strict=True):
             np.testing.assert_array_equal(result, wanted)
         np.testing.assert_array_equal(my_sent, sent[rank])
         np.testing.assert_array_equal(my_sums, sums[([0, *ends])[rank] : ends[rank]])
 
 
+@codes
 @pytest.mark.parametrize("size", [2, 3])
-def test_sent_plus_residual_is_the_accumulated_gradient_exactly(size: int) -> None:
-    """One element of each block is 127 * 8 in every step, so that all scales and losses are whole."""
+def test_sent_plus_residual_is_the_accumulated_gradient_exactly(size: int, code: str) -> None:
+    """One element of each block is a multiple of the largest code in every step, so that all scales are whole
+    and all losses have few digits.
+    """
     dice, count = np.random.default_rng(0), size * 3 * BLOCK
     data = [[dice.integers(-1000, 1001, count).astype(np.float32) for _ in range(size)] for _ in range(7)]
     for step in data:
         for mine in step:
-            mine[::BLOCK] = 127 * 8
-    found = steps_of(data, [count // size * (rank + 1) for rank in range(size)])
+            mine[::BLOCK] = LARGEST[code] * {"int8": 8, "fp8": 4}[code]
+    found = steps_of(data, [count // size * (rank + 1) for rank in range(size)], code=code)
     accumulated = np.sum(data, axis=(0, 1), dtype=np.float64)
     delivered = np.sum(found[0][0], axis=0, dtype=np.float64)
     sent = np.sum([rank[1] for rank in found], axis=0, dtype=np.float64)
@@ -107,7 +115,8 @@ def test_sent_plus_residual_is_the_accumulated_gradient_exactly(size: int) -> No
     np.testing.assert_array_equal(delivered + sent + sums, accumulated)
 
 
-def test_a_block_with_infinity_or_nan_arrives_as_nan_and_keeps_its_residual() -> None:
+@codes
+def test_a_block_with_infinity_or_nan_arrives_as_nan_and_keeps_its_residual(code: str) -> None:
     count = 6 * BLOCK
     whole = [np.linspace(-1, 1, count, dtype=np.float32) for _ in range(2)]
     broken = [mine.copy() for mine in whole]
@@ -115,8 +124,8 @@ def test_a_block_with_infinity_or_nan_arrives_as_nan_and_keeps_its_residual() ->
     for mine in (*whole, *broken):
         mine[3] = mine[4 * BLOCK + 3] = 0  # as in the padding of a bucket
     ends = [count // 2, count]
-    first = steps_of([whole], ends)
-    both = steps_of([whole, broken], ends)
+    first = steps_of([whole], ends, code=code)
+    both = steps_of([whole, broken], ends, code=code)
     for rank, (results, sent, sums) in enumerate(both):
         bad = np.isnan(results[1]).reshape(6, BLOCK)
         assert bad[[0, 4]].sum() == 2 * (BLOCK - 1) and not bad[[1, 2, 3, 5]].any()
@@ -128,14 +137,15 @@ def test_a_block_with_infinity_or_nan_arrives_as_nan_and_keeps_its_residual() ->
         np.testing.assert_array_equal(sums[own], first[rank][2][own])
 
 
-def test_gathered_parameters_travel_as_they_are_and_sums_are_not_rounded() -> None:
+@codes
+def test_gathered_parameters_travel_as_they_are_and_sums_are_not_rounded(code: str) -> None:
     size, count = 2, 2 * 700
     data = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(size)]
-    expected = exchanged(data, [np.zeros_like(mine) for mine in data], None, [700, 1400], 1.0)
+    expected = exchanged(data, [np.zeros_like(mine) for mine in data], None, [700, 1400], 1.0, code=code)
 
     def one(engine: Engine, rank: int) -> tuple[torch.Tensor, list[int]]:
         gradients, parameters = torch.from_numpy(data[rank].copy()), torch.zeros(count)
-        engine.add_bucket(gradients, gather=parameters, wire_dtype=torch.int8, needs_update=True)
+        engine.add_bucket(gradients, gather=parameters, wire_dtype=WIRES[code], needs_update=True)
         engine.install([("RS", 0), ("AG", 0)])
         engine.begin_step()
         engine.mark_ready(0)
@@ -153,11 +163,12 @@ def test_gathered_parameters_travel_as_they_are_and_sums_are_not_rounded() -> No
             assert sent == [700 + 3 * 4, 700 * 4]
 
 
-def test_bytes_are_a_quarter_and_a_sixtyfourth() -> None:
+@codes
+def test_bytes_are_a_quarter_and_a_sixtyfourth(code: str) -> None:
     count = 2 * 64 * BLOCK
 
     def one(engine: Engine, rank: int) -> int:
-        engine.add_bucket(torch.ones(count), wire_dtype=torch.int8)
+        engine.add_bucket(torch.ones(count), wire_dtype=WIRES[code])
         engine.install([("RS", 0), ("AG", 0)])
         run_step(engine, [0])
         return int(engine.events()["bytes"].sum())
@@ -171,23 +182,24 @@ class Nothing:
     rank, size = 0, 1
 
 
-def test_what_is_refused() -> None:
+@codes
+def test_what_is_refused(code: str) -> None:
     def refused(engine: Engine, dtype: torch.dtype = torch.float32, **options: torch.Tensor) -> str:
         with pytest.raises(EngineError) as caught:
-            engine.add_bucket(torch.zeros(4, dtype=dtype), wire_dtype=torch.int8, name="w", **options)
+            engine.add_bucket(torch.zeros(4, dtype=dtype), wire_dtype=WIRES[code], name="w", **options)
         return str(caught.value)
 
     with engines(1, ring=True) as (ring,):
-        assert "bucket 'w' cannot travel in blocks of int8 over a ring" in refused(ring)
+        assert f"bucket 'w' cannot travel in blocks of {code} over a ring" in refused(ring)
     python = Engine(PythonTransport(Nothing()), 0, 1)
     assert "over a Python transport; use the direct exchange" in refused(python)
     python.close()
     with local_engines(1) as (small,):
         assert "segment_bytes must hold a block of 260 bytes" in refused(small)
     with engines(1) as (direct,):
-        assert "a bucket of float64 cannot travel as blocks of int8" in refused(direct, torch.float64)
+        assert f"a bucket of float64 cannot travel as blocks of {code}" in refused(direct, torch.float64)
         text = refused(direct, sent_residual=torch.zeros(3))
         assert "the residual of gradients of bucket 'w' must be 4 elements of float32" in text
         assert "but has 4 of Double" in refused(direct, sum_residual=torch.zeros(4, dtype=torch.float64))
         with pytest.raises(EngineError, match="the engine moves float32"):
-            direct.add_bucket(torch.zeros(4, dtype=torch.int8))
+            direct.add_bucket(torch.zeros(4, dtype=WIRES[code]))

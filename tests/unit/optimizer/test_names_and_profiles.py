@@ -121,12 +121,13 @@ def test_buckets_are_cut_between_elements() -> None:
     assert buckets[2].pieces == (Piece(1, 0, 14),)
 
 
-def test_large_float32_matrices_are_quantised_and_kept_apart() -> None:
+@pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn])
+def test_large_float32_matrices_are_quantised_and_kept_apart(wire: torch.dtype) -> None:
     shapes = [(64, 32), (2048,), (64, 31), (40, 64), (64, 64)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     params[4] = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
     names = [str(i) for i in range(5)]
-    model = Model.of(params, names, torch.int8)
+    model = Model.of(params, names, wire)
     assert model.quantised == {0, 3} and model.groups == [0, 1, 1, 0, 2]
     assert [model.quantises(group) for group in (0, 1, 2)] == [True, False, False]
     assert not Model.of(params, names, torch.float16).quantised
@@ -134,9 +135,7 @@ def test_large_float32_matrices_are_quantised_and_kept_apart() -> None:
     assert [layout.slots[i].offset for i in (3, 0)] == [0, 2560] and layout.slices[0].numel == 4608
     sizes = [4 * 2048, 4 * 2048, 4 * 1984, 4 * 2560, 8 * 4096]
     apart = sizes[1] + sizes[2] + sizes[4]
-    assert model.wire_share(torch.int8) == pytest.approx(
-        ((sizes[0] + sizes[3]) * 260 / 1024 + apart) / sum(sizes)
-    )
+    assert model.wire_share(wire) == pytest.approx(((sizes[0] + sizes[3]) * 260 / 1024 + apart) / sum(sizes))
     halves = sum(sizes[:4]) / 2 + sizes[4] / 4
     assert Model.of(params, names).wire_share(torch.float16) == pytest.approx(halves / sum(sizes))
     assert Model.of(params, names).wire_share(None) == 1.0
