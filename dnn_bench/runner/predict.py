@@ -106,7 +106,7 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
         if row.changes:
             continue  # the profile is of another training
         if get(row.name).plans_itself:
-            continue  # it may compute weight gradients later and send parts of gradients earlier than the bound
+            continue  # it may compute weight gradients later, and send parts of gradients earlier
         bound = bounds.get(row.kind, 0.0)
         if row.measured and row.mean("sent") < FEWER * whole:
             continue  # by rows, which the bound does not know
