@@ -13,7 +13,7 @@ from scheduler.ir.cluster import Cluster
 from scheduler.ir.placements import Placement
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate, get, stage_count, virtual_option
-from scheduler.pipelines.planner.stage_search import Cut, StageSearch, table_of
+from scheduler.pipelines.planner.stage_search import Cut, SearchInput, StageSearch, table_of
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
 MOST_LAYERS = 32_000
@@ -59,6 +59,11 @@ class PartitionInput:
         if not found:
             raise ValueError(f"schedule {self.schedule!r} does not let virtual be chosen; leave it out")
         return found
+
+    @property
+    def modes(self) -> np.ndarray:
+        """Whether stages may keep their activations, and whether they may recompute them."""
+        return np.array(RECOMPUTE[self.recompute])
 
     @cached_property
     def virtual(self) -> int:
@@ -111,24 +116,15 @@ class PartitionInput:
                 ring[d, r] = level.alpha, level.beta
                 if cluster.memory is not None:
                     memory[d, r] = min(cluster.memory[first : first + r])
-        modes = np.array(RECOMPUTE[self.recompute])
         copies, in_flight = self.kept(min(self.depth, most))
         if self.placements:
             given = np.zeros_like(memory, dtype=bool)
             sizes = [each.size for each in self.placements]
             given[list(accumulate(reversed(sizes))), sizes[::-1]] = True
             memory[~given] = -np.inf  # nothing fits there, so stages are where they were placed
-        return StageSearch(
-            table_of(self.profile),
-            self.microbatches,
-            copies,
-            in_flight,
-            ring,
-            border,
-            memory,
-            modes,
-            all_devices=bool(self.placements),
-        )
+        table, all_devices = table_of(self.profile), bool(self.placements)
+        given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
+        return StageSearch(given._replace(all_devices=all_devices))
 
     def folded(self, positions: int, replicas: int, strict: bool) -> StageSearch:
         """For ``virtual`` stages on each position; each stage has a device of its own, with a share of the
@@ -146,18 +142,9 @@ class PartitionInput:
                 least = min(cluster.memory[device] for device in mine)
                 memory[d, 1] = least / self.virtual if strict else least
         copies, in_flight = self.kept(positions)
-        return StageSearch(
-            table_of(self.profile, replicas),
-            self.microbatches,
-            copies,
-            in_flight,
-            np.zeros((stages + 1, stages + 1, 2)),
-            border,
-            memory,
-            np.array(RECOMPUTE[self.recompute]),
-            most_replicas=1,
-            all_devices=True,
-        )
+        table, ring = table_of(self.profile, replicas), np.zeros((stages + 1, stages + 1, 2))
+        given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
+        return StageSearch(given._replace(most_replicas=1, all_devices=True))
 
     def even(self, positions: int) -> Cut:
         """As many layers on each stage, all recomputed where recomputation is asked for."""
