@@ -30,14 +30,10 @@ _SEPARATOR = " -- "
 
 @dataclass(frozen=True)
 class Node:
-    """One line of a graph.txt, times in seconds; ``stage`` where the file assigns one."""
+    """One line of a graph.txt; ``stage`` where the file assigns one."""
 
     name: str
-    description: str
-    forward: float
-    backward: float
-    activation_size: float
-    parameter_size: float
+    layer: Layer
     stage: int | None = None
 
 
@@ -52,11 +48,8 @@ class Graph:
     @classmethod
     def chain(cls, profile: Profile) -> Graph:
         """The layers of a profile, each reading the one before."""
-        nodes = [
-            Node(f"node{n}", la.name, la.forward, la.backward, la.activation_bytes, la.bytes)
-            for n, la in enumerate(profile.layers, 1)
-        ]
-        return cls(tuple(nodes), tuple(pairwise(range(len(nodes)))))
+        nodes = tuple(Node(f"node{n}", layer) for n, layer in enumerate(profile.layers, 1))
+        return cls(nodes, tuple(pairwise(range(len(nodes)))))
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:
@@ -68,9 +61,8 @@ class Graph:
 
     def profile(self, name: str) -> Profile:
         """The nodes as layers, in the order in which they run."""
-        order = self.order()
+        layers = tuple(self.nodes[number].layer for number in self.order())
         try:
-            layers = tuple(_layer(self.nodes[number]) for number in order)
             return Profile(name, layers, source=f"imported from {self.where}")
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from None
@@ -179,15 +171,9 @@ def _node(parts: list[str], place: str) -> Node:
         raise ValueError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
     forward, backward, activation, parameter = (_number(values[key], key, place) for key in _FIELDS)
     stage = _stage(parts[3], place) if len(parts) == 4 else None
-    return Node(
-        parts[0],
-        parts[1],
-        float(forward.scaleb(_MILLI)),
-        float(backward.scaleb(_MILLI)),
-        float(activation),
-        float(parameter),
-        stage,
-    )
+    times = (float(milliseconds.scaleb(_MILLI)) for milliseconds in (forward, backward))
+    layer = Layer(parts[1], *times, bytes=round(parameter), activation_bytes=round(activation))
+    return Node(parts[0], layer, stage)
 
 
 def _stage(text: str, place: str) -> int:
@@ -212,16 +198,6 @@ def _stage_of(node: Node) -> int:
     return 0 if node.stage is None else node.stage
 
 
-def _layer(node: Node) -> Layer:
-    return Layer(
-        node.description,
-        node.forward,
-        node.backward,
-        round(node.parameter_size),
-        round(node.activation_size),
-    )
-
-
 def format_graph(graph: Graph) -> str:
     """The text of a graph.txt."""
     nodes = [_node_line(node) for node in graph.nodes]
@@ -233,12 +209,13 @@ def format_graph(graph: Graph) -> str:
 
 
 def _node_line(node: Node) -> str:
+    layer = node.layer
     parts = [
         node.name,
-        node.description.replace("\n", "").replace(_SEPARATOR, " - "),
-        f"forward_compute_time={_milliseconds(node.forward)},"
-        f" backward_compute_time={_milliseconds(node.backward)},"
-        f" activation_size={node.activation_size:.1f}, parameter_size={node.parameter_size:.3f}",
+        layer.name.replace("\n", "").replace(_SEPARATOR, " - "),
+        f"forward_compute_time={_milliseconds(layer.forward)},"
+        f" backward_compute_time={_milliseconds(layer.backward)},"
+        f" activation_size={layer.activation_bytes:.1f}, parameter_size={layer.bytes:.3f}",
     ]
     if node.stage is not None:
         parts.append(f"stage_id={node.stage}")
