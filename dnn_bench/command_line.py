@@ -37,19 +37,16 @@ def add_job(given: argparse.ArgumentParser, model: str, baseline: str) -> None:
     from dnn_bench import baselines, models
 
     known = f"{', '.join(models.names())}, or {models.FORMS}"
-    given.add_argument("--model", default=model, help=f"one of: {known} (default: {model})")
+    add = given.add_argument
+    add("--model", default=model, help=f"one of: {known} (default: {model})")
     if baseline:
         known = (
             "all, or names with commas between them" if baseline == "all" else ", ".join(baselines.names())
         )
-        given.add_argument("--baseline", default=baseline, metavar="NAME", help=known)
-    given.add_argument(
-        "--batch-size", type=int, default=0, help="samples per rank (default: the model's usual)"
-    )
-    given.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
-    given.add_argument(
-        "--image-size", type=int, default=0, help="height and width of images (default: the model's)"
-    )
+        add("--baseline", default=baseline, metavar="NAME", help=known)
+    add("--batch-size", type=int, default=0, help="samples per rank (default: the model's usual)")
+    add("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
+    add("--image-size", type=int, default=0, help="height and width of images (default: the model's)")
 
 
 def add_data_dir(given: argparse.ArgumentParser) -> None:

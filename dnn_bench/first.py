@@ -29,13 +29,12 @@ BASELINES = ("local", *PEERS, "auto")
 def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser("first", __doc__)
     text = "speed of the link between the two emulated hosts, which need root and iproute2"
-    given.add_argument("--link", default="1gbit", help=text)
-    given.add_argument("--local", action="store_true", help="use the loopback, without emulated hosts")
-    given.add_argument("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
-    given.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
-    given.add_argument(
-        "--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write"
-    )
+    add = given.add_argument
+    add("--link", default="1gbit", help=text)
+    add("--local", action="store_true", help="use the loopback, without emulated hosts")
+    add("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
+    add("--reps", type=int, default=5, help="repetitions of every baseline")
+    add("--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write")
     return given.parse_args(arguments)
 
 

@@ -25,29 +25,28 @@ COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--policies",
         metavar="A,B",
         help=f"policies to compare (default: all that support --gather, of {', '.join(policies.names())})",
     )
-    parser.add_argument(
+    add(
         "--ranks",
         metavar="N|A..B",
         help="number of ranks; --link is then one rank's own link, and A..B gives a scaling table (default:"
         f" {options.DEFAULT_RANKS}, with --link as the cost of a whole RS or AG)",
     )
-    parser.add_argument(
+    add(
         "--slowdown",
         type=float,
         default=0.0,
         metavar="S",
         help="compute takes 1+S times as long while the link is busy",
     )
-    parser.add_argument("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object (times in seconds)")
+    add("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
+    add("--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)")
+    add("--json", action="store_true", help="print one JSON object (times in seconds)")
 
 
 def run(arguments: argparse.Namespace) -> None:
