@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ def chosen(kind: str, names: str, known: Sequence[str]) -> list[str]:
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
     return wanted
+
+
+def save(text: str, file: Path | None) -> None:
+    """Write a text to the file of an option, and say so; nothing where the option was left out."""
+    if file is not None:
+        file.write_text(text)
+        print(f"wrote {file}")
 
 
 def console() -> Console:
