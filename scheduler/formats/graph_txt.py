@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
@@ -104,27 +105,23 @@ class Graph:
 
     def order(self) -> list[int]:
         """Node numbers in topological order, lower stages first; a ``ValueError`` names a cycle's nodes."""
-        waiting = [0] * len(self.nodes)
-        after: list[list[int]] = [[] for _ in self.nodes]
+        sorter = TopologicalSorter[int]({number: () for number in range(len(self.nodes))})
         for source, target in self.edges:
-            waiting[target] += 1
-            after[source].append(target)
-        stage = [_stage_of(node) for node in self.nodes]
-        free = [(stage[number], number) for number, count in enumerate(waiting) if not count]
-        heapify(free)
-        done = []
-        while free:
-            _, number = heappop(free)
-            done.append(number)
-            for target in after[number]:
-                waiting[target] -= 1
-                if not waiting[target]:
-                    heappush(free, (stage[target], target))
-        if len(done) < len(self.nodes):
-            stuck = [self.nodes[number].name for number, count in enumerate(waiting) if count]
+            sorter.add(target, source)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            names = ", ".join(self.nodes[number].name for number in sorted(set(error.args[1])))
             raise ValueError(
-                f"{self.where}: the edges of {', '.join(stuck[:8])} form a cycle; a graph must have none"
-            )
+                f"{self.where}: the edges of {names} form a cycle; a graph must have none"
+            ) from None
+        free: list[tuple[int, int]] = []
+        done = []
+        while sorter.is_active():
+            for number in sorter.get_ready():
+                heappush(free, (_stage_of(self.nodes[number]), number))
+            done.append(heappop(free)[1])
+            sorter.done(done[-1])
         return done
 
 
