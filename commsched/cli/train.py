@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.cli.job_options import add_job, job_of, name_of
 from commsched.cli.options import cuts_of
-from commsched.cli.rank_options import add_ranks, set_rank
-from commsched.cli.train_options import add_stages, add_training, replicas_of, world_of
+from commsched.cli.train_options import add_ranks, add_stages, add_training, replicas_of, set_rank, world_of
 
 if TYPE_CHECKING:
     import torch
