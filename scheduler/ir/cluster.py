@@ -12,7 +12,7 @@ from scheduler.ir.link import Level, Link, ring
 
 @dataclass(frozen=True)
 class Cluster:
-    """``levels`` innermost first, as in ``Network``: the devices of a host, then the hosts, and so on.
+    """``levels`` innermost first, as in ``network_link``: the devices of a host, then the hosts, and so on.
     ``memory``: bytes of each device, or None for no limit. ``devices``: the device of each rank (by default
     all, in order).
     """
