@@ -128,9 +128,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     }
     recorder = Recorder(owners, {}, {}, {})
     handles: list[Any] = []
-    seen = (
-        set()
-    )  # a tied weight belongs to its first owner: its gradient is whole when that one's part is there
+    seen = set()  # a tied weight belongs to its first owner, with whose part its gradient is whole
     for name, module in owners.items():
         enter = partial(_keep_first, recorder.reached, name)
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -213,26 +211,23 @@ def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
     return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()
 
 
-class LinkSampler:
-    """Samples how many bytes this host has sent, in a thread, while used as a context."""
+@contextlib.contextmanager
+def sampled_link() -> Iterator[list[tuple[float, int]]]:
+    """Samples, in a thread, how many bytes this host has sent."""
+    samples = [(time.perf_counter(), bytes_sent())]
+    stop = threading.Event()
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def sample() -> None:
+        while not stop.wait(SAMPLE_SECONDS):
+            samples.append((time.perf_counter(), bytes_sent()))
 
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.samples.append((time.perf_counter(), bytes_sent()))
-
-    def __enter__(self) -> LinkSampler:
-        self.samples.append((time.perf_counter(), bytes_sent()))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def prediction(trainer: Trainer) -> float | None:
@@ -247,7 +242,7 @@ def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     trainer.iteration(*batch)
     trainer.barrier()
     trainer.operations()  # those of earlier iterations
-    with recording(trainer.module) as recorder, LinkSampler() as sampler:
+    with recording(trainer.module) as recorder, sampled_link() as samples:
         trainer.iteration(*batch)
         recorder.clear()
         stamps = trainer.iteration(*batch)
@@ -259,7 +254,7 @@ def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     def relative(pairs: Any) -> list[list[float]]:
         return [[a - stamps.start, b - stamps.start] for a, b in pairs]
 
-    inside = [(t - stamps.start, n) for t, n in sampler.samples if stamps.start <= t <= end]
+    inside = [(t - stamps.start, n) for t, n in samples if stamps.start <= t <= end]
     return {
         "layers": list(spans.names),
         "forward": relative(spans.forward),
