@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 from commsched.cli import options, scaling
 from commsched.cli.output import console, figures, milliseconds, table
@@ -83,13 +86,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def compare(
-    arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Iterable[str]
+    arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
     step = options.step(arguments)
     bound = lower_bound(profile, link, ranks=ranks, **step)
     results = {}
-    for name in progress(list(names), "simulating"):
+    quiet = not sys.stderr.isatty()
+    for name in track(names, "simulating", console=Console(stderr=True), transient=True, disable=quiet):
         program = policies.plan(profile, link, name, ranks=ranks, **step)
         validate(program, profile)
         results[program.policy] = _row(program, profile, link, bound, arguments)
@@ -127,13 +131,3 @@ def bucket_row(bucket: Bucket, profile: Profile) -> dict[str, Any]:
     row: dict[str, Any] = {"layers": list(bucket.layers), "bytes": bucket.bytes}
     parts = [[p.layer, p.start, p.stop - 1] for p in bucket.pieces if p.bytes < profile.layers[p.layer].bytes]
     return {**row, "parts": parts} if parts else row
-
-
-def progress(items: list[Any], activity: str) -> Iterable[Any]:
-    """Return the items, with a progress bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(items, activity, console=Console(stderr=True), transient=True)

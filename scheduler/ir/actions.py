@@ -118,18 +118,10 @@ def parse_action(text: str) -> Action:
     if match["way"] and (match["way"] == ">") != (kind in SENDS):
         raise ValueError(f"not an action: {text!r}; sends are written '>', receives '<'")
 
-    def number(name: str, default: int | None) -> int | None:
-        return default if match[name] is None else int(match[name])
-
+    names = ("index", "stage", "version", "peer", "shift")
+    numbers = {name: int(match[name]) for name in names if match[name] is not None}
     try:
-        return Action(
-            kind,
-            number("index", -1),  # type: ignore[arg-type]
-            number("stage", None),
-            number("version", None),
-            number("peer", None),
-            number("shift", 0),  # type: ignore[arg-type]
-        )
+        return Action(kind, **numbers)
     except ValueError as error:
         raise ValueError(f"not an action: {text!r}; {error}") from None
 

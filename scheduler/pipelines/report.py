@@ -74,7 +74,7 @@ def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[
 
 
 def _idle(result: Result, program: Program, layout: Layout, handling: Sequence[float]) -> tuple[float, ...]:
-    graph = result.graph
+    graph = result.graph.arrays
     computing = graph.resource == COMPUTE
     busy = np.bincount(graph.rank[computing], graph.duration[computing], layout.world)
     for rank, seconds in enumerate(handling):

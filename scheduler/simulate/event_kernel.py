@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
 
+if TYPE_CHECKING:
+    from scheduler.simulate.task_graph import Arrays
+
 
 @njit(cache=True)
 def run_events(
-    iterations: int,
-    duration: np.ndarray,
-    resource: np.ndarray,
-    rank: np.ndarray,
-    row: np.ndarray,
-    successor: np.ndarray,
-    lag: np.ndarray,
-    factor: np.ndarray,
-    slowdown: float,
-    server_row: np.ndarray,
-    server: np.ndarray,
-    urgency: np.ndarray,
+    iterations: int, graph: Arrays, factor: np.ndarray, slowdown: float
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Start and end of every task in every iteration, and how many have ended.
 
@@ -33,6 +26,9 @@ def run_events(
     compute runs at ``1 / (1 + slowdown)`` of its speed. Task ``i`` of iteration ``k`` is number ``k * tasks +
     i`` here.
     """
+    duration, resource, rank, urgency = graph.duration, graph.resource, graph.rank, graph.urgency
+    row, successor, lag = graph.row, graph.successor, graph.lag
+    server_row, server = graph.server_row, graph.server
     tasks, ranks = len(duration), factor.shape[1]
     start = np.full(iterations * tasks, np.nan)
     end = np.full(iterations * tasks, np.nan)

@@ -179,20 +179,7 @@ def _execute(
 ) -> tuple[np.ndarray, np.ndarray]:
     from scheduler.simulate.event_kernel import run_events
 
-    start, end, done = run_events(
-        iterations,
-        graph.duration,
-        graph.resource,
-        graph.rank,
-        graph.row,
-        graph.successor,
-        graph.lag,
-        factor,
-        float(slowdown),
-        graph.server_row,
-        graph.server,
-        graph.urgency,
-    )
+    start, end, done = run_events(iterations, graph.arrays, factor, float(slowdown))
     if done < start.size:
         stuck = graph.stuck()
         some = ", ".join(str(graph.tasks[task]) for task in stuck[:8])

@@ -37,8 +37,8 @@ def in_both_directions(orders: Sequence[Order], layout: Layout) -> list[Order]:
             " gpipe or 1f1b"
         )
     graph = _competition(orders, layout)
-    result = run(graph, 1)
-    numbers = sorted(range(len(graph.tasks)), key=lambda task: (result.start[0, task], graph.urgency[task]))
+    start, urgency = run(graph, 1).start[0], graph.arrays.urgency
+    numbers = sorted(range(len(graph.tasks)), key=lambda task: (start[task], urgency[task]))
     sequence = [graph.tasks[number].action for number in numbers]
     steps = [Action(Kind.STEP, stage=stage) for stage in reversed(range(layout.stages))]
     return [
