@@ -13,7 +13,7 @@ from scheduler.ir.cluster import Cluster
 from scheduler.ir.placements import Placement
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate, get, stage_count, virtual_option
-from scheduler.pipelines.planner.stage_search import Cut, SearchInput, StageSearch, table_of
+from scheduler.pipelines.planner.stage_search import Cut, StageSearch, table_of
 
 RECOMPUTE = {"never": (True, False), "auto": (True, True), "always": (False, True)}
 MOST_LAYERS = 32_000
@@ -103,6 +103,8 @@ class PartitionInput:
 
     def search(self, most: int) -> StageSearch:
         """For pipelines of at most ``most`` stages, each on devices of its own."""
+        from scheduler.pipelines.planner.reachability_kernel import SearchInput
+
         count, cluster = self.cluster.size, self.cluster
         border, ring = np.zeros((count + 1, 2)), np.zeros((count + 1, count + 1, 2))
         memory = np.full((count + 1, count + 1), np.inf)
@@ -130,6 +132,8 @@ class PartitionInput:
         """For ``virtual`` stages on each position; each stage has a device of its own, with a share of the
         memory (not ``strict``: with all of it).
         """
+        from scheduler.pipelines.planner.reachability_kernel import SearchInput
+
         stages, cluster, first = positions * self.virtual, self.cluster, self.first(positions, replicas)
         border, memory = np.zeros((stages + 1, 2)), np.full((stages + 1, stages + 1), np.inf)
         for d in range(1, stages + 1):

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-
-if TYPE_CHECKING:
-    from scheduler.pipelines.planner.stage_search import SearchInput
 
 FINE, COARSE = 64, 8
 """A stage with more replicas than ``FINE`` has a multiple of ``COARSE`` of them: all counts would take
 minutes for hundreds of devices, and bring such a stage at most one replica in nine.
 """
+
+
+class SearchInput(NamedTuple):
+    """``table``: sums over layers, see `stage_seconds`. ``ring[d, r]`` and ``memory[d, r]`` are those of r
+    devices from d before the end on, ``border[d]`` the wire between device d before the end and the one
+    before it. ``copies[k]`` and ``in_flight[k]`` belong to the k-th stage from the end, do not fall as k
+    rises, and say how many stages there may be. ``modes``: without recomputation, with it. With
+    ``all_devices`` a pipeline uses every device.
+    """
+
+    table: np.ndarray
+    microbatches: int
+    copies: np.ndarray
+    in_flight: np.ndarray
+    ring: np.ndarray
+    border: np.ndarray
+    memory: np.ndarray
+    modes: np.ndarray
+    most_replicas: int = 1 << 30
+    all_devices: bool = False
 
 
 @njit(cache=True)

@@ -7,11 +7,14 @@ some pipeline keeps it; bisection finds the least limit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from scheduler.pipelines.planner.reachability_kernel import SearchInput
 
 TOLERANCE = 1e-6
 
@@ -26,26 +29,6 @@ class Cut:
     replicas: tuple[int, ...]
     recompute: tuple[bool, ...]
     bottleneck: float
-
-
-class SearchInput(NamedTuple):
-    """``table``: sums over layers (`table_of`). ``ring[d, r]`` and ``memory[d, r]`` are those of r devices
-    from d before the end on, ``border[d]`` the wire between device d before the end and the one before it.
-    ``copies[k]`` and ``in_flight[k]`` belong to the k-th stage from the end, do not fall as k rises, and say
-    how many stages there may be. ``modes``: without recomputation, with it. With ``all_devices`` a pipeline
-    uses every device.
-    """
-
-    table: np.ndarray
-    microbatches: int
-    copies: np.ndarray
-    in_flight: np.ndarray
-    ring: np.ndarray
-    border: np.ndarray
-    memory: np.ndarray
-    modes: np.ndarray
-    most_replicas: int = 1 << 30
-    all_devices: bool = False
 
 
 class StageSearch:
