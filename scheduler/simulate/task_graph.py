@@ -3,8 +3,7 @@
 A task does one action of one rank once in every iteration. An edge ``(before, after, lag)`` says that
 ``after`` of iteration ``k`` waits for ``before`` of iteration ``k - lag``. What keeps two tasks apart on one
 resource is an edge too: lanes are ordered lists, so "one at a time" is "each after the one before it", the
-first one after the last one of the previous iteration. Where the order is not decided yet, tasks compete for
-**servers** instead: whenever one is free, the most urgent task that is ready takes it.
+first one after the last one of the previous iteration.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Task:
 
 
 class Arrays(NamedTuple):
-    """Durations (seconds), resources and ranks of tasks. The successors of task ``i``, and their lags, stand
-    from ``row[i]`` to ``row[i + 1]``, its servers from ``server_row[i]`` to ``server_row[i + 1]``.
+    """Durations (seconds), resources and ranks of tasks; the successors of task ``i``, and their lags, stand
+    from ``row[i]`` to ``row[i + 1]``.
     """
 
     duration: np.ndarray
@@ -50,9 +49,6 @@ class Arrays(NamedTuple):
     row: np.ndarray
     successor: np.ndarray
     lag: np.ndarray
-    server_row: np.ndarray
-    server: np.ndarray
-    urgency: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -108,20 +104,11 @@ class GraphBuilder:
     duration: list[float] = field(default_factory=list)
     resource: list[int] = field(default_factory=list)
     edges: set[tuple[int, int, int]] = field(default_factory=set)
-    servers: list[tuple[int, ...]] = field(default_factory=list)
-    urgency: list[int] = field(default_factory=list)
 
-    def task(
-        self, task: Task, duration: float, resource: int, servers: Sequence[int] = (), urgency: int = 0
-    ) -> int:
-        """``servers``: what the task occupies. Of several waiting tasks, the one with the lowest ``urgency``
-        starts.
-        """
+    def task(self, task: Task, duration: float, resource: int) -> int:
         self.tasks.append(task)
         self.duration.append(duration)
         self.resource.append(resource)
-        self.servers.append(tuple(servers))
-        self.urgency.append(urgency)
         return len(self.tasks) - 1
 
     def edge(self, before: int, after: int, lag: int = 0) -> None:
@@ -153,8 +140,5 @@ class GraphBuilder:
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             np.ascontiguousarray(edges[:, 1]),
             np.ascontiguousarray(edges[:, 2]),
-            np.concatenate([[0], np.cumsum([len(needs) for needs in self.servers])]).astype(np.int64),
-            np.array([server for needs in self.servers for server in needs], np.int64),
-            np.array(self.urgency, np.int64),
         )
         return TaskGraph(tuple(self.tasks), arrays)
