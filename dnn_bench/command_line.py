@@ -60,7 +60,7 @@ def shape_of(options: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(options, name) for name in ("seq_len", "image_size") if getattr(options, name)}
 
 
-def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
+def one_line_errors(*errors: type[Exception], prefix: str = "error") -> Callable[[Main], Main]:
     """Decorate a command's ``main``: print these errors in one line and return 2; return 130 on Ctrl-C."""
 
     def decorate(main: Main) -> Main:
@@ -69,7 +69,7 @@ def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
             try:
                 return main(arguments)
             except errors as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"{prefix}: {error}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 return 130

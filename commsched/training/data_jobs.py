@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -100,11 +99,9 @@ def _other(root: Path, make: Callable[[Path], Any]) -> Any:
     return None
 
 
-def _divided(dataset: Sized) -> tuple[Any, Any]:
-    numbers = torch.arange(len(dataset))
-    tested = numbers % _TESTED == 0
-    whole: Any = dataset
-    return Subset(whole, numbers[~tested].tolist()), Subset(whole, numbers[tested].tolist())
+def _divided(dataset: Any) -> tuple[Any, Any]:
+    rest = [number for number in range(len(dataset)) if number % _TESTED]
+    return Subset(dataset, rest), Subset(dataset, range(0, len(dataset), _TESTED))
 
 
 def _table(folder: Path, names: Sequence[str]) -> Path:
