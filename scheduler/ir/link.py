@@ -46,6 +46,9 @@ class Link(JsonFile):
         once = self.alpha + self.beta * size
         return 2 * once if kind is Kind.AR else once
 
+    def slower(self, factor: float) -> Link:
+        return replace(self, alpha=self.alpha * factor, beta=self.beta * factor)
+
     def __str__(self) -> str:
         return f"alpha={self.alpha:g},beta={self.beta:g}"
 
