@@ -172,7 +172,6 @@ def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
 def _on_step(arguments: argparse.Namespace, data: Data | None) -> Any:
     if arguments.decay is None:
         return None
-
     size: Any = None if data is None else data.train
     steps = arguments.steps if size is None else arguments.epochs * -(-len(size) // arguments.rows)
     return Decay(arguments.decay, steps)
