@@ -139,12 +139,8 @@ class Comparison:
                 if self._worth_a_trace(row):
                     self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
-            fit = [
-                row
-                for row in self.rows
-                if row.kind in (LIMIT, PEER) and row.status == OK and not row.recorded
-            ]
-            staying = {row.name for row in fit}
+            stay = (row for row in self.rows if row.kind in (LIMIT, PEER) and row.status == OK)
+            staying = {row.name for row in stay if not row.recorded}
             self._crew.dismiss(lambda ranks: ranks.baseline.name not in staying)
 
     def _may_be_given_up(self, entry: Baseline | Row) -> bool:
