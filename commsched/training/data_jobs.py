@@ -93,10 +93,8 @@ def _batches(dataset: Any, rows: int) -> Iterator[Any]:
 
 def _other(root: Path, make: Callable[[Path], Any]) -> Any:
     """The test data beside ``root/train``, if any."""
-    for name in ("val", "test"):
-        if (root / name).is_dir():
-            return make(root / name)
-    return None
+    found = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    return None if found is None else make(found)
 
 
 def _divided(dataset: Any) -> tuple[Any, Any]:
@@ -105,8 +103,7 @@ def _divided(dataset: Any) -> tuple[Any, Any]:
 
 
 def _table(folder: Path, names: Sequence[str]) -> Path:
-    for name in names:
-        for suffix in (".tsv", ".csv"):
-            if (folder / f"{name}{suffix}").is_file():
-                return folder / f"{name}{suffix}"
+    for file in (folder / f"{name}{suffix}" for name in names for suffix in (".tsv", ".csv")):
+        if file.is_file():
+            return file
     raise ValueError(f"{folder} has no {' or '.join(names)} with suffix .tsv or .csv")
