@@ -54,7 +54,8 @@ def judged(times: dict[str, Pair], sent: list[int], border: float) -> dict[str, 
     halo, compute = times["halo"], times["compute"]
     hidden = 1.0 - (sum(times["overlapped"]) - sum(compute)) / sum(halo)
     wire = Link(0.0, sum(halo) / sum(sent))
-    exposed = simulated_step(compute, Border(*sent, border), wire) - simulated_step(compute, None, wire)
+    exchange = Border(sent[0], sent[1], border)
+    exposed = simulated_step(compute, exchange, wire) - simulated_step(compute, None, wire)
     predicted = 1.0 - exposed / sum(halo)
     figures = {"hidden": hidden, "predicted": predicted, "large_enough": predicted > 0.99}
     return {**times, "sent": sent, "border": border, **figures}

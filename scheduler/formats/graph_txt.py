@@ -168,8 +168,8 @@ def _node(parts: list[str], place: str) -> Node:
         raise ValueError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
     forward, backward, activation, parameter = (_number(values[key], key, place) for key in _FIELDS)
     stage = _stage(parts[3], place) if len(parts) == 4 else None
-    times = (float(milliseconds.scaleb(_MILLI)) for milliseconds in (forward, backward))
-    layer = Layer(parts[1], *times, bytes=round(parameter), activation_bytes=round(activation))
+    seconds = [float(time.scaleb(_MILLI)) for time in (forward, backward)]
+    layer = Layer(parts[1], seconds[0], seconds[1], round(parameter), round(activation))
     return Node(parts[0], layer, stage)
 
 

@@ -82,7 +82,7 @@ def encode(value: Any, kind: Any) -> Any:
     """Convert ``value`` of type ``kind`` to JSON data."""
     if kind in _FORMS:
         return _FORMS[kind][0](value)
-    if is_dataclass(kind):
+    if _is_record(kind):
         return {name: encode(getattr(value, name), hint) for name, (_, hint) in _fields(kind).items()}
     if value is not None and (inner := _without_none(kind)) is not kind:
         return encode(value, inner)
@@ -98,7 +98,7 @@ def decode(data: Any, kind: Any, where: str) -> Any:
             return _FORMS[kind][1](data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where}: cannot be read ({type(error).__name__}: {error})") from None
-    if is_dataclass(kind):
+    if _is_record(kind):
         return _decode_fields(data, kind, where)
     if (inner := _without_none(kind)) is not kind:
         return None if data is None else decode(data, inner, where)
@@ -144,6 +144,10 @@ def _decode_scalar(data: Any, kind: Any, where: str) -> Any:
     if not fits or (isinstance(data, bool) and kind is not bool):
         raise ValueError(f"{where}: must be {_SCALARS[kind]}, got {data!r}")
     return int(data) if kind is int else data
+
+
+def _is_record(kind: Any) -> bool:
+    return bool(is_dataclass(kind))
 
 
 @cache

@@ -120,10 +120,10 @@ class PartitionInput:
                     memory[d, r] = min(cluster.memory[first : first + r])
         copies, in_flight = self.kept(min(self.depth, most))
         if self.placements:
-            given = np.zeros_like(memory, dtype=bool)
+            wanted = np.zeros_like(memory, dtype=bool)
             sizes = [each.size for each in self.placements]
-            given[list(accumulate(reversed(sizes))), sizes[::-1]] = True
-            memory[~given] = -np.inf  # nothing fits there, so stages are where they were placed
+            wanted[list(accumulate(reversed(sizes))), sizes[::-1]] = True
+            memory[~wanted] = -np.inf  # nothing fits there, so stages are where they were placed
         table, all_devices = table_of(self.profile), bool(self.placements)
         given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
         return StageSearch(given._replace(all_devices=all_devices))
