@@ -109,5 +109,5 @@ def _competed(needs: dict[Action, set[Action]], layout: Layout) -> list[Action]:
                 if not needs[action]:
                     ready.append(action)
     if len(sequence) < len(needs):
-        raise ValueError("the actions of this schedule wait for each other; validate() shows where")
+        raise ValueError("mirrored replicas cannot run this schedule: its actions wait for each other")
     return sequence
