@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,19 +38,16 @@ def add_job(given: argparse.ArgumentParser, model: str, baseline: str) -> None:
     from dnn_bench import baselines, models
 
     known = f"{', '.join(models.names())}, or {models.FORMS}"
-    given.add_argument("--model", default=model, help=f"one of: {known} (default: {model})")
+    add = given.add_argument
+    add("--model", default=model, help=f"one of: {known} (default: {model})")
     if baseline:
         known = (
             "all, or names with commas between them" if baseline == "all" else ", ".join(baselines.names())
         )
-        given.add_argument("--baseline", default=baseline, metavar="NAME", help=known)
-    given.add_argument(
-        "--batch-size", type=int, default=0, help="samples per rank (default: the model's usual)"
-    )
-    given.add_argument("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
-    given.add_argument(
-        "--image-size", type=int, default=0, help="height and width of images (default: the model's)"
-    )
+        add("--baseline", default=baseline, metavar="NAME", help=known)
+    add("--batch-size", type=int, default=0, help="samples per rank (default: the model's usual)")
+    add("--seq-len", type=int, default=0, help="tokens per sentence (default: the model's)")
+    add("--image-size", type=int, default=0, help="height and width of images (default: the model's)")
 
 
 def add_data_dir(given: argparse.ArgumentParser) -> None:
@@ -62,7 +60,7 @@ def shape_of(options: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(options, name) for name in ("seq_len", "image_size") if getattr(options, name)}
 
 
-def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
+def one_line_errors(*errors: type[Exception], prefix: str = "error") -> Callable[[Main], Main]:
     """Decorate a command's ``main``: print these errors in one line and return 2; return 130 on Ctrl-C."""
 
     def decorate(main: Main) -> Main:
@@ -71,7 +69,7 @@ def one_line_errors(*errors: type[Exception]) -> Callable[[Main], Main]:
             try:
                 return main(arguments)
             except errors as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"{prefix}: {error}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 return 130
@@ -87,6 +85,13 @@ def chosen(kind: str, names: str, known: Sequence[str]) -> list[str]:
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
     return wanted
+
+
+def save(text: str, file: Path | None) -> None:
+    """Write a text to the file of an option, and say so; nothing where the option was left out."""
+    if file is not None:
+        file.write_text(text)
+        print(f"wrote {file}")
 
 
 def console() -> Console:

@@ -11,15 +11,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dnn_bench.baselines import get
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine
-
-if TYPE_CHECKING:
-    from dnn_bench.baselines.trainer import Job
-    from dnn_bench.runner.compare import Effort
 
 WORKERS = 2
 PEERS = ("ddp", "ddp_4mb")  # the ordinary ways
@@ -29,13 +26,12 @@ BASELINES = ("local", *PEERS, "auto")
 def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser("first", __doc__)
     text = "speed of the link between the two emulated hosts, which need root and iproute2"
-    given.add_argument("--link", default="1gbit", help=text)
-    given.add_argument("--local", action="store_true", help="use the loopback, without emulated hosts")
-    given.add_argument("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
-    given.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
-    given.add_argument(
-        "--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write"
-    )
+    add = given.add_argument
+    add("--link", default="1gbit", help=text)
+    add("--local", action="store_true", help="use the loopback, without emulated hosts")
+    add("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
+    add("--reps", type=int, default=5, help="repetitions of every baseline")
+    add("--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write")
     return given.parse_args(arguments)
 
 
@@ -44,7 +40,8 @@ def main(arguments: list[str]) -> int:
     from dnn_bench.baselines.trainer import Job
     from dnn_bench.report import page
     from dnn_bench.runner.cli import check_writable
-    from dnn_bench.runner.compare import Effort
+    from dnn_bench.runner.compare import Effort, compare
+    from dnn_bench.runner.results import exit_status
 
     options = parse(arguments)
     if options.batch_size < 1 or options.reps < 1:
@@ -55,24 +52,12 @@ def main(arguments: list[str]) -> int:
     job, effort = Job("mlp", options.batch_size), Effort(options.reps, iterations=2, trace="best")
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
-        report = measure(job, place, effort)
+        report = compare(job, place, [get(name) for name in BASELINES], effort)
     report["answer"] = answer(report)
     print("\n".join(report["answer"]))
     html.write_text(page.render([report]))
     print(f"The page with the picture: {html}")
-    failed = any(entry["status"] in ("wrong", "failed") for entry in report["baselines"])
-    return 130 if report["interrupted"] else int(failed)
-
-
-def measure(job: Job, place: Place, effort: Effort) -> dict[str, Any]:
-    """The report of a comparison of `BASELINES`."""
-    from dnn_bench import baselines
-    from dnn_bench.runner.compare import Comparison
-    from dnn_bench.runner.watcher import Watcher, bars
-
-    entries = [baselines.get(name) for name in BASELINES]
-    with bars(24) as progress:
-        return Comparison(job, place, entries, effort, Watcher(progress)).run()
+    return exit_status(report)
 
 
 @contextmanager

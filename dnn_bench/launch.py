@@ -39,6 +39,7 @@ def launched() -> bool:
 class Place:
     """Where `size` ranks run; `rate` is a host's bytes per second, if it is known."""
 
+    kind = ""
     rate: float | None = None
 
     def __init__(self, size: int, threads: int) -> None:
@@ -78,7 +79,7 @@ class Place:
 
     def describe(self) -> dict[str, Any]:
         """The place as a report has it."""
-        raise NotImplementedError
+        return {"kind": self.kind, "ranks": self.size, "rate": self.rate}
 
 
 class ThisMachine(Place):
@@ -87,6 +88,8 @@ class ThisMachine(Place):
     `host` of `hosts` is this machine. The machines meet at `address` and `port`, which must be free on the
     first.
     """
+
+    kind = "this machine"
 
     def __init__(
         self,
@@ -121,12 +124,11 @@ class ThisMachine(Place):
         command = [*horovodrun(self.size), sys.executable, *program]
         return popen(command, {**os.environ, **variables}, Path.cwd(), output)
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "this machine", "ranks": self.size}
-
 
 class Hosts(Place):
     """One rank on each host of an emulated cluster."""
+
+    kind = "emulated hosts"
 
     def __init__(self, cluster: Cluster, threads: int = 1) -> None:
         super().__init__(len(cluster), threads)
@@ -161,8 +163,8 @@ class Hosts(Place):
 
     def describe(self) -> dict[str, Any]:
         links = [str(link) for link in self.cluster.links]
-        where = {"kind": "emulated hosts", "hosts": self.size, "links": links}
-        return {**where, "congestion": self.cluster.congestion}
+        more = {"hosts": self.size, "links": links, "congestion": self.cluster.congestion}
+        return {**super().describe(), **more}
 
 
 def spawn_rank(

@@ -18,19 +18,18 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--nproc-per-node",
         type=int,
         metavar="N",
         help="ranks to start on this host (default: its number of GPUs, else 2); not under torchrun",
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of DDP")
-    parser.add_argument(
-        "--output", "-o", metavar="FILE", help="write the table and a picture to FILE (.html, .svg)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object (times in seconds)")
-    parser.add_argument("script", help="a training script for torchrun that uses DistributedDataParallel")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("--steps", type=int, default=10, metavar="N", help="timed steps of DDP")
+    add("--output", "-o", metavar="FILE", help="write the table and a picture to FILE (.html, .svg)")
+    add("--json", action="store_true", help="print one JSON object (times in seconds)")
+    add("script", help="a training script for torchrun that uses DistributedDataParallel")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -17,21 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--plan", metavar="FILE", help="plan to write as AshPipe's files")
     source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json, to write as a plan; with --graph")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--profile",
         metavar="P",
         help="with --plan: the profile that was partitioned, as a file (.json, graph.txt) or a shipped name",
     )
-    parser.add_argument("--graph", metavar="FILE", help="with --conf: the partitioned graph (gpus=N.txt)")
-    parser.add_argument(
+    add("--graph", metavar="FILE", help="with --conf: the partitioned graph (gpus=N.txt)")
+    add(
         "--link",
         metavar="L",
         help="with --conf: record the step time that a simulation expects over such links between devices",
     )
-    parser.add_argument(
-        "--schedule", help="with --conf: schedule of the plan (default: the one in the file, else ashpipe)"
-    )
-    parser.add_argument(
+    add("--schedule", help="with --conf: schedule of the plan (default: the one in the file, else ashpipe)")
+    add(
         "--output",
         "-o",
         required=True,

@@ -25,7 +25,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and of the order of rows")
     ready = parser.add_argument_group("ready jobs")
-    ready.add_argument(
+    add = ready.add_argument
+    add(
         "--data",
         type=Path,
         metavar="PATH",
@@ -33,21 +34,17 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         " header, or folder with train.tsv and dev.tsv; masks: folder with images/NAME.png and"
         " masks/NAME.png, or such folders in train and val",
     )
-    ready.add_argument(
+    add(
         "--model",
         metavar="MODULE:FUNCTION",
         help="function that makes the model; it gets num_classes and, for text, vocab_size if it takes them",
     )
-    ready.add_argument(
-        "--model-args", default="", metavar="NAME=VALUE,...", help="further arguments of the function"
-    )
-    ready.add_argument("--image-size", type=int, default=224, metavar="N", help="pixels a side")
-    ready.add_argument("--classes", type=int, metavar="N", help="masks: classes (default: as in the masks)")
-    ready.add_argument("--length", type=int, default=64, metavar="N", help="text: words of a row")
-    ready.add_argument(
-        "--vocabulary", type=int, default=8000, metavar="N", help="text: most frequent words to know"
-    )
-    ready.add_argument(
+    add("--model-args", default="", metavar="NAME=VALUE,...", help="further arguments of the function")
+    add("--image-size", type=int, default=224, metavar="N", help="pixels a side")
+    add("--classes", type=int, metavar="N", help="masks: classes (default: as in the masks)")
+    add("--length", type=int, default=64, metavar="N", help="text: words of a row")
+    add("--vocabulary", type=int, default=8000, metavar="N", help="text: most frequent words to know")
+    add(
         "--columns",
         default="",
         metavar="A,B,LABEL",

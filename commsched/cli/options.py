@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from scheduler import profiles
-from scheduler.ir.link import ALGORITHMS, Level, Link, Network
+from scheduler.ir.link import ALGORITHMS, Level, Link, network_link
 
 DEFAULT_RANKS = 2
 
@@ -76,7 +76,7 @@ def cluster(arguments: argparse.Namespace, ranks: int | None) -> tuple[Link, int
         if arguments.inside is not None or (arguments.per_host or 1) != 1:
             raise ValueError("several ranks on a host need all of --ranks, --per-host and --inside")
         return load_link(arguments.link), DEFAULT_RANKS
-    return Network(levels(arguments, ranks, "ranks"), arguments.algorithm).link(), ranks
+    return network_link(levels(arguments, ranks, "ranks"), arguments.algorithm), ranks
 
 
 def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Level, ...]:

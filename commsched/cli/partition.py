@@ -23,8 +23,9 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_profile(parser, " of one micro-batch")
-    parser.add_argument("--devices", required=True, type=int, metavar="N", help="number of devices")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--devices", required=True, type=int, metavar="N", help="number of devices")
+    add(
         "--link",
         required=True,
         metavar="L",
@@ -32,41 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json",
     )
     options.add_hosts(parser, "devices")
-    parser.add_argument(
+    add(
         "--memory",
         metavar="SIZE[,SIZE...]",
         help="memory of every device, or one size for each, for example 16g for 16 GiB (default: no limit)",
     )
     _add_search_arguments(parser)
-    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan to FILE")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a summary")
+    add("--output", "-o", metavar="FILE", help="write the plan to FILE")
+    add("--json", action="store_true", help="print the plan as JSON instead of a summary")
 
 
 def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--schedule",
-        default="pipedream",
-        help=f"schedule of the pipeline: {', '.join(names())}",
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=1, metavar="M", help="micro-batches of one optimizer step"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--schedule", default="pipedream", help=f"schedule of the pipeline: {', '.join(names())}")
+    add("--microbatches", type=int, default=1, metavar="M", help="micro-batches of one optimizer step")
+    add(
         "--recompute",
         choices=tuple(RECOMPUTE),
         default="never",
         help="when to recompute activations in the backward instead of keeping them",
     )
-    parser.add_argument(
+    add(
         "--state",
         type=float,
         default=0.0,
         help="bytes of optimizer state per byte of weights: 1 for momentum, 2 for Adam",
     )
-    parser.add_argument(
-        "--max-stages", type=int, metavar="N", help="most stages to try (default: one per device)"
-    )
-    parser.add_argument(
+    add("--max-stages", type=int, metavar="N", help="most stages to try (default: one per device)")
+    add(
         "--placements",
         metavar="P[,P...]",
         help="search cuts only, for stages on these grids of tiles or ranks that share samples: 2x2,1",

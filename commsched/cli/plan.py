@@ -16,16 +16,11 @@ from scheduler.validate import validate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
-    parser.add_argument(
-        "--policy",
-        default="optimal",
-        help=f"one of {', '.join(policies.names())}",
-    )
+    add = parser.add_argument
+    add("--policy", default="optimal", help=f"one of {', '.join(policies.names())}")
     options.add_ranks(parser)
-    parser.add_argument(
-        "--output", "-o", metavar="FILE", help="write the plan to FILE, for `commsched show` and training"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
+    add("--output", "-o", metavar="FILE", help="write the plan to FILE, for `commsched show` and training")
+    add("--json", action="store_true", help="print the plan as JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -20,20 +20,19 @@ FORMATS = ("text", "svg", "chrome", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN", help="file that `commsched plan --output` wrote")
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="file that `commsched plan --output` wrote")
     options.add_model(parser, required=False)
     options.add_ranks(parser)
-    parser.add_argument(
+    add(
         "--format",
         choices=FORMATS,
         default="text",
         help="output format; svg and chrome need --profile and --link",
     )
-    parser.add_argument(
-        "--json", action="store_const", const="json", dest="format", help="the same as --format json"
-    )
-    parser.add_argument("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
-    parser.add_argument("--width", type=int, default=100, help="columns of the text chart")
+    add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    add("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
+    add("--width", type=int, default=100, help="columns of the text chart")
 
 
 def run(arguments: argparse.Namespace) -> None:

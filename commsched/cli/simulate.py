@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from commsched.cli import options, scaling
+from rich.console import Console
+from rich.progress import track
+
+from commsched.cli import options
 from commsched.cli.output import console, figures, milliseconds, table
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound
@@ -21,33 +26,36 @@ from scheduler.validate import validate
 
 COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
 
+MOST_RANKS = 1_000_000
+SEARCH = {"optimal": {"budget": 20_000}}
+"""A smaller search than usual for each row of a table; its period is within a fraction of a percent."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--policies",
         metavar="A,B",
         help=f"policies to compare (default: all that support --gather, of {', '.join(policies.names())})",
     )
-    parser.add_argument(
+    add(
         "--ranks",
         metavar="N|A..B",
         help="number of ranks; --link is then one rank's own link, and A..B gives a scaling table (default:"
         f" {options.DEFAULT_RANKS}, with --link as the cost of a whole RS or AG)",
     )
-    parser.add_argument(
+    add(
         "--slowdown",
         type=float,
         default=0.0,
         metavar="S",
         help="compute takes 1+S times as long while the link is busy",
     )
-    parser.add_argument("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object (times in seconds)")
+    add("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
+    add("--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)")
+    add("--json", action="store_true", help="print one JSON object (times in seconds)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,11 +63,11 @@ def run(arguments: argparse.Namespace) -> None:
     names = policies.names(arguments.gather)
     if arguments.policies:
         names = [name.strip() for name in arguments.policies.split(",")]
-    counts = scaling.parse_ranks(arguments.ranks) if arguments.ranks else [None]
+    counts = parse_ranks(arguments.ranks) if arguments.ranks else [None]
     if arguments.plot and len(counts) < 2:
         raise ValueError("--plot draws a scaling table; give --ranks A..B")
     if len(counts) > 1:
-        scaling.run(arguments, profile, names, [count for count in counts if count])
+        scale(arguments, profile, names, [count for count in counts if count])
         return
     link, ranks = options.cluster(arguments, counts[0])
     report = compare(arguments, profile, link, ranks, names)
@@ -84,13 +92,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def compare(
-    arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Iterable[str]
+    arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
     step = options.step(arguments)
     bound = lower_bound(profile, link, ranks=ranks, **step)
     results = {}
-    for name in progress(list(names), "simulating"):
+    quiet = not sys.stderr.isatty()
+    for name in track(names, "simulating", console=Console(stderr=True), transient=True, disable=quiet):
         program = policies.plan(profile, link, name, ranks=ranks, **step)
         validate(program, profile)
         results[program.policy] = _row(program, profile, link, bound, arguments)
@@ -130,11 +139,85 @@ def bucket_row(bucket: Bucket, profile: Profile) -> dict[str, Any]:
     return {**row, "parts": parts} if parts else row
 
 
-def progress(items: list[Any], activity: str) -> Iterable[Any]:
-    """Return the items, with a progress bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
+# -- scaling tables: the same model and the same links, simulated for a growing number of ranks --------------
 
-    return track(items, activity, console=Console(stderr=True), transient=True)
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers of ranks of ``8`` (one) or ``2..16384`` (2, 4, 8, ... and 16384)."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
+    if match is None:
+        raise ValueError(f"--ranks: expected a number or A..B, got {text!r}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= MOST_RANKS:
+        raise ValueError(f"--ranks: expected 1 <= A <= B <= {MOST_RANKS}, got {text!r}")
+    counts = []
+    while first < last:
+        counts.append(first)
+        first *= 2
+    return [*counts, last]
+
+
+def scale(
+    arguments: argparse.Namespace, profile: Profile, names: Sequence[str], counts: Sequence[int]
+) -> None:
+    if arguments.jitter:
+        raise ValueError(
+            "--jitter needs a simulation of every rank, and a scaling table simulates one; give one number of"
+            " ranks"
+        )
+    rows = [measure(arguments, profile, names, ranks) for ranks in counts]
+    if arguments.plot:
+        plot(rows, profile, arguments.plot)
+    if arguments.json:
+        print(json.dumps({"profile": profile.name, "compute": profile.compute, "scaling": rows}))
+        return
+    title = f"{profile.name}, {arguments.algorithm}, {arguments.link} per rank: period (ms)"
+    cells = [
+        [str(row["ranks"]), *(milliseconds(result["period"]) for result in row["policies"].values())]
+        + [milliseconds(row["bound"])]
+        for row in rows
+    ]
+    console().print(table(title, ["ranks", *rows[0]["policies"], "bound"], cells))
+
+
+def measure(
+    arguments: argparse.Namespace, profile: Profile, names: Sequence[str], ranks: int
+) -> dict[str, Any]:
+    """Return one row of the table; ``efficiency`` is compute / period."""
+    link, _ = options.cluster(arguments, ranks)
+    step = options.step(arguments)
+    bound = lower_bound(profile, link, ranks=ranks, **step)
+    results: dict[str, Any] = {}
+    for name in names:
+        program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))
+        result = simulate(program, profile, link, slowdown=arguments.slowdown)
+        results[program.policy] = {
+            **figures(result, bound),
+            "efficiency": profile.compute / result.period if result.period else 1.0,
+        }
+    return {
+        "ranks": ranks,
+        "link": {"alpha": link.alpha, "beta": link.beta},
+        "bound": bound,
+        "policies": results,
+    }
+
+
+def plot(rows: Sequence[dict[str, Any]], profile: Profile, file: str) -> None:
+    """Draw the efficiency by number of ranks, one line per policy."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib; install commsched[bench]") from None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    ranks = [row["ranks"] for row in rows]
+    for name in rows[0]["policies"]:
+        axes.plot(ranks, [row["policies"][name]["efficiency"] for row in rows], marker="o", label=name)
+    axes.plot(
+        ranks, [profile.compute / row["bound"] if row["bound"] else 1.0 for row in rows], "k--", label="bound"
+    )
+    axes.set(xscale="log", xlabel="ranks", ylabel="compute / period", title=profile.name, ylim=(0, 1.05))
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    figure.savefig(Path(file))

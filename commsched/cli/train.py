@@ -6,220 +6,100 @@ Start it on every rank with a launcher, or rank by rank with --rank.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-from commsched.cli.job_options import add_job, job_of, name_of
-from commsched.cli.options import cuts_of
-from commsched.cli.rank_options import add_ranks, set_rank
-from commsched.cli.train_options import add_stages, add_training, replicas_of, world_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from commsched.pipeline import Job, Pipeline
-    from commsched.pipeline.job import Data
-    from scheduler.formats.pipeline_plan import PipelinePlan
+from commsched.cli.job_options import add_job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
-    add_stages(parser)
-    add_training(parser)
-    add_ranks(parser)
+    _add_stages(parser)
+    _add_training(parser)
+    _add_ranks(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import torch
+    from commsched.cli.training import run as train  # imports torch
 
-    import commsched
-
-    torch.set_num_threads(1)
-    torch.manual_seed(arguments.seed)
-    job = _with_options(job_of(arguments), arguments)
-    plan = _plan(arguments, job.model)
-    set_rank(arguments, plan.ranks if plan is not None else world_of(arguments))
-    commsched.init()
-    try:
-        _train(arguments, job, plan)
-    finally:
-        commsched.shutdown()
+    train(arguments)
 
 
-def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -> None:
-    import torch
-
-    import commsched
-    from commsched.training.build import pipeline_of, state_of
-
-    if arguments.load:
-        _load(arguments.load, job.model)
-    on_step = _on_step(arguments, job.data)
-    kept = arguments.checkpoint is not None and (arguments.checkpoint / "latest").exists()
-    # Rank 0 decides: on other machines the folder may be another one.
-    if arguments.warmup_steps and not commsched.broadcast_object(kept):
-        _warm_up(arguments, job)
-    pipeline = pipeline_of(
-        job,
-        plan,
-        schedule=arguments.schedule,
-        stages=arguments.stages,
-        replicas=replicas_of(arguments),
-        microbatches=arguments.microbatches,
-        cuts=cuts_of(arguments.cuts),
-        across=arguments.across,
-        on_step=on_step,
+def _add_stages(parser: argparse.ArgumentParser) -> None:
+    stages = parser.add_argument_group("stages: a plan, AshPipe's files, or a schedule by name")
+    source = stages.add_mutually_exclusive_group()
+    source.add_argument("--plan", metavar="FILE", help="plan of `commsched partition`")
+    source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json of PipeDream or AshPipe")
+    source.add_argument("--schedule", default="1f1b", help="order of the micro-batches")
+    add = stages.add_argument
+    add(
+        "--graph",
+        metavar="FILE",
+        help="with --conf: partitioned graph, gpus=N.txt (default: the model's layers)",
     )
-    if job.data is None:
-        _by_steps(arguments, pipeline, job, plan)
-    else:
-        _by_epochs(arguments, pipeline, job.data)
-    state = state_of(pipeline) if arguments.save else {}
-    if arguments.save and pipeline.rank == 0:
-        torch.save(state, arguments.save)
-    pipeline.close()
-
-
-def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) -> None:
-    from commsched.training import results
-    from commsched.training.loop import Settings, Training
-
-    settings = Settings(
-        rows=arguments.rows,
-        epochs=arguments.epochs,
-        evaluate=arguments.eval,
-        workers=arguments.workers,
-        seed=arguments.seed,
-        checkpoint=arguments.checkpoint,
-        every=arguments.checkpoint_every,
+    add("--stages", type=int, metavar="S", help="ranks of one replica (default: all ranks, one replica)")
+    add("--replicas", default="1", metavar="R", help="replicas, or one number for each stage: 4,3,1")
+    add("--microbatches", type=int, default=1, metavar="M", help="micro-batches of a step")
+    add(
+        "--cuts",
+        metavar="A,B,...",
+        help="layers with which the later stages begin: numbers, or names of modules (default: even)",
     )
-    epochs = Training(pipeline, data, settings).run()
-    if arguments.results and pipeline.rank == 0:
-        facts = {
-            "job": name_of(arguments),
-            "schedule": pipeline.program.policy,
-            "ranks": pipeline.fabric.size,
-            "delays": pipeline.delays,
-            "rows": arguments.rows,
-        }
-        results.write(arguments.results, facts, epochs)
+    add(
+        "--across",
+        action="store_true",
+        help="bundle: fronts on the first half of the hosts, rears on the rest",
+    )
 
 
-def _by_steps(arguments: argparse.Namespace, pipeline: Pipeline, job: Job, plan: PipelinePlan | None) -> None:
-    if arguments.checkpoint or arguments.results or arguments.eval:
-        raise ValueError(
-            "--checkpoint, --results and --eval need a job with data sets; this one has batches only: return"
-            " data (commsched.pipeline.job.Data) behind the optimizer"
-        )
-    batches = iter(job.batches(arguments.rows))
-    seconds = _timed(pipeline, batches, arguments.steps, pipeline.program.policy)
-    if pipeline.rank == 0:
-        expected = ""
-        if plan is not None and plan.period:
-            expected = f"; the plan expects {plan.period:.4f} s ({plan.period / seconds - 1:+.1%})"
-        print(f"{seconds:.4f} s per step, {arguments.rows / seconds:.1f} rows per second{expected}")
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas")
+    add("--epochs", type=int, default=1, metavar="N", help="epochs, of jobs with data sets")
+    add("--steps", type=int, default=20, metavar="N", help="optimizer steps, of jobs without data sets")
+    add(
+        "--warmup-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="data-parallel steps before the pipeline starts",
+    )
+    add("--optimizer", choices=("sgd", "adam", "adamw"), help="optimizer (default: the job's: sgd)")
+    add("--lr", type=float, default=0.01, help="with --optimizer: learning rate")
+    add("--momentum", type=float, default=0.9, help="with --optimizer sgd: momentum")
+    add("--weight-decay", type=float, default=0.0, help="with --optimizer: weight decay")
+    add("--decay", choices=("linear", "cosine"), help="let the learning rate fall to 0 (default: constant)")
+    add("--load", metavar="FILE", help="start from the state_dict in FILE, as far as it fits")
+    add("--eval", action="store_true", help="score the test data after every epoch")
+    add("--workers", type=int, default=0, metavar="N", help="processes that read data")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoints into DIR, and continue from the latest one there",
+    )
+    add("--checkpoint-every", type=int, default=0, metavar="STEPS", help="besides one after every epoch")
+    add("--results", type=Path, metavar="DIR", help="write results.json and curves.svg into DIR")
+    add("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
 
 
-def _warm_up(arguments: argparse.Namespace, job: Job) -> None:
-    """Train data parallel and leave the weights in the job's model."""
-    import itertools
-
-    from torch.utils.data import DataLoader
-
-    import commsched
-    from commsched.training.build import pipeline_of, state_of
-
-    first = pipeline_of(job, None, schedule="gpipe", stages=1, replicas=commsched.size())
-    steps, name = arguments.warmup_steps, "data parallel"
-    if job.data is None:
-        _timed(first, iter(job.batches(arguments.rows)), steps, name)
-    else:
-        train: Any = job.data.train
-        sampler = first.sampler(train, arguments.rows, seed=arguments.seed, drop_last=True)
-        loader = DataLoader(train, batch_sampler=sampler)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        _timed(first, batches, steps, name, local=True)
-    job.model.load_state_dict(state_of(first))
-    first.close()
-
-
-def _timed(pipeline: Pipeline, batches: Any, steps: int, name: str, local: bool = False) -> float:
-    """Train and return the seconds of one step, measured without the first third and without the drain."""
-    first_timed, losses = min(steps - 1, steps // 3), []
-    start = time.perf_counter()
-    for number in range(steps):
-        if number == first_timed:
-            start = time.perf_counter()
-        losses.append(pipeline.step(next(batches), local=local))
-    seconds = (time.perf_counter() - start) / (steps - first_timed)
-    losses += pipeline.drain()
-    if pipeline.rank == 0:
-        for number, loss in enumerate(value for value in losses if value is not None):
-            print(f"{name} step {number}: loss {loss:.6f}")
-    return seconds
-
-
-# -- reading the options -------------------------------------------------------------------------------------
-
-
-def _load(path: str, model: nn.Module) -> None:
-    """Take the weights of a file as far as they fit: a head for other classes stays as it is."""
-    import torch
-
-    import commsched
-
-    state, own = torch.load(path, weights_only=True), model.state_dict()
-    fitting = {
-        name: own[name].shape for name in own if name in state and state[name].shape == own[name].shape
-    }
-    if not fitting:
-        raise ValueError(
-            f"--load {path}: none of its tensors fits the model, whose first is {next(iter(own))}"
-        )
-    model.load_state_dict({name: state[name] for name in fitting}, strict=False)
-    new = [name for name in own if name not in fitting]
-    if commsched.rank() == 0:
-        print(f"starts from {path}" + (f"; not in it, or of another shape: {', '.join(new)}" if new else ""))
-
-
-def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
-    """The job with the optimizer of --optimizer."""
-    import torch
-
-    if arguments.optimizer is None:
-        return job
-    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    kind: Callable[..., torch.optim.Optimizer] = kinds[arguments.optimizer]
-    options = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
-    if arguments.optimizer == "sgd":
-        options["momentum"] = arguments.momentum
-    return job._replace(optimizer=lambda params: kind(params, **options))
-
-
-def _on_step(arguments: argparse.Namespace, data: Data | None) -> Any:
-    if arguments.decay is None:
-        return None
-    from commsched.training.loop import Decay
-
-    size: Any = None if data is None else data.train
-    steps = arguments.steps if size is None else arguments.epochs * -(-len(size) // arguments.rows)
-    return Decay(arguments.decay, steps)
-
-
-def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan | None:
-    from commsched.pipeline.chain import Chain
-    from scheduler.formats.pipeline_plan import PipelinePlan
-    from scheduler.pipelines.planner.convert import read_plan
-
-    if arguments.graph and not arguments.conf:
-        raise ValueError("--graph belongs to --conf; a plan of `commsched partition` needs no graph")
-    if (arguments.plan or arguments.conf) and arguments.cuts:
-        raise ValueError("--cuts belongs to --schedule; a plan has cuts of its own")
-    if arguments.plan:
-        return PipelinePlan.load(arguments.plan)
-    if not arguments.conf:
-        return None
-    sizes = None if arguments.graph else Chain(model).sizes
-    return read_plan(arguments.conf, arguments.graph, sizes)
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    given = parser.add_argument_group("ranks started one by one, without a launcher")
+    given.add_argument("--rank", type=int, metavar="N", help="this process's rank")
+    given.add_argument(
+        "--local-rank",
+        "--local_rank",
+        type=int,
+        metavar="N",
+        help="its number on its machine (default: --rank)",
+    )
+    given.add_argument(
+        "--master-addr", "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0's machine"
+    )
+    given.add_argument("--master-port", type=int, default=29500, metavar="N", help="a free port of it")
+    given.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: as the plan, or the stages, say)",
+    )

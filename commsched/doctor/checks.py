@@ -1,127 +1,229 @@
-"""The checks, in the order in which they are reported. Each takes a `Machine` and returns one finding."""
+"""The checks, in the order in which they are reported: each says of one thing how it is, and what to do."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 
 from packaging.version import InvalidVersion, Version
 
-from commsched.doctor import network_checks
-from commsched.doctor.finding import NOTE, OK, PROBLEM, Finding
 from commsched.doctor.machine import HOROVOD, Machine
+from commsched.process.network import is_loopback
 
+OK, NOTE, PROBLEM = "ok", "note", "problem"
 OLDEST, NEWEST = Version("2.6"), Version("2.15")  # of torch, as docker/install.sh has them
 MANY_FILES = 1024  # every rank holds a few connections to every other
 LOCKED_BYTES = 64 << 20
 SHARED_BYTES = 512 << 20
+CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+FEW_PORTS = 1000
 
 
-def torch(machine: Machine) -> Finding:
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `advice` says what to do, and is empty where nothing needs to be done."""
+
+    check: str
+    level: str
+    found: str
+    advice: str = ""
+
+
+Answer = tuple[str, ...]  # level, what was found, and where something needs to be done, advice
+CHECKS: list[Callable[[Machine], Finding]] = []
+
+
+def check(name: str) -> Callable[[Callable[[Machine], Answer]], Callable[[Machine], Finding]]:
+    """Add a function to the checks."""
+
+    def add(judge: Callable[[Machine], Answer]) -> Callable[[Machine], Finding]:
+        @wraps(judge)
+        def named(machine: Machine) -> Finding:
+            return Finding(name, *judge(machine))
+
+        CHECKS.append(named)
+        return named
+
+    return add
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Run all checks."""
+    return [run(machine) for run in CHECKS]
+
+
+@check("torch")
+def torch(machine: Machine) -> Answer:
     found = machine.torch
     if isinstance(found, str):
-        return Finding(
-            "torch", PROBLEM, f"torch cannot be imported: {found}", "install it: docker/install.sh"
-        )
+        return PROBLEM, f"torch cannot be imported: {found}", "install it: docker/install.sh"
     text = f"{found['version']}, {'CUDA ' + found['cuda'] if found['cuda'] else 'CPU build'}"
     try:
         release = Version(Version(found["version"]).base_version)
     except InvalidVersion:
-        return Finding("torch", NOTE, text, "the version cannot be read; supported are 2.6 to 2.15")
+        return NOTE, text, "the version cannot be read; supported are 2.6 to 2.15"
     if release < OLDEST:
-        return Finding("torch", PROBLEM, text, f"install torch {OLDEST} or newer")
+        return PROBLEM, text, f"install torch {OLDEST} or newer"
     if (release.major, release.minor) > (NEWEST.major, NEWEST.minor):
-        return Finding("torch", NOTE, text, f"newer than {NEWEST}, the newest that was tested")
-    return Finding("torch", OK, text)
+        return NOTE, text, f"newer than {NEWEST}, the newest that was tested"
+    return OK, text
 
 
-def extension(machine: Machine) -> Finding:
+@check("extension")
+def extension(machine: Machine) -> Answer:
     ran = machine.extension
     if ran.status == 0:
-        return Finding("extension", OK, "comm_core is built for this torch")
+        return OK, "comm_core is built for this torch"
     if "undefined symbol" in ran.output:
         found = f"comm_core was built for another torch: {ran.last_line}"
     elif "comm_core" in ran.last_line and "No module" in ran.last_line:
         found = "comm_core is not built"
     else:
         found = f"comm_core cannot be imported: {ran.last_line}"
-    return Finding(
-        "extension", PROBLEM, found, "build it: pip install --no-build-isolation . in the checkout"
-    )
+    return PROBLEM, found, "build it: pip install --no-build-isolation . in the checkout"
 
 
-def compiler(machine: Machine) -> Finding:
+@check("compiler")
+def compiler(machine: Machine) -> Answer:
     command = machine.environ.get("CXX", "").split() or ["g++"]
     ran = machine.run([*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], "int main() {}")
     level = NOTE if machine.extension.status == 0 else PROBLEM  # a built extension needs no compiler
     advice = "install GCC 10 or newer (Debian: apt-get install g++), or set CXX; building comm_core needs it"
     if ran is None:
-        return Finding("compiler", level, f"{command[0]} is not on PATH", advice)
+        return level, f"{command[0]} is not on PATH", advice
     if ran.status != 0:
-        return Finding("compiler", level, f"{' '.join(command)} does not take -std=c++20", advice)
+        return level, f"{' '.join(command)} does not take -std=c++20", advice
     version = machine.run([*command, "--version"])
-    return Finding(
-        "compiler", OK, version.output.splitlines()[0] if version and version.output else command[0]
-    )
+    return OK, version.output.splitlines()[0] if version and version.output else command[0]
 
 
-def cuda(machine: Machine) -> Finding:
+@check("CUDA")
+def cuda(machine: Machine) -> Answer:
     driver = machine.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     found = machine.torch
     if driver is None or driver.status != 0:
-        return Finding("CUDA", OK, "no GPU: nvidia-smi is missing or finds none; ranks use the CPU")
+        return OK, "no GPU: nvidia-smi is missing or finds none; ranks use the CPU"
     gpus = driver.output.strip().replace("\n", "; ")
     if isinstance(found, str) or not found["cuda"]:
-        return Finding(
-            "CUDA", NOTE, f"{gpus}; torch is a CPU build", "install a CUDA build of torch to use the GPUs"
-        )
+        return NOTE, f"{gpus}; torch is a CPU build", "install a CUDA build of torch to use the GPUs"
     if not found["gpus"]:
         text = f"{gpus}; torch for CUDA {found['cuda']} cannot use them"
-        return Finding(
-            "CUDA", PROBLEM, text, "install a driver for this CUDA version, or another build of torch"
-        )
+        return PROBLEM, text, "install a driver for this CUDA version, or another build of torch"
     nvcc = machine.run([machine.environ.get("NVCC") or "nvcc", "--version"])
     release = re.search(r"release ([\d.]+)", nvcc.output) if nvcc else None
     text = f"{gpus}; torch for CUDA {found['cuda']}; nvcc {release[1] if release else 'missing'}"
     if machine.extension.status == 0 and machine.extension.last_line == "True":
-        return Finding("CUDA", OK, f"{text}; kernels are compiled in")
+        return OK, f"{text}; kernels are compiled in"
     advice = "kernels come from CuPy if it is installed; with nvcc, COMMSCHED_WITH_CUDA=1 compiles them in"
-    return Finding("CUDA", NOTE, f"{text}; kernels are not compiled in", advice)
+    return NOTE, f"{text}; kernels are not compiled in", advice
 
 
-def nccl(machine: Machine) -> Finding:
+@check("NCCL")
+def nccl(machine: Machine) -> Answer:
     found = machine.torch
     if isinstance(found, str) or not found["gpus"]:
-        return Finding("NCCL", OK, "not needed without a GPU that torch can use")
+        return OK, "not needed without a GPU that torch can use"
     if not found["nccl"]:
-        return Finding(
-            "NCCL", PROBLEM, "torch was built without NCCL", "install torch from PyTorch's own packages"
-        )
-    return Finding("NCCL", OK, found["nccl"])
+        return PROBLEM, "torch was built without NCCL", "install torch from PyTorch's own packages"
+    return OK, found["nccl"]
 
 
-def mpi(machine: Machine) -> Finding:
+@check("MPI")
+def mpi(machine: Machine) -> Answer:
     ran = machine.run(["mpirun", "--version"])
     if ran is None:
         advice = "only the launcher mpirun needs it (Debian: apt-get install openmpi-bin)"
-        return Finding("MPI", NOTE, "mpirun is not on PATH", advice)
+        return NOTE, "mpirun is not on PATH", advice
     if ran.status != 0:
-        return Finding("MPI", NOTE, f"mpirun --version fails: {ran.last_line}", "repair it, or use torchrun")
-    return Finding("MPI", OK, ran.output.splitlines()[0] if ran.output else "mpirun")
+        return NOTE, f"mpirun --version fails: {ran.last_line}", "repair it, or use torchrun"
+    return OK, ran.output.splitlines()[0] if ran.output else "mpirun"
 
 
-def horovod(machine: Machine) -> Finding:
+@check("Horovod")
+def horovod(machine: Machine) -> Answer:
     if not machine.has_package("horovod"):
         advice = "only baseline=horovod and horovodrun need it: COMMSCHED_WITH_HOROVOD=1 docker/install.sh"
-        return Finding("Horovod", NOTE, "not installed", advice)
+        return NOTE, "not installed", advice
     ran = machine.python(HOROVOD)
     if ran.status == 0:
-        return Finding("Horovod", OK, ran.last_line)
+        return OK, ran.last_line
     advice = "pip uninstall horovod, then COMMSCHED_WITH_HOROVOD=1 docker/install.sh, or do without"
-    return Finding("Horovod", PROBLEM, f"installed, but cannot be imported: {ran.last_line}", advice)
+    return PROBLEM, f"installed, but cannot be imported: {ran.last_line}", advice
 
 
-def threads(machine: Machine) -> Finding:
+@check("ports")
+def ports(machine: Machine) -> Answer:
+    try:
+        port = machine.free_port()
+    except OSError as error:
+        return PROBLEM, f"cannot listen: {error}", "allow this user to listen on TCP ports"
+    low, _, high = machine.read(PORTS).partition("\t")
+    text = f"listening works (port {port})"
+    if not (low.isdigit() and high.strip().isdigit()):
+        return OK, text
+    text += (
+        f"; free ports are taken from {low} to {high.strip()}, which a firewall between hosts must let pass"
+    )
+    if int(high) - int(low) < FEW_PORTS:
+        return NOTE, text, f"widen the range: sysctl -w net.ipv4.ip_local_port_range='{low} 60999'"
+    return OK, text
+
+
+@check("interfaces")
+def interfaces(machine: Machine) -> Answer:
+    found = machine.interfaces()
+    shown = ", ".join(f"{name} {address}{_speed(machine, name)}" for name, address in found.items())
+    variable = next((name for name in INTERFACES if machine.environ.get(name)), "")
+    if variable:
+        wanted = machine.environ[variable].split(",")[0].strip()
+        if wanted not in found:
+            text = f"{variable}={wanted}, but the interfaces with an IPv4 address are {shown or 'none'}"
+            return PROBLEM, text, f"set {variable} to one of these, or unset it"
+        return OK, f"{shown}; {wanted} is used ({variable})"
+    others = [name for name, address in found.items() if not is_loopback(address)]
+    if not others:
+        return NOTE, f"loopback only ({shown or 'none'})", "ranks of other hosts cannot connect"
+    if len(others) == 1:
+        return OK, f"{shown}; several hosts use {others[0]}"
+    text = f"{shown}; several hosts use the one that reaches rank 0"
+    return OK, text, "set GLOO_SOCKET_IFNAME to choose another"
+
+
+def _speed(machine: Machine, name: str) -> str:
+    speed = machine.read(f"/sys/class/net/{name}/speed")
+    return f" ({int(speed)} Mbit/s)" if speed.isdigit() and int(speed) else ""
+
+
+@check("host name")
+def host_name(machine: Machine) -> Answer:
+    name, address = machine.host_address()
+    if not address:
+        return PROBLEM, f"{name} does not resolve", f"add {name} to /etc/hosts"
+    text = f"{name} is {address}"
+    several = any(not is_loopback(other) for other in machine.interfaces().values())
+    if is_loopback(address) and several:
+        advice = "on several hosts, map it to the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return NOTE, f"{text}, which other hosts cannot reach", advice
+    return OK, text
+
+
+@check("congestion control")
+def congestion(machine: Machine) -> Answer:
+    name = machine.read(CONGESTION)
+    if name == "bbr":
+        advice = (
+            "with four or more ranks it leaves the link idle: sysctl -w net.ipv4.tcp_congestion_control=cubic"
+        )
+        return NOTE, name, advice
+    return OK, name or "the kernel does not say"
+
+
+@check("threads")
+def threads(machine: Machine) -> Answer:
     cores, given = machine.cores(), machine.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores, OMP_NUM_THREADS {given or 'not set'}"
     quota = re.fullmatch(r"(\d+) (\d+)", machine.read("/sys/fs/cgroup/cpu.max"))
@@ -130,15 +232,16 @@ def threads(machine: Machine) -> Finding:
         text += f", limited to the time of {share:g} cores"
     advice = "set OMP_NUM_THREADS to the cores divided by the ranks of this host (torchrun sets 1)"
     if given and not given.isdigit():
-        return Finding("threads", PROBLEM, f"{text}, which is no number", advice)
+        return PROBLEM, f"{text}, which is no number", advice
     if not given and cores > 1:
-        return Finding("threads", NOTE, f"{text}: every rank takes all cores", advice)
+        return NOTE, f"{text}: every rank takes all cores", advice
     if given and int(given) > cores:
-        return Finding("threads", NOTE, f"{text}: more threads than cores", advice)
-    return Finding("threads", OK, text)
+        return NOTE, f"{text}: more threads than cores", advice
+    return OK, text
 
 
-def limits(machine: Machine) -> Finding:
+@check("limits")
+def limits(machine: Machine) -> Answer:
     files, locked, shared = machine.limit("NOFILE"), machine.limit("MEMLOCK"), machine.shared_memory()
     found = machine.torch
     gpus = not isinstance(found, str) and bool(found["gpus"])
@@ -152,29 +255,10 @@ def limits(machine: Machine) -> Finding:
     if shared < SHARED_BYTES and gpus:
         advice.append("give NCCL and DataLoaders more shared memory (Docker: --shm-size=1g)")
     text = f"open files {_shown(files)}, locked memory {_shown(locked, 'B')}, /dev/shm {_shown(shared, 'B')}"
-    return Finding("limits", NOTE if advice else OK, text, "; ".join(advice))
+    return NOTE if advice else OK, text, "; ".join(advice)
 
 
 def _shown(value: int, unit: str = "") -> str:
     if value < 0 or value >= 1 << 60:
         return "unlimited"
     return f"{value / 2**20:.0f} Mi{unit}" if unit else str(value)
-
-
-CHECKS: tuple[Callable[[Machine], Finding], ...] = (
-    torch,
-    extension,
-    compiler,
-    cuda,
-    nccl,
-    mpi,
-    horovod,
-    *network_checks.CHECKS,
-    threads,
-    limits,
-)
-
-
-def examine(machine: Machine) -> list[Finding]:
-    """Run all checks."""
-    return [check(machine) for check in CHECKS]

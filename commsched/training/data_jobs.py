@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -94,22 +93,17 @@ def _batches(dataset: Any, rows: int) -> Iterator[Any]:
 
 def _other(root: Path, make: Callable[[Path], Any]) -> Any:
     """The test data beside ``root/train``, if any."""
-    for name in ("val", "test"):
-        if (root / name).is_dir():
-            return make(root / name)
-    return None
+    found = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    return None if found is None else make(found)
 
 
-def _divided(dataset: Sized) -> tuple[Any, Any]:
-    numbers = torch.arange(len(dataset))
-    tested = numbers % _TESTED == 0
-    whole: Any = dataset
-    return Subset(whole, numbers[~tested].tolist()), Subset(whole, numbers[tested].tolist())
+def _divided(dataset: Any) -> tuple[Any, Any]:
+    rest = [number for number in range(len(dataset)) if number % _TESTED]
+    return Subset(dataset, rest), Subset(dataset, range(0, len(dataset), _TESTED))
 
 
 def _table(folder: Path, names: Sequence[str]) -> Path:
-    for name in names:
-        for suffix in (".tsv", ".csv"):
-            if (folder / f"{name}{suffix}").is_file():
-                return folder / f"{name}{suffix}"
+    for file in (folder / f"{name}{suffix}" for name in names for suffix in (".tsv", ".csv")):
+        if file.is_file():
+            return file
     raise ValueError(f"{folder} has no {' or '.join(names)} with suffix .tsv or .csv")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +18,6 @@ from torch.utils.data import DataLoader, Sampler
 from commsched.pipeline import Pipeline
 from commsched.pipeline.job import Data
 from commsched.training.checkpoints import Checkpoints
-from commsched.training.progress import progress
 from commsched.training.results import Epoch, described
 
 
@@ -141,6 +142,21 @@ class Training:
         self._total, self._told, self._seconds, self._steps = state["so_far"]
         if self.pipeline.rank == 0:
             print(f"continues after step {self._steps} of {self.settings.checkpoint}", flush=True)
+
+
+@contextmanager
+def progress(label: str, total: int, done: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call after each step with a text, which a bar on a terminal shows."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total, completed=done, text="")
+        yield lambda text: bar.update(task, advance=1, text=text)
 
 
 class Decay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnn_bench import models
-from dnn_bench.baselines.embeddings import make_embeddings_sparse
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,25 @@ class Job:
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return models.loss(self.model, outputs, targets)
+
+
+def make_embeddings_sparse(model: nn.Module) -> None:
+    """Set `sparse` on embeddings whose weight no other module owns; raise `ValueError` if there are none."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    found = [module for module in embeddings if _may_be_sparse(module) and owners[id(module.weight)] == 1]
+    if not found:
+        raise ValueError(
+            "the model has no trained nn.Embedding or nn.EmbeddingBag whose weight belongs to no other module"
+        )
+    for module in found:
+        module.sparse = True
+
+
+def _may_be_sparse(embedding: nn.Embedding | nn.EmbeddingBag) -> bool:
+    # torch refuses sparse gradients of a maximum, and of rows scaled by how often they occur.
+    refused = embedding.scale_grad_by_freq or getattr(embedding, "mode", "") == "max"
+    return embedding.weight.requires_grad and not refused
 
 
 class Stamps(NamedTuple):

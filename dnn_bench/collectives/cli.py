@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get
-from dnn_bench.command_line import chosen, console, one_line_errors, parser, table
+from dnn_bench.command_line import chosen, console, one_line_errors, parser, save, table
 from dnn_bench.launch import add_place, place_of
 from scheduler.ir.link import FEWEST_SIZES, fit
 
@@ -52,9 +52,7 @@ def main(arguments: list[str]) -> int:
     sizes = [size_of(text) for text in options.sizes.split(",")]
     known = transports()
     report = run(options, [known[name] for name in chosen("transport", options.transports, [*known])], sizes)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {options.json}")
+    save(json.dumps(report, indent=1) + "\n", options.json)
     return int(any(status == "failed" for status, _ in report["problems"].values()))
 
 
@@ -85,7 +83,7 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
                 problems[entry.name] = ("failed", str(error))
         report = {
             "kind": "collectives", "environment": environment.describe(),
-            "place": {**place.describe(), "ranks": place.size, "rate": place.rate},
+            "place": place.describe(),
             "rows": rows, "fits": fits(rows), "problems": problems,
         }  # fmt: skip
     show(report)

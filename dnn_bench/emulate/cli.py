@@ -21,7 +21,7 @@ from dnn_bench.command_line import add_job, chosen, one_line_errors, parser, sha
 from dnn_bench.emulate.network import check_device, emulated_backend, emulated_ranks
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
-from scheduler.ir.link import Link, Network
+from scheduler.ir.link import ALGORITHMS, Level, Link, network_link
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate
 
@@ -49,7 +49,7 @@ def link_of(network: str, ranks: int, algorithm: str = "ring") -> Link:
     if ranks < 2:
         raise ValueError(f"a network joins at least 2 ranks, got {ranks}")
     wire = WIRES[name] if name in WIRES else Link.parse(network)
-    return Network.flat(wire, ranks, algorithm).link()
+    return network_link([Level(ranks, wire.alpha, wire.beta)], algorithm)
 
 
 class Emulation:
@@ -162,8 +162,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     text = f"{', '.join(WIRES)}, or alpha=SECONDS,beta=SECONDS/BYTE"
     given.add_argument("--network", default="10gbe", help=text)
     given.add_argument("--ranks", type=int, default=64, help="ranks of the network")
-    algorithms = ("ring", "direct", "hierarchical")
-    given.add_argument("--algorithm", default="ring", choices=algorithms, help="how collectives are made")
+    given.add_argument("--algorithm", default="ring", choices=[*ALGORITHMS], help="how collectives are made")
     given.add_argument("--policies", default="", help="policies, separated by commas (default: all)")
     text = "cuda, or cpu: the CPU's compute under a thread's timer"
     given.add_argument("--device", default="cuda", help=text)

@@ -34,18 +34,17 @@ Rows = list[dict[str, Any]]
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser("gpu", __doc__)
-    given.add_argument("--parts", default=",".join(PARTS), help="parts to measure")
+    add = given.add_argument
+    add("--parts", default=",".join(PARTS), help="parts to measure")
     text = "cuda; cpu runs the same code, its figures mean nothing"
-    given.add_argument("--device", default="cuda", help=text)
-    given.add_argument("--kernel-models", default="resnet50,bert_large,gpt2", help="models of `kernels`")
-    given.add_argument("--step-models", default="resnet50,bert_base,gpt2", help="models of the other parts")
-    given.add_argument("--networks", default="10gbe,25gbe,100gib", help="networks of `emulate`")
-    given.add_argument("--ranks", default="8,64", help="ranks of `emulate`")
-    given.add_argument(
-        "--batch-size", type=int, default=0, help="samples (default: the model's usual number)"
-    )
-    given.add_argument("--iterations", type=int, default=30, help="timed iterations")
-    given.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the figures")
+    add("--device", default="cuda", help=text)
+    add("--kernel-models", default="resnet50,bert_large,gpt2", help="models of `kernels`")
+    add("--step-models", default="resnet50,bert_base,gpt2", help="models of the other parts")
+    add("--networks", default="10gbe,25gbe,100gib", help="networks of `emulate`")
+    add("--ranks", default="8,64", help="ranks of `emulate`")
+    add("--batch-size", type=int, default=0, help="samples (default: the model's usual number)")
+    add("--iterations", type=int, default=30, help="timed iterations")
+    add("--json", type=Path, default=Path("gpu.json"), help="file of the figures")
     return given.parse_args(arguments)
 
 

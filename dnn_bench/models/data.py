@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from commsched.training.images import ClassFolders
 
 Generator = torch.Generator | None
 Batch = tuple[Tensor, Tensor]
 IGNORED = -100  # a target that `cross_entropy` leaves out
 MASKED_SHARE = 0.15
 MASK_TOKEN = 0
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 BYTES = 256
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 def images(root: str, batch: int, generator: Generator, *, image_size: int, num_classes: int) -> Batch:
@@ -26,41 +27,18 @@ def images(root: str, batch: int, generator: Generator, *, image_size: int, num_
     if not root:
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         return inputs, torch.randint(num_classes, (batch,), generator=generator)
-    files, classes = listing(root)
-    if classes > num_classes:
+    files = class_folders(root, image_size)
+    if (classes := len(files.names)) > num_classes:
         raise ValueError(f"{root} has {classes} classes, the model {num_classes}: build it with more")
     chosen = [files[i] for i in torch.randint(len(files), (batch,), generator=generator).tolist()]
-    pixels = torch.stack([load(path, image_size) for path, _ in chosen])
-    return pixels, torch.tensor([label for _, label in chosen])
+    return torch.stack([image for image, _ in chosen]), torch.tensor([label for _, label in chosen])
 
 
 @lru_cache
-def listing(root: str) -> tuple[list[tuple[Path, int]], int]:
-    """Every image with its class's number, and how many classes there are."""
-    folders = sorted(path for path in Path(root).iterdir() if path.is_dir()) if Path(root).is_dir() else []
-    found = [
-        (path, label)
-        for label, folder in enumerate(folders)
-        for path in sorted(folder.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
-    if not found:
-        raise ValueError(
-            f"{root} has no images: it needs a folder per class with {', '.join(SUFFIXES)} files"
-        )
-    return found, len(folders)
+def class_folders(root: str, size: int) -> ClassFolders:
+    from commsched.training.images import ClassFolders
 
-
-def load(path: Path, size: int) -> Tensor:
-    """The image's middle square at the wanted size, normalised as is usual for ImageNet."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ValueError("images need Pillow: pip install pillow") from None
-    with Image.open(path) as image:
-        fitted = ImageOps.fit(image.convert("RGB"), (size, size))
-    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size, 3)
-    return ((pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)
+    return ClassFolders(Path(root), size)
 
 
 def pixels(root: str, batch: int, generator: Generator, *, image_size: int, num_classes: int) -> Batch:

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-PACKAGES = {
-    "torchvision": "torchvision",
-    "timm": "timm",
-    "hf": "transformers",
-    "smp": "segmentation_models_pytorch",
-}
 FORMS = "torchvision/NAME, timm/NAME, hf/TYPE-or-config, smp/ARCH-ENCODER"
 # Heads of transformers, the first that a configuration can have, and their tasks here.
 HEADS = {"MaskedLM": "masked_tokens", "CausalLM": "causal_lm", "ImageClassification": "image"}
@@ -43,26 +37,22 @@ class ModelSpec:
 def checked(name: str) -> str:
     """The name, if its library is known and installed; neither the library nor torch is imported."""
     library, _, model = name.partition("/")
-    if library not in PACKAGES or not model:
+    if library not in LIBRARIES or not model:
         raise ValueError(f"unknown model {name!r}: models of libraries are {FORMS}")
-    if find_spec(PACKAGES[library]) is None:
-        raise ValueError(f"model {name!r} needs {PACKAGES[library]}: pip install commsched[models]")
+    package, _ = LIBRARIES[library]
+    if find_spec(package) is None:
+        raise ValueError(f"model {name!r} needs {package}: pip install commsched[models]")
     return name
 
 
 @cache
 def spec(name: str) -> ModelSpec:
     library, _, model = name.partition("/")
-    make: Callable[[Any, str], ModelSpec] = {
-        "torchvision": _torchvision,
-        "timm": _timm,
-        "hf": _hf,
-        "smp": _smp,
-    }[library]
+    package, make = LIBRARIES[library]
     try:
-        return make(importlib.import_module(PACKAGES[library]), model)
+        return make(importlib.import_module(package), model)
     except (AttributeError, KeyError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(f"{PACKAGES[library]} has no model {model!r} for this benchmark: {error}") from error
+        raise ValueError(f"{package} has no model {model!r} for this benchmark: {error}") from error
 
 
 def _torchvision(torchvision: Any, model: str) -> ModelSpec:
@@ -108,3 +98,12 @@ def _smp(smp: Any, model: str) -> ModelSpec:
     smp.encoders.get_encoder(encoder, weights=None)
     build = partial(getattr(smp, arch), encoder_name=encoder, encoder_weights=None, classes=21)
     return ModelSpec(build, "pixels", 4, {"image_size": PIXELS, "num_classes": 21})
+
+
+# By what stands before the slash of a name: the package, and the function that finds one of its models.
+LIBRARIES: dict[str, tuple[str, Callable[[Any, str], ModelSpec]]] = {
+    "torchvision": ("torchvision", _torchvision),
+    "timm": ("timm", _timm),
+    "hf": ("transformers", _hf),
+    "smp": ("segmentation_models_pytorch", _smp),
+}

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from commsched.cli.options import cuts_of
 from dnn_bench import models
-from dnn_bench.cluster import Cluster, ClusterError
-from dnn_bench.command_line import parser
+from dnn_bench.cluster import Cluster
+from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.layout import PLACEMENTS
 from scheduler.ir.weight_versions import delays
 from scheduler.pipelines.build import generate, virtual_option
 from scheduler.pipelines.planner.convert import read_plan
 from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
 
 WORKER = "dnn_bench.pipeline.worker"
-PLACEMENTS = ("eager", "bubble", "aligned")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -169,19 +168,15 @@ def size_of(options: argparse.Namespace) -> int:
     return sum(options.replicas)
 
 
+@one_line_errors(ValueError, prefix="dnn_bench pipeline")
 def main(arguments: list[str]) -> int:
-    given = parse(arguments)
-    try:
-        options = options_of(given)
-        if launched():
-            from dnn_bench.pipeline.worker import measure
+    options = options_of(parse(arguments))
+    if launched():
+        from dnn_bench.pipeline.worker import measure
 
-            said = measure(options)
-        else:
-            said = _launch(options)
-    except (ValueError, ClusterError) as error:
-        print(f"dnn_bench pipeline: {error}", file=sys.stderr)
-        return 2
+        said = measure(options)
+    else:
+        said = _launch(options)
     if said:
         print(said)
     return 0

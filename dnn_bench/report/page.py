@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import one_line_errors, parser, save
 
 SCRIPTS = ("draw.js", "charts.js", "timeline.js", "page.js")
 PAGE = """<!doctype html>
@@ -39,8 +39,7 @@ def main(arguments: list[str]) -> int:
     given.add_argument("reports", nargs="+", type=Path, metavar="JSON")
     given.add_argument("--html", type=Path, required=True, metavar="FILE", help="the page to write")
     options = given.parse_args(arguments)
-    options.html.write_text(render([load(path) for path in options.reports]))
-    print(f"wrote {options.html}")
+    save(render([load(path) for path in options.reports]), options.html)
     return 0
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import one_line_errors, parser, save
 from dnn_bench.report.page import load
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE
@@ -25,8 +25,7 @@ def main(arguments: list[str]) -> int:
     given.add_argument("--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom")
     given.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
     options = given.parse_args(arguments)
-    options.out.write_text(draw(load(options.report), options.baseline.split(",")))
-    print(f"wrote {options.out}")
+    save(draw(load(options.report), options.baseline.split(",")), options.out)
     return 0
 
 

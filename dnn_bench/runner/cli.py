@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dnn_bench import models
-from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
+from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, save, shape_of
 from dnn_bench.launch import add_place, place_of
 
 if TYPE_CHECKING:
@@ -39,13 +39,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
+    from dnn_bench.report import page
+    from dnn_bench.runner import results
+    from dnn_bench.runner.compare import Effort, compare
+
     options = parse(arguments)
     for path in filter(None, (options.json, options.html)):
         check_writable(path)
-    report = compare(options, chosen(options.baseline))
-    save(report, options)
-    failed = any(entry["status"] in ("wrong", "failed") for entry in report["baselines"])
-    return 130 if report["interrupted"] else int(failed)
+    entries, job = chosen(options.baseline), job_of(options)
+    effort = Effort(options.reps, options.iters, options.warmup, "none" if options.no_trace else "all")
+    with place_of(options) as place:
+        report = compare(job, place, entries, effort)
+    results.show(report)
+    save(json.dumps(report, indent=1) + "\n", options.json)
+    save(page.render([report]), options.html)
+    return results.exit_status(report)
 
 
 def chosen(text: str) -> list[Baseline]:
@@ -78,28 +86,3 @@ def job_of(options: argparse.Namespace) -> Job:
     if job.data_dir:
         job.sample(1, 0)  # a folder that cannot be used is refused before anything starts
     return job
-
-
-def compare(options: argparse.Namespace, entries: list[Baseline]) -> dict[str, Any]:
-    """Measures and prints; returns the report, also of an interrupted run."""
-    from dnn_bench.runner import results
-    from dnn_bench.runner.compare import Comparison, Effort
-    from dnn_bench.runner.watcher import Watcher, bars
-
-    effort = Effort(options.reps, options.iters, options.warmup, "none" if options.no_trace else "all")
-    job = job_of(options)
-    with place_of(options) as place, bars(24) as progress:
-        report = Comparison(job, place, entries, effort, Watcher(progress)).run()
-    results.show(report)
-    return report
-
-
-def save(report: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {options.json}")
-    if options.html:
-        from dnn_bench.report import page
-
-        options.html.write_text(page.render([report]))
-        print(f"wrote {options.html}")

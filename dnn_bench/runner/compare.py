@@ -17,7 +17,7 @@ from dnn_bench.launch import Place
 from dnn_bench.runner import environment, memory, predict, results
 from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio
 from dnn_bench.runner.sets import Crew, RankFailed, RankSet
-from dnn_bench.runner.watcher import Watcher
+from dnn_bench.runner.watcher import Watcher, bars
 
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
@@ -37,6 +37,12 @@ class Effort:
     warmup: int = 1
     trace: str = "all"  # "none", or "best": the fastest of ours and the fastest peer
     give_up: float | None = None  # a tuned peer that takes so many times the best one's time is timed no more
+
+
+def compare(job: Job, place: Place, entries: Sequence[Baseline], effort: Effort) -> dict[str, Any]:
+    """The report of one comparison, also of an interrupted one; shows its progress."""
+    with bars(24) as progress:
+        return Comparison(job, place, entries, effort, Watcher(progress)).run()
 
 
 @dataclass
@@ -133,12 +139,8 @@ class Comparison:
                 if self._worth_a_trace(row):
                     self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
-            fit = [
-                row
-                for row in self.rows
-                if row.kind in (LIMIT, PEER) and row.status == OK and not row.recorded
-            ]
-            staying = {row.name for row in fit}
+            stay = (row for row in self.rows if row.kind in (LIMIT, PEER) and row.status == OK)
+            staying = {row.name for row in stay if not row.recorded}
             self._crew.dismiss(lambda ranks: ranks.baseline.name not in staying)
 
     def _may_be_given_up(self, entry: Baseline | Row) -> bool:
@@ -241,7 +243,7 @@ class Comparison:
             "interrupted": self.interrupted,
             "environment": environment.describe(),
             "job": {**asdict(self.job), "batch": self.job.rank_batch},
-            "place": {**self.place.describe(), "ranks": self.place.size, "rate": self.place.rate},
+            "place": self.place.describe(),
             "effort": {**asdict(self.effort), "interleaved": together},
             **predictions,
             "baselines": results.summarise(self.rows, samples=samples, bounds=bounds, rate=self.place.rate),

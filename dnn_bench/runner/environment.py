@@ -38,24 +38,18 @@ def describe() -> dict[str, Any]:
     }
 
 
-class Stolen:
-    """What share of the processors' time a hypervisor gave to others while a `with` block ran; 0 where the
-    system does not tell.
+def stolen_share(before: Any, after: Any) -> float:
+    """The share of the processors' time that a hypervisor gave to others between two readings of
+    `psutil.cpu_times`; 0 where the system does not tell.
     """
-
-    share = 0.0
-
-    def __enter__(self) -> Stolen:
-        self._before = psutil.cpu_times()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        after = psutil.cpu_times()
-        # What guests of this machine used is part of `user` already.
-        kinds = [kind for kind in after._fields if not kind.startswith("guest")]
-        total = sum(getattr(after, kind) - getattr(self._before, kind) for kind in kinds)
-        stolen = getattr(after, "steal", 0.0) - getattr(self._before, "steal", 0.0)
-        self.share = stolen / total if total > 0 else 0.0
+    # What guests of this machine used is part of `user` already.
+    spent = {
+        kind: getattr(after, kind) - getattr(before, kind)
+        for kind in after._fields
+        if not kind.startswith("guest")
+    }
+    total = sum(spent.values())
+    return spent.get("steal", 0.0) / total if total > 0 else 0.0
 
 
 def least_disturbed(
@@ -69,7 +63,7 @@ def least_disturbed(
     while len(found) < tries and (not found or found[-1][1] > DISTURBED):
         if found:
             again(found[-1][1])
-        with Stolen() as stolen:
-            result = measure()
-        found.append((result, stolen.share))
+        before = psutil.cpu_times()
+        result = measure()
+        found.append((result, stolen_share(before, psutil.cpu_times())))
     return min(found, key=lambda one: one[1])

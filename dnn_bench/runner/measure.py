@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,14 @@ class Recorder:
     """When the forward reached each layer (a module that owns parameters), when the layer began to compute,
     and when it had its gradients.
 
-    Between ``reached`` and ``began`` other hooks ran: they wait for parameters that are still on the link.
+    Between ``reached`` and ``began`` other hooks ran: they wait for parameters that are still on the link. A
+    tied weight is in the ``parameters`` of its first owner, with whose part its gradient is whole.
     """
 
-    owners: dict[str, nn.Module]
-    reached: dict[str, float]
-    began: dict[str, float]
-    ready: dict[str, float]
+    parameters: dict[str, list[nn.Parameter]]
+    reached: dict[str, float] = field(default_factory=dict)
+    began: dict[str, float] = field(default_factory=dict)
+    ready: dict[str, float] = field(default_factory=dict)
 
     def clear(self) -> None:
         for times in (self.reached, self.began, self.ready):
@@ -111,7 +112,7 @@ class Recorder:
         Attention modules use the weights of their parts without calling these.
         """
         found, home = {}, min(self.began, key=lambda name: self.began[name])
-        for name in self.owners:
+        for name in self.parameters:
             home = name if name in self.began else home
             if name in self.ready:
                 found[name] = home
@@ -121,31 +122,22 @@ class Recorder:
 @contextlib.contextmanager
 def recording(model: nn.Module) -> Iterator[Recorder]:
     """Times the layers of one iteration at a time; call `clear()` in between."""
-    owners = {
-        name or "model": module
-        for name, module in model.named_modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    }
-    recorder = Recorder(owners, {}, {}, {})
-    handles: list[Any] = []
-    seen = (
-        set()
-    )  # a tied weight belongs to its first owner: its gradient is whole when that one's part is there
-    for name, module in owners.items():
-        enter = partial(_keep_first, recorder.reached, name)
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_pre_hook(partial(_keep_first, recorder.began, name)))
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(partial(_keep_last, recorder.ready, name))
-                )
-    try:
+    recorder, seen = Recorder({}), set[int]()
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if not trained:
+                continue
+            name = path or "model"
+            recorder.parameters[name] = [p for p in trained if id(p) not in seen]
+            seen.update(map(id, trained))
+            reach, begin = (partial(_keep_first, times, name) for times in (recorder.reached, recorder.began))
+            hooks.enter_context(module.register_forward_pre_hook(reach, prepend=True))
+            hooks.enter_context(module.register_forward_pre_hook(begin))
+            for parameter in recorder.parameters[name]:
+                done = partial(_keep_last, recorder.ready, name)
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(done))
         yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _keep_first(times: dict[str, float], name: str, *arguments: Any) -> None:
@@ -194,12 +186,8 @@ def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
             spans.append(Spans.of(recorder, stamps.forward, stamps.end - stamps.backward))
     trainer.finish()
     sizes: dict[str, int] = defaultdict(int)
-    seen = set()
     for name, home in recorder.homes().items():
-        for parameter in recorder.owners[name].parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                sizes[home] += parameter.numel() * parameter.element_size()
+        sizes[home] += sum(p.numel() * p.element_size() for p in recorder.parameters[name])
     layers = []
     for index, name in enumerate(spans[0].names):
         forward, backward = (
@@ -213,26 +201,23 @@ def profile_of(trainer: Trainer, iterations: int) -> dict[str, Any]:
     return Profile(trainer.job.model, tuple(layers), update / total, source).to_dict()
 
 
-class LinkSampler:
-    """Samples how many bytes this host has sent, in a thread, while used as a context."""
+@contextlib.contextmanager
+def sampled_link() -> Iterator[list[tuple[float, int]]]:
+    """Samples, in a thread, how many bytes this host has sent."""
+    samples = [(time.perf_counter(), bytes_sent())]
+    stop = threading.Event()
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def sample() -> None:
+        while not stop.wait(SAMPLE_SECONDS):
+            samples.append((time.perf_counter(), bytes_sent()))
 
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.samples.append((time.perf_counter(), bytes_sent()))
-
-    def __enter__(self) -> LinkSampler:
-        self.samples.append((time.perf_counter(), bytes_sent()))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def prediction(trainer: Trainer) -> float | None:
@@ -247,7 +232,7 @@ def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     trainer.iteration(*batch)
     trainer.barrier()
     trainer.operations()  # those of earlier iterations
-    with recording(trainer.module) as recorder, LinkSampler() as sampler:
+    with recording(trainer.module) as recorder, sampled_link() as samples:
         trainer.iteration(*batch)
         recorder.clear()
         stamps = trainer.iteration(*batch)
@@ -259,7 +244,7 @@ def trace_iteration(trainer: Trainer) -> dict[str, Any]:
     def relative(pairs: Any) -> list[list[float]]:
         return [[a - stamps.start, b - stamps.start] for a, b in pairs]
 
-    inside = [(t - stamps.start, n) for t, n in sampler.samples if stamps.start <= t <= end]
+    inside = [(t - stamps.start, n) for t, n in samples if stamps.start <= t <= end]
     return {
         "layers": list(spans.names),
         "forward": relative(spans.forward),

@@ -11,7 +11,7 @@ from dnn_bench.baselines.registry import OURS, PEER, get
 from dnn_bench.runner.results import Row
 from scheduler import policies
 from scheduler.bounds import lower_bound, trivial_bound
-from scheduler.ir.link import Link, Network, fit
+from scheduler.ir.link import Level, Link, fit, network_link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.simulate.simulator import simulate
 
@@ -137,9 +137,9 @@ def scaling(policy: str, profile: Profile, link: Link, measured_at: int) -> list
     if measured_at < 2:
         return []
     # Measured was an exchange among `measured_at` ranks, in which a share of every message stays at home.
-    wire = Link(link.alpha, link.beta * measured_at / (measured_at - 1))
+    beta = link.beta * measured_at / (measured_at - 1)
     curve = []
     for ranks in SCALES:
-        link = Network.flat(wire, ranks, "direct").link()
-        curve.append((ranks, predicted_time(policy, profile, link, ranks)))
+        wider = network_link([Level(ranks, link.alpha, beta)], "direct")
+        curve.append((ranks, predicted_time(policy, profile, wider, ranks)))
     return curve

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dnn_bench import models
@@ -174,6 +175,12 @@ def show(report: dict[str, Any]) -> None:
         output.print(line, markup=False, highlight=False)
 
 
+def exit_status(report: dict[str, Any]) -> int:
+    """The status of a command that has made this report."""
+    failed = any(entry["status"] in (WRONG, FAILED) for entry in report["baselines"])
+    return 130 if report["interrupted"] else int(failed)
+
+
 def title(report: dict[str, Any]) -> str:
     job, place = report["job"], report["place"]
     where = f"{place['ranks']} ranks on this machine"
@@ -186,18 +193,18 @@ def cells(entry: dict[str, Any]) -> list[str]:
     if "time" not in entry:
         return [entry["status"]]
     figures = {**entry, "megabytes": entry["memory"] / 1e6}
-    shown = [_shown(figures.get(name), form) for _, name, form in COLUMNS]
-    return [_ms(entry["time"]), f"{_ms(entry['low'])}-{_ms(entry['high'])}", *shown]
+    others = [shown(figures.get(name), form) for _, name, form in COLUMNS]
+    return [ms(entry["time"]), f"{ms(entry['low'])}-{ms(entry['high'])}", *others]
 
 
 def notes(report: dict[str, Any]) -> list[str]:
     """Notes below the table: limits, reasons for empty rows, whether it is complete."""
     lines = []
     if report["bound"]:
-        line = f"lower bound for the measured profile and link: {_ms(report['bound'])} ms"
+        line = f"lower bound for the measured profile and link: {ms(report['bound'])} ms"
         beside = report.get("bound_beside")
         if beside:
-            line += f"; with the compute as it is beside the same traffic: {_ms(beside)} ms"
+            line += f"; with the compute as it is beside the same traffic: {ms(beside)} ms"
         lines.append(line)
     for entry in report["baselines"]:
         if entry["status"] != "ok":
@@ -229,11 +236,10 @@ def throughput_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _ms(seconds: float) -> str:
-    return _shown(seconds, "ms")
-
-
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
     if value is None:
         return ""
     return f"{value * 1e3:.0f}" if form == "ms" else format(value, form)
+
+
+ms = partial(shown, form="ms")

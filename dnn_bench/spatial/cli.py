@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> int:
 def describe(plan: Plan) -> str:
     tiles = [f"a grid of {rows}x{columns} tiles" for rows, columns in plan.grids]
     share = f"{plan.options.local_DP} rank" + "s" * (plan.options.local_DP > 1)
-    stages = [*tiles, *([f"whole images on {share}"] * (plan.stages - len(plan.grids)))]
-    text = f"{plan.options.model} in {plan.stages} stages ({'; '.join(stages)})"
+    stages = [*tiles, *([f"whole images on {share}"] * (plan.options.split_size - len(plan.grids)))]
+    text = f"{plan.options.model} in {plan.options.split_size} stages ({'; '.join(stages)})"
     if plan.options.replicas > 1:
         text += f", {plan.options.replicas} replicas"
     return text + (", mirrored replicas" if plan.mirrored else "")
@@ -42,7 +42,7 @@ def train_on_files(plan: Plan) -> None:
 def placements_of(plan: Plan) -> list[Any]:
     from commsched import spatial
 
-    whole = [spatial.Samples(plan.options.local_DP)] * (plan.stages - len(plan.grids))
+    whole = [spatial.Samples(plan.options.local_DP)] * (plan.options.split_size - len(plan.grids))
     return [*(spatial.Tiles(grid) for grid in plan.grids), *whole]
 
 
@@ -94,11 +94,14 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
 
     o = plan.options
     torch.manual_seed(o.seed)
-    cells = MODELS[o.model](plan.layers, plan.filters, o.num_classes)
-    balance = list(plan.balance) if plan.balance else even_balance(len(cells), plan.stages)
-    if o.cuts:
+    cells = MODELS[o.model](o.num_layers, o.num_filters, o.num_classes)
+    if o.balance:
+        balance = [int(word) for word in o.balance.split(",")]
+    elif o.cuts:
         starts = [0, *map(int, o.cuts.split(",")), len(cells)]
         balance = [end - start for start, end in zip(starts, starts[1:])]
+    else:
+        balance = even_balance(len(cells), o.split_size)
     generator = torch.Generator().manual_seed(o.seed)
     shape = (plan.images, 3, o.image_size, o.image_size)
     images = torch.randn(shape, generator=generator)

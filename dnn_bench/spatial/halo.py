@@ -22,8 +22,10 @@ from commsched.spatial.replicated import everyone
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Channel, Parcel, SilentChannel
 from scheduler.ir.link import Link
+from scheduler.ir.placements import Tiles
 from scheduler.ir.profile import Border, Layer, Profile
-from scheduler.pipelines.tile_step import predict
+from scheduler.pipelines.build import generate
+from scheduler.simulate.simulator import simulate
 
 Pair = tuple[float, float]
 """Seconds of the forward and of the backward."""
@@ -51,10 +53,20 @@ def judged(times: dict[str, Pair], sent: list[int], border: float) -> dict[str, 
     """
     halo, compute = times["halo"], times["compute"]
     hidden = 1.0 - (sum(times["overlapped"]) - sum(compute)) / sum(halo)
-    profile = Profile("convolution", (Layer("convolution", *compute, 0),))
-    predicted = predict(profile, [Border(sent[0], sent[1], border)], Link(0.0, sum(halo) / sum(sent))).hidden
+    wire = Link(0.0, sum(halo) / sum(sent))
+    exchange = Border(sent[0], sent[1], border)
+    exposed = simulated_step(compute, exchange, wire) - simulated_step(compute, None, wire)
+    predicted = 1.0 - exposed / sum(halo)
     figures = {"hidden": hidden, "predicted": predicted, "large_enough": predicted > 0.99}
     return {**times, "sent": sent, "border": border, **figures}
+
+
+def simulated_step(compute: Pair, border: Border | None, wire: Link) -> float:
+    """Seconds of a forward and backward that take ``compute`` on each of two tiles, halos included."""
+    layer = Layer("convolution", 2 * compute[0], 2 * compute[1], 0)
+    profile = Profile("convolution", (layer,))
+    program = generate("gpipe", 1, placements=[Tiles((1, 2))], profile=profile, borders=[border])
+    return simulate(program, profile, wire).period
 
 
 def measure(

@@ -83,12 +83,7 @@ class Plan:
     """The stages and samples that the options mean. Stages without a grid of tiles run on whole images."""
 
     options: argparse.Namespace
-    mode: str
-    layers: int
-    filters: int
     grids: tuple[tuple[int, int], ...]
-    balance: tuple[int, ...] | None
-    stages: int
     mirrored: bool
     microbatches: int
     ranks: int
@@ -101,18 +96,13 @@ def read(arguments: list[str]) -> Plan:
     mode = o.mode or ("sp" if o.spatial_size else "lp")
     mirrored, spatial = mode.startswith("gems"), _spatial_size(o, mode)
     _check(o, mirrored, spatial)
-    balance = tuple(_numbers("--balance", o.balance)) if o.balance else None
+    o.num_layers, o.num_filters = o.num_layers or LAYERS[o.model], o.num_filters or FILTERS[o.model]
     grids = _grids(o, spatial)
     tiled = sum(rows * columns for rows, columns in grids)
     return Plan(
         o,
-        mode,
-        o.num_layers or LAYERS[o.model],
-        o.num_filters or FILTERS[o.model],
         grids,
-        balance,
-        stages=o.split_size,
-        mirrored=mirrored,
+        mirrored,
         microbatches=o.parts * o.times,
         ranks=(tiled + (o.split_size - spatial) * o.local_DP) * o.replicas,
         images=o.batch_size * o.replicas * (1 + mirrored) * o.times,

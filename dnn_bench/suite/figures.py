@@ -10,9 +10,10 @@ from typing import Any
 
 from dnn_bench.baselines.registry import AS_THEY_COME
 from dnn_bench.command_line import markdown as markdown_table
-from dnn_bench.runner.results import to_limit
+from dnn_bench.runner.results import ms, shown, to_limit
 
 Report = dict[str, Any]
+two = partial(shown, form=".2f")
 Figures = dict[str, Any]  # of one baseline, as a report has them
 
 
@@ -47,12 +48,11 @@ class Cell:
 
     def over(self, name: str | None) -> float | None:
         """The median over repetitions, so that the machine's drift cancels."""
-        return statistics.median(self.ratios(name, self.schedule)) if name in self.rows else None
-
-    def ratios(self, one: str | None, other: str) -> list[float]:
-        """one / other, repetition by repetition; a baseline that was given up has fewer of them."""
-        pairs = zip(self.rows[str(one)]["times"], self.rows[other]["times"], strict=False)
-        return [a / b for a, b in pairs]
+        if name not in self.rows:
+            return None
+        # A baseline that was given up has fewer repetitions.
+        pairs = zip(self.rows[name]["times"], self.rows[self.schedule]["times"], strict=False)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
 
     def __str__(self) -> str:
         return f"{self.model}, {self.hosts} hosts, ratio {self.ratio:g}"
@@ -184,11 +184,3 @@ def ratios(ours: str) -> list[Column]:
 def predicted(cell: Cell, name: str) -> str:
     told = ms(cell.rows.get(name, {}).get("predicted"))
     return ms(cell.time(name)) + (f" ({told})" if told else "")
-
-
-def ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.0f}"
-
-
-def two(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

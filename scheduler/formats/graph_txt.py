@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,14 +31,10 @@ _SEPARATOR = " -- "
 
 @dataclass(frozen=True)
 class Node:
-    """One line of a graph.txt, times in seconds; ``stage`` where the file assigns one."""
+    """One line of a graph.txt; ``stage`` where the file assigns one."""
 
     name: str
-    description: str
-    forward: float
-    backward: float
-    activation_size: float
-    parameter_size: float
+    layer: Layer
     stage: int | None = None
 
 
@@ -52,11 +49,8 @@ class Graph:
     @classmethod
     def chain(cls, profile: Profile) -> Graph:
         """The layers of a profile, each reading the one before."""
-        nodes = [
-            Node(f"node{n}", la.name, la.forward, la.backward, la.activation_bytes, la.bytes)
-            for n, la in enumerate(profile.layers, 1)
-        ]
-        return cls(tuple(nodes), tuple(pairwise(range(len(nodes)))))
+        nodes = tuple(Node(f"node{n}", layer) for n, layer in enumerate(profile.layers, 1))
+        return cls(nodes, tuple(pairwise(range(len(nodes)))))
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:
@@ -68,9 +62,8 @@ class Graph:
 
     def profile(self, name: str) -> Profile:
         """The nodes as layers, in the order in which they run."""
-        order = self.order()
+        layers = tuple(self.nodes[number].layer for number in self.order())
         try:
-            layers = tuple(_layer(self.nodes[number]) for number in order)
             return Profile(name, layers, source=f"imported from {self.where}")
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from None
@@ -112,27 +105,23 @@ class Graph:
 
     def order(self) -> list[int]:
         """Node numbers in topological order, lower stages first; a ``ValueError`` names a cycle's nodes."""
-        waiting = [0] * len(self.nodes)
-        after: list[list[int]] = [[] for _ in self.nodes]
+        sorter = TopologicalSorter[int]({number: () for number in range(len(self.nodes))})
         for source, target in self.edges:
-            waiting[target] += 1
-            after[source].append(target)
-        stage = [_stage_of(node) for node in self.nodes]
-        free = [(stage[number], number) for number, count in enumerate(waiting) if not count]
-        heapify(free)
-        done = []
-        while free:
-            _, number = heappop(free)
-            done.append(number)
-            for target in after[number]:
-                waiting[target] -= 1
-                if not waiting[target]:
-                    heappush(free, (stage[target], target))
-        if len(done) < len(self.nodes):
-            stuck = [self.nodes[number].name for number, count in enumerate(waiting) if count]
+            sorter.add(target, source)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            names = ", ".join(self.nodes[number].name for number in sorted(set(error.args[1])))
             raise ValueError(
-                f"{self.where}: the edges of {', '.join(stuck[:8])} form a cycle; a graph must have none"
-            )
+                f"{self.where}: the edges of {names} form a cycle; a graph must have none"
+            ) from None
+        free: list[tuple[int, int]] = []
+        done = []
+        while sorter.is_active():
+            for number in sorter.get_ready():
+                heappush(free, (_stage_of(self.nodes[number]), number))
+            done.append(heappop(free)[1])
+            sorter.done(done[-1])
         return done
 
 
@@ -179,15 +168,9 @@ def _node(parts: list[str], place: str) -> Node:
         raise ValueError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
     forward, backward, activation, parameter = (_number(values[key], key, place) for key in _FIELDS)
     stage = _stage(parts[3], place) if len(parts) == 4 else None
-    return Node(
-        parts[0],
-        parts[1],
-        float(forward.scaleb(_MILLI)),
-        float(backward.scaleb(_MILLI)),
-        float(activation),
-        float(parameter),
-        stage,
-    )
+    seconds = [float(time.scaleb(_MILLI)) for time in (forward, backward)]
+    layer = Layer(parts[1], seconds[0], seconds[1], round(parameter), round(activation))
+    return Node(parts[0], layer, stage)
 
 
 def _stage(text: str, place: str) -> int:
@@ -212,16 +195,6 @@ def _stage_of(node: Node) -> int:
     return 0 if node.stage is None else node.stage
 
 
-def _layer(node: Node) -> Layer:
-    return Layer(
-        node.description,
-        node.forward,
-        node.backward,
-        round(node.parameter_size),
-        round(node.activation_size),
-    )
-
-
 def format_graph(graph: Graph) -> str:
     """The text of a graph.txt."""
     nodes = [_node_line(node) for node in graph.nodes]
@@ -233,12 +206,13 @@ def format_graph(graph: Graph) -> str:
 
 
 def _node_line(node: Node) -> str:
+    layer = node.layer
     parts = [
         node.name,
-        node.description.replace("\n", "").replace(_SEPARATOR, " - "),
-        f"forward_compute_time={_milliseconds(node.forward)},"
-        f" backward_compute_time={_milliseconds(node.backward)},"
-        f" activation_size={node.activation_size:.1f}, parameter_size={node.parameter_size:.3f}",
+        layer.name.replace("\n", "").replace(_SEPARATOR, " - "),
+        f"forward_compute_time={_milliseconds(layer.forward)},"
+        f" backward_compute_time={_milliseconds(layer.backward)},"
+        f" activation_size={layer.activation_bytes:.1f}, parameter_size={layer.bytes:.3f}",
     ]
     if node.stage is not None:
         parts.append(f"stage_id={node.stage}")

@@ -2,18 +2,18 @@
 
 An action is one thing one rank does once per iteration. Its text form is short, readable and round-trips:
 
-====================  =====================================================================
-``F3`` ``B3`` ``W3``  forward, backward (input gradient), weight gradient of layer 3
-``2F1``               the same for a pipeline: stage 2, micro-batch 1
-``2F1@4``             ... with weight version 4 (asynchronous pipelines)
-``RS0 AG0 AR0``       reduce-scatter, all-gather, all-reduce of bucket 0
-``UPDATE0``           optimizer update of bucket 0 (of the shard, when it stands between RS and AG)
-``2STEP``             stage 2 takes an optimizer step: its weights become a new version
-``2SENDF1>3``         stage 2 sends the output of forward 1 to rank 3 (``SENDB``: the gradient)
-``3RECVF1<2``         stage 3 receives it from rank 2
-``HALO5`` ``HALOB5``  halo exchange before layer 5's forward / backward
-``AG0+1``             the same action of the next iteration (any signed shift)
-====================  =====================================================================
+======================  =====================================================================
+``F3`` ``B3`` ``W3``    forward, backward (input gradient), weight gradient of layer 3
+``2F1``                 the same for a pipeline: stage 2, micro-batch 1
+``2F1@4``               ... with weight version 4 (asynchronous pipelines)
+``RS0 AG0 AR0``         reduce-scatter, all-gather, all-reduce of bucket 0
+``UPDATE0``             optimizer update of bucket 0 (of the shard, when it stands between RS and AG)
+``2STEP``               stage 2 takes an optimizer step: its weights become a new version
+``2SENDF1>3``           stage 2 sends the output of forward 1 to rank 3 (``SENDB``: the gradient)
+``3RECVF1<2``           stage 3 receives it from rank 2
+``2HALO1`` ``2HALOB1``  halo exchange before a forward / backward on tiles
+``AG0+1``               the same action of the next iteration (any signed shift)
+======================  =====================================================================
 """
 
 from __future__ import annotations
@@ -99,14 +99,6 @@ class Action:
         return "".join(parts)
 
 
-def traffic_class(action: Action) -> int:
-    """How urgent a message is: 0 for a halo, 1 for an activation, 2 for a gradient."""
-    for urgency, kinds in enumerate((HALOS, TRANSFER, COLLECTIVE)):
-        if action.kind in kinds:
-            return urgency
-    raise ValueError(f"{action} is no message: halos, activations and gradients are")
-
-
 # Longest names first, or `SENDF` would be read as something shorter.
 _KINDS = "|".join(sorted((k.value for k in Kind), key=len, reverse=True))
 _TEXT = re.compile(
@@ -126,18 +118,10 @@ def parse_action(text: str) -> Action:
     if match["way"] and (match["way"] == ">") != (kind in SENDS):
         raise ValueError(f"not an action: {text!r}; sends are written '>', receives '<'")
 
-    def number(name: str, default: int | None) -> int | None:
-        return default if match[name] is None else int(match[name])
-
+    names = ("index", "stage", "version", "peer", "shift")
+    numbers = {name: int(match[name]) for name in names if match[name] is not None}
     try:
-        return Action(
-            kind,
-            number("index", -1),  # type: ignore[arg-type]
-            number("stage", None),
-            number("version", None),
-            number("peer", None),
-            number("shift", 0),  # type: ignore[arg-type]
-        )
+        return Action(kind, **numbers)
     except ValueError as error:
         raise ValueError(f"not an action: {text!r}; {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Level, Link, ring
@@ -12,7 +13,7 @@ from scheduler.ir.link import Level, Link, ring
 
 @dataclass(frozen=True)
 class Cluster:
-    """``levels`` innermost first, as in ``Network``: the devices of a host, then the hosts, and so on.
+    """``levels`` innermost first, as in ``network_link``: the devices of a host, then the hosts, and so on.
     ``memory``: bytes of each device, or None for no limit. ``devices``: the device of each rank (by default
     all, in order).
     """
@@ -38,10 +39,7 @@ class Cluster:
 
     @cached_property
     def size(self) -> int:
-        count = 1
-        for level in self.levels:
-            count *= level.ranks
-        return count
+        return prod(level.ranks for level in self.levels)
 
     def at(self, devices: Sequence[int]) -> Cluster:
         """The same cluster with ranks on these devices."""

@@ -1,8 +1,8 @@
 """Links: what one collective of a given size costs.
 
 A ``Link`` is the effective cost of one collective on one cluster: a reduce-scatter or an all-gather of a
-message of ``n`` bytes takes ``alpha + beta * n`` seconds, and an all-reduce is one of each. ``Network`` turns
-the wires of a cluster (``Level``), its number of ranks and an algorithm into that ``Link``; ``fit`` turns
+message of ``n`` bytes takes ``alpha + beta * n`` seconds, and an all-reduce is one of each. ``network_link``
+turns the wires of a cluster (``Level``) and an algorithm into that ``Link``; ``fit`` turns
 timed messages into one.
 """
 
@@ -22,7 +22,6 @@ STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
 
 FEWEST_SIZES = 5
-ALGORITHMS = ("ring", "direct", "hierarchical")
 
 _PRESET = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>mbit|gbit|gbe)")
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
@@ -46,6 +45,9 @@ class Link(JsonFile):
         """Seconds of one collective, ``size`` being the whole message (the bucket), not one rank's share."""
         once = self.alpha + self.beta * size
         return 2 * once if kind is Kind.AR else once
+
+    def slower(self, factor: float) -> Link:
+        return replace(self, alpha=self.alpha * factor, beta=self.beta * factor)
 
     def __str__(self) -> str:
         return f"alpha={self.alpha:g},beta={self.beta:g}"
@@ -121,10 +123,8 @@ def named_link(links: Links, *names: str) -> Link:
     raise ValueError(f"the program uses link {names[-1]!r}; links were given for {sorted(links)}")
 
 
-@dataclass(frozen=True)
-class Network:
-    """The levels of a cluster, innermost first (ranks of a host, then hosts), and the algorithm of its
-    collectives.
+def network_link(levels: Sequence[Level], algorithm: str = "ring") -> Link:
+    """The cost of one RS or AG of a whole cluster. ``levels`` innermost first: ranks of a host, then hosts.
 
     - ``ring``: one ring through all ranks, host by host; ``ranks - 1`` messages one after the other.
     - ``direct``: every rank sends its share to every other at once; one start-up, but ranks of a host crowd
@@ -132,36 +132,14 @@ class Network:
     - ``hierarchical``: a ring at each level, one after the other; outer levels move only what inner ones have
       reduced.
     """
-
-    levels: tuple[Level, ...]
-    algorithm: str = "ring"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if not self.levels:
-            raise ValueError("a network needs at least one level")
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"there is no algorithm {self.algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}"
-            )
-
-    @classmethod
-    def flat(cls, wire: Link, ranks: int, algorithm: str = "ring") -> Network:
-        """``ranks`` equal ranks, each with a wire of its own."""
-        return cls((Level(ranks, wire.alpha, wire.beta),), algorithm)
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(level.ranks for level in self.levels)
-
-    def link(self) -> Link:
-        """The effective cost of one RS or AG of the whole cluster."""
-        levels = [level for level in self.levels if level.ranks > 1]
-        name = f"{self.algorithm} of {self.ranks}"
-        if not levels:
-            return Link(0.0, 0.0, name)
-        cost = {"ring": ring, "direct": _direct, "hierarchical": _hierarchical}[self.algorithm]
-        return replace(cost(levels, self.ranks), name=name)
+    if not levels:
+        raise ValueError("a network needs at least one level")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}")
+    ranks = math.prod(level.ranks for level in levels)
+    joined = [level for level in levels if level.ranks > 1]
+    link = ALGORITHMS[algorithm](joined, ranks) if joined else Link(0.0, 0.0)
+    return replace(link, name=f"{algorithm} of {ranks}")
 
 
 def ring(levels: Sequence[Level], ranks: int) -> Link:
@@ -189,6 +167,9 @@ def _hierarchical(levels: Sequence[Level], ranks: int) -> Link:
         sum((level.ranks - 1) * (level.alpha + level.overhead) for level in levels),
         sum(level.share * level.beta for level in levels),
     )
+
+
+ALGORITHMS = {"ring": ring, "direct": _direct, "hierarchical": _hierarchical}
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float], name: str = "") -> Link:

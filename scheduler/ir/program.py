@@ -44,8 +44,8 @@ class Program(JsonFile):
     ``gather`` says what the all-gathers move: gradients (every rank updates everything, after AG) or
     parameters (the shard is updated between RS and AG). With parameters, the update waits for the end of the
     backward unless ``early_step``. ``meta`` holds what a reader may want to know and the hash ignores.
-    ``pipeline`` is the layout of a program with stages, ``borders`` what the tiles of a spatial program
-    exchange at each layer (None: nothing).
+    ``pipeline`` is the layout of a program with stages, ``borders`` what its tiles exchange at each layer
+    (None: nothing).
     """
 
     FORMAT: ClassVar[int] = 2

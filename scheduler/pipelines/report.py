@@ -16,9 +16,8 @@ from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, Program
 from scheduler.ir.weight_versions import delays
 from scheduler.simulate.durations import Wires
-from scheduler.simulate.lower_pipeline import lower_pipeline
 from scheduler.simulate.memory import memory_by_rank
-from scheduler.simulate.simulator import Result, run
+from scheduler.simulate.simulator import Result, lower, run
 from scheduler.simulate.task_graph import COMPUTE
 
 
@@ -61,12 +60,7 @@ def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[
     layout = program.pipeline
     if layout is None:
         raise ValueError("only programs with stages have bubbles; simulate() serves the others")
-    if program.layers != len(profile.layers):
-        raise ValueError(
-            f"the program is for a model of {program.layers} layers, profile {profile.name!r} has"
-            f" {len(profile.layers)}; make a program for this profile"
-        )
-    result = run(lower_pipeline(program, profile, link, handling))
+    result = run(lower(program, profile, link, handling=handling))
     return Report(
         schedule=program.policy,
         period=result.period,
@@ -80,7 +74,7 @@ def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[
 
 
 def _idle(result: Result, program: Program, layout: Layout, handling: Sequence[float]) -> tuple[float, ...]:
-    graph = result.graph
+    graph = result.graph.arrays
     computing = graph.resource == COMPUTE
     busy = np.bincount(graph.rank[computing], graph.duration[computing], layout.world)
     for rank, seconds in enumerate(handling):

@@ -130,7 +130,7 @@ def _unsplit(problem: Problem, seed: int, budget: int, max_buckets: int) -> Prog
     made = [policy(problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)]
     others = [problem.program("optimal", it.buckets, it.link, found_by=it.policy) for it in made]
     known = [other.buckets for other in others]
-    slower = [_on_slower_link(problem, factor) for factor in SLOWER]
+    slower = [replace(problem, link=problem.link.slower(factor)) for factor in SLOWER]
     plans = [_searched(problem, known, seed, budget, max_buckets)]
     if 2 * float(problem.model(plans[0].buckets).cost.sum()) < profile.compute:
         plans += [_searched(task, known, seed, budget // len(slower), max_buckets) for task in slower]
@@ -140,8 +140,3 @@ def _unsplit(problem: Problem, seed: int, budget: int, max_buckets: int) -> Prog
     losses = [sum(task.period(plan) for task in slower) for plan in equal]
     safe = [plan for plan, loss in zip(equal, losses, strict=True) if loss <= min(losses) * NEARLY]
     return min(safe, key=lambda plan: len(plan.buckets))
-
-
-def _on_slower_link(problem: Problem, factor: float) -> Problem:
-    link = problem.link
-    return replace(problem, link=replace(link, alpha=link.alpha * factor, beta=link.beta * factor))

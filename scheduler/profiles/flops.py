@@ -10,7 +10,7 @@ counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.ir.profile import Layer, Profile
 
@@ -59,17 +59,13 @@ class Table:
 
     def extra(self, flops: float = 0.0, values: int = 0, backward: float = 1.0) -> None:
         """Add work without parameters (reading and writing ``values``) to the layer before it."""
-        last = self.layers.pop()
+        last = self.layers[-1]
         once = self.device.seconds(flops, 2 * values * FLOAT)
-        self.layers.append(
-            Layer(
-                last.name,
-                last.forward + once,
-                last.backward + backward * once,
-                last.bytes,
-                last.activation_bytes + values * FLOAT,
-                last.weight_backward,
-            )
+        self.layers[-1] = replace(
+            last,
+            forward=last.forward + once,
+            backward=last.backward + backward * once,
+            activation_bytes=last.activation_bytes + values * FLOAT,
         )
 
     def conv(

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import heapq
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
 
+if TYPE_CHECKING:
+    from scheduler.simulate.task_graph import Arrays
+
 
 @njit(cache=True)
 def run_events(
-    iterations: int,
-    duration: np.ndarray,
-    resource: np.ndarray,
-    rank: np.ndarray,
-    row: np.ndarray,
-    successor: np.ndarray,
-    lag: np.ndarray,
-    factor: np.ndarray,
-    slowdown: float,
-    server_row: np.ndarray,
-    server: np.ndarray,
-    urgency: np.ndarray,
+    iterations: int, graph: Arrays, factor: np.ndarray, slowdown: float
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Start and end of every task in every iteration, and how many have ended.
-
-    Task ``i`` competes for the servers ``server[server_row[i] : server_row[i + 1]]`` (mostly none): of the
-    tasks that are ready and whose servers are all free, the one with the least urgency number starts, then
-    the one of the earliest iteration, then the one that stands first.
 
     ``factor[k, r]`` multiplies what rank r computes in iteration k. While a link of a rank is busy its
     compute runs at ``1 / (1 + slowdown)`` of its speed. Task ``i`` of iteration ``k`` is number ``k * tasks +
     i`` here.
     """
+    duration, resource, rank = graph.duration, graph.resource, graph.rank
+    row, successor, lag = graph.row, graph.successor, graph.lag
     tasks, ranks = len(duration), factor.shape[1]
     start = np.full(iterations * tasks, np.nan)
     end = np.full(iterations * tasks, np.nan)
@@ -54,20 +45,12 @@ def run_events(
         if waiting[number] == 0:
             ready.append(number)
 
-    taken = np.zeros(server.max() + 1 if len(server) > 0 else 0, np.bool_)
-    competing = [(np.int64(0), np.int64(-1))]
-    competing.pop()
-    granted = np.zeros(iterations * tasks, np.bool_)
-
     done = 0
     now = 0.0
     while True:
         while len(ready) > 0:
             number = ready.pop()
             task = number % tasks
-            if server_row[task + 1] > server_row[task] and not granted[number]:
-                heapq.heappush(competing, (urgency[task], number))
-                continue
             start[number] = now
             work = duration[task]
             if resource[task] == 1:
@@ -81,12 +64,6 @@ def run_events(
             heapq.heappush(queue, (end[number], number))
             if resource[task] == 2 and slowdown > 0.0:
                 _use_link(1, rank[task], now, slowdown, busy, running, left, since, end, queue)
-        # Grant servers only after all tasks that end at this moment: one may free a server or ready an urgent
-        # task.
-        if len(competing) > 0 and (len(queue) == 0 or queue[0][0] > now):
-            _grant(competing, granted, ready, taken, tasks, server_row, server)
-            if len(ready) > 0:
-                continue
         if len(queue) == 0:
             return start.reshape(iterations, tasks), end.reshape(iterations, tasks), done
         now, number = heapq.heappop(queue)
@@ -99,44 +76,12 @@ def run_events(
             running[rank[task]] = -1
         if resource[task] == 2 and slowdown > 0.0:
             _use_link(-1, rank[task], now, slowdown, busy, running, left, since, end, queue)
-        for place in range(server_row[task], server_row[task + 1]):
-            taken[server[place]] = False
         for edge in range(row[task], row[task + 1]):
             after = number + lag[edge] * tasks + successor[edge] - task
             if after < iterations * tasks:
                 waiting[after] -= 1
                 if waiting[after] == 0:
                     ready.append(after)
-
-
-@njit(cache=True)
-def _grant(
-    competing: list,
-    granted: np.ndarray,
-    ready: list,
-    taken: np.ndarray,
-    tasks: int,
-    server_row: np.ndarray,
-    server: np.ndarray,
-) -> None:
-    """Gives free servers to the most urgent tasks and makes those ready."""
-    refused = [competing[0]]
-    refused.pop()
-    while len(competing) > 0:
-        urgency, number = heapq.heappop(competing)
-        task = number % tasks
-        free = True
-        for place in range(server_row[task], server_row[task + 1]):
-            free = free and not taken[server[place]]
-        if not free:
-            refused.append((urgency, number))
-            continue
-        for place in range(server_row[task], server_row[task + 1]):
-            taken[server[place]] = True
-        granted[number] = True
-        ready.append(number)
-    for item in refused:
-        heapq.heappush(competing, item)
 
 
 @njit(cache=True)

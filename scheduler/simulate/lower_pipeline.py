@@ -18,7 +18,6 @@ done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from scheduler.ir.actions import COLLECTIVE, HALOS, SENDS, TRANSFER, Action, Kind
 from scheduler.ir.endless_order import first_forward, last_gradient
@@ -30,15 +29,6 @@ from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, OTHER, Gra
 
 Name = tuple[int, Kind, int, int, int]
 """Rank, kind, stage, index and peer (-1 for none): every action of a kernel has a name of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """An action's tasks on one rank, one after the other: the parts of a backward that fills several buckets,
-    or of a forward that waits for them; one for everything else.
-    """
-
-    parts: tuple[int, ...]
 
 
 def lower_pipeline(
@@ -59,7 +49,9 @@ class _Lowering:
         self.durations, self.wires = Durations(program, profile, link), link
         self.handling = handling or (0.0,) * program.ranks
         self.graph = GraphBuilder()
-        self.nodes: dict[Name, Node] = {}
+        # An action's tasks, one after the other: the parts of a backward that fills several buckets, or of a
+        # forward that waits for them; one for everything else.
+        self.nodes: dict[Name, tuple[int, ...]] = {}
         self.meetings: dict[tuple[Kind, int, int, int], int] = {}
         self.buckets = buckets_of(program)
 
@@ -98,7 +90,7 @@ class _Lowering:
         task = Task(action, lane, rank)
         beside = self.handling[rank] / len(weights) if lane == COMPUTE_LANE else 0.0
         parts = tuple(self.graph.task(task, seconds * weight + beside, resource) for weight in weights)
-        self.nodes[name] = Node(parts)
+        self.nodes[name] = parts
         key = self._meeting(rank, action)
         if key is not None:
             if key not in self.meetings:
@@ -138,7 +130,7 @@ class _Lowering:
 
     def _in_turn(self, rank: int, queue: list[Action]) -> None:
         for number, action in enumerate(queue):
-            parts = self.nodes[_name(rank, action)].parts
+            parts = self.nodes[_name(rank, action)]
             for before, after in zip(parts, parts[1:], strict=False):
                 self.graph.edges.add((before, after, 0))
             following = queue[(number + 1) % len(queue)]
@@ -150,13 +142,13 @@ class _Lowering:
         key = self._meeting(rank, action)
         if key is not None:
             return self.meetings[key]
-        return self.nodes[_name(rank, action)].parts[part]
+        return self.nodes[_name(rank, action)][part]
 
     def _wait(
         self, rank: int, action: Action, before: Name, lag: int = 0, part: int = 0, before_part: int = -1
     ) -> None:
         if before in self.nodes:
-            source = self.nodes[before].parts[before_part]
+            source = self.nodes[before][before_part]
             self.graph.edge(source, self._entry(rank, action, part), lag)
 
     def _waits(self, rank: int, action: Action) -> None:
@@ -201,14 +193,14 @@ class _Lowering:
         order = self.program.kernel[rank][COMPUTE_LANE]
         wanted = (Kind.F, halo.stage, halo.index)
         at = next((n for n, a in enumerate(order) if (a.kind, a.stage, a.index) == wanted), 0)
-        before = self.nodes[_name(rank, order[at - 1])].parts[-1]
+        before = self.nodes[_name(rank, order[at - 1])][-1]
         # Behind the same queue as the forward itself: one iteration later if that is the first.
         self.graph.edges.add((before, self._entry(rank, halo), int(at == 0)))
 
     def _weights_ready(self, rank: int, action: Action) -> None:
         stage, lag = stage_of(action), 1 - (action.version or 0)
         self._wait(rank, action, (rank, Kind.STEP, stage, -1, -1), lag)
-        parts = len(self.nodes[_name(rank, action)].parts)
+        parts = len(self.nodes[_name(rank, action)])
         for number, bucket in enumerate(reversed(self.buckets[stage])):
             part = number if parts > 1 else 0
             self._wait(rank, action, (rank, Kind.AG, stage, bucket, -1), lag, part)
@@ -232,7 +224,7 @@ class _Lowering:
         stage = stage_of(action)
         number = list(self.buckets[stage]).index(action.index) if action.index in self.buckets[stage] else 0
         name = self._last_gradient(rank, stage)
-        parts = len(self.nodes[name].parts)
+        parts = len(self.nodes[name])
         self._wait(rank, action, name, before_part=number if parts > 1 else -1)
         token = self.layout.microbatches + stage // self.layout.positions
         for peer in self.layout.ranks[stage // self.layout.positions * self.layout.positions]:

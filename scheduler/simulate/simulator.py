@@ -9,6 +9,7 @@ once two iterations differ only by a constant, all that follow do too, and the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -131,9 +132,16 @@ def simulate(
     return run(lower(program, profile, link, ranks), iterations, slowdown, jitter, seed)
 
 
-def lower(program: Program, profile: Profile, link: Links | Cluster, ranks: int = 1) -> TaskGraph:
+def lower(
+    program: Program,
+    profile: Profile,
+    link: Links | Cluster,
+    ranks: int = 1,
+    handling: Sequence[float] = (),
+) -> TaskGraph:
     """The task graph of ``ranks`` ranks: 1 is enough where all ranks do the same at the same speed. Programs
-    with stages always get all of their ranks.
+    with stages always get all of their ranks; ``handling``: seconds that each of these needs between two
+    actions.
     """
     if program.layers != len(profile.layers):
         raise ValueError(
@@ -141,7 +149,7 @@ def lower(program: Program, profile: Profile, link: Links | Cluster, ranks: int 
             f" {len(profile.layers)}; make a plan for this profile"
         )
     if program.pipeline is not None:
-        return lower_pipeline(program, profile, link)
+        return lower_pipeline(program, profile, link, handling)
     if isinstance(link, Cluster):
         raise ValueError("a cluster gives the wires of programs with stages; give a Link for this program")
     return lower_data_parallel(program, profile, link, ranks)
@@ -171,20 +179,7 @@ def _execute(
 ) -> tuple[np.ndarray, np.ndarray]:
     from scheduler.simulate.event_kernel import run_events
 
-    start, end, done = run_events(
-        iterations,
-        graph.duration,
-        graph.resource,
-        graph.rank,
-        graph.row,
-        graph.successor,
-        graph.lag,
-        factor,
-        float(slowdown),
-        graph.server_row,
-        graph.server,
-        graph.urgency,
-    )
+    start, end, done = run_events(iterations, graph.arrays, factor, float(slowdown))
     if done < start.size:
         stuck = graph.stuck()
         some = ", ".join(str(graph.tasks[task]) for task in stuck[:8])

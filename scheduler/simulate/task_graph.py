@@ -3,8 +3,7 @@
 A task does one action of one rank once in every iteration. An edge ``(before, after, lag)`` says that
 ``after`` of iteration ``k`` waits for ``before`` of iteration ``k - lag``. What keeps two tasks apart on one
 resource is an edge too: lanes are ordered lists, so "one at a time" is "each after the one before it", the
-first one after the last one of the previous iteration. Where the order is not decided yet, tasks compete for
-**servers** instead: whenever one is free, the most urgent task that is ready takes it.
+first one after the last one of the previous iteration.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,55 +38,58 @@ class Task:
         return f"{self.action}" if self.rank == EVERY_RANK else f"{self.action} of rank {self.rank}"
 
 
-@dataclass(frozen=True)
-class TaskGraph:
-    """Tasks with durations (seconds) and edges, as arrays; ``order[i]`` are the successors of task ``i`` in
-    compressed rows.
+class Arrays(NamedTuple):
+    """Durations (seconds), resources and ranks of tasks; the successors of task ``i``, and their lags, stand
+    from ``row[i]`` to ``row[i + 1]``.
     """
 
-    tasks: tuple[Task, ...]
     duration: np.ndarray
     resource: np.ndarray
     rank: np.ndarray
     row: np.ndarray
     successor: np.ndarray
     lag: np.ndarray
-    server_row: np.ndarray
-    server: np.ndarray
-    urgency: np.ndarray
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    tasks: tuple[Task, ...]
+    arrays: Arrays
 
     @property
     def ranks(self) -> int:
-        return int(self.rank.max(initial=0)) + 1
+        return int(self.arrays.rank.max(initial=0)) + 1
 
     @cached_property
     def longest_lag(self) -> int:
-        return int(self.lag.max(initial=0))
+        return int(self.arrays.lag.max(initial=0))
 
     @cached_property
     def links(self) -> int:
         """The number of distinct links that the tasks use."""
-        used = (self.tasks[task] for task in np.flatnonzero(self.resource == LINK))
+        used = (self.tasks[task] for task in np.flatnonzero(self.arrays.resource == LINK))
         return len({(task.rank, task.lane) for task in used})
 
     def work(self, resource: int) -> float:
         """Seconds per iteration of the busiest rank on this resource; for links, the sum over all links."""
-        mine = self.resource == resource
+        mine = self.arrays.resource == resource
+        seconds = self.arrays.duration[mine]
         if resource == LINK:
-            return float(self.duration[mine].sum())
-        return float(np.bincount(self.rank[mine], self.duration[mine]).max(initial=0.0))
+            return float(seconds.sum())
+        return float(np.bincount(self.arrays.rank[mine], seconds).max(initial=0.0))
 
     def stuck(self) -> list[int]:
         """Tasks that can never run: those on, or behind, a cycle of waiting within one iteration (Kahn's
         algorithm).
         """
-        waiting = np.bincount(self.successor[self.lag == 0], minlength=len(self.tasks))
+        row, successor, lag = self.arrays.row, self.arrays.successor, self.arrays.lag
+        waiting = np.bincount(successor[lag == 0], minlength=len(self.tasks))
         free = [int(task) for task in np.flatnonzero(waiting == 0)]
         while free:
             task = free.pop()
-            for edge in range(self.row[task], self.row[task + 1]):
-                after = int(self.successor[edge])
-                if self.lag[edge] == 0:
+            for edge in range(row[task], row[task + 1]):
+                after = int(successor[edge])
+                if lag[edge] == 0:
                     waiting[after] -= 1
                     if waiting[after] == 0:
                         free.append(after)
@@ -101,20 +104,11 @@ class GraphBuilder:
     duration: list[float] = field(default_factory=list)
     resource: list[int] = field(default_factory=list)
     edges: set[tuple[int, int, int]] = field(default_factory=set)
-    servers: list[tuple[int, ...]] = field(default_factory=list)
-    urgency: list[int] = field(default_factory=list)
 
-    def task(
-        self, task: Task, duration: float, resource: int, servers: Sequence[int] = (), urgency: int = 0
-    ) -> int:
-        """``servers``: what the task occupies. Of several waiting tasks, the one with the lowest ``urgency``
-        starts.
-        """
+    def task(self, task: Task, duration: float, resource: int) -> int:
         self.tasks.append(task)
         self.duration.append(duration)
         self.resource.append(resource)
-        self.servers.append(tuple(servers))
-        self.urgency.append(urgency)
         return len(self.tasks) - 1
 
     def edge(self, before: int, after: int, lag: int = 0) -> None:
@@ -139,15 +133,12 @@ class GraphBuilder:
     def build(self) -> TaskGraph:
         edges = np.array(sorted(self.edges), np.int64).reshape(-1, 3)
         counts = np.bincount(edges[:, 0], minlength=len(self.tasks))
-        return TaskGraph(
-            tuple(self.tasks),
+        arrays = Arrays(
             np.array(self.duration, float),
             np.array(self.resource, np.int64),
             np.array([task.rank for task in self.tasks], np.int64),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             np.ascontiguousarray(edges[:, 1]),
             np.ascontiguousarray(edges[:, 2]),
-            np.concatenate([[0], np.cumsum([len(needs) for needs in self.servers])]).astype(np.int64),
-            np.array([server for needs in self.servers for server in needs], np.int64),
-            np.array(self.urgency, np.int64),
         )
+        return TaskGraph(tuple(self.tasks), arrays)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.validate import data_parallel, pipeline
-from scheduler.validate.engine import InvalidProgram, Violation, check, grid
+from scheduler.validate.engine import InvalidProgram, Violation, grid
 
 __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 
@@ -26,4 +26,7 @@ def validate(program: Program, profile: Profile | None = None) -> None:
 def violations(program: Program, profile: Profile | None = None) -> list[Violation]:
     """The violations of the first group of rules that the program breaks."""
     kind = data_parallel if program.pipeline is None else pipeline
-    return check(program, profile, kind.RULES)
+    for group in kind.RULES:
+        if found := [violation for rule in group for violation in rule(program, profile)]:
+            return found
+    return []

@@ -1,4 +1,4 @@
-"""The rules of a data-parallel step, also on tiles, with a halo for every border."""
+"""The rules of a data-parallel step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import position
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.simulate.lower_data_parallel import halo_actions
 from scheduler.validate.common import cover, deadlock, model, once, one_order, reduce_before_gather
 from scheduler.validate.engine import RuleSet, Violation, placed, violation
 
 
 def _wanted(program: Program, rank: int) -> set[Action]:
-    """Every layer's forward, backward and halos; every bucket's AR, or its RS and AG."""
+    """Every layer's forward and backward; every bucket's AR, or its RS and AG."""
     whole = {action.index for _, action in placed(program, rank) if action.kind is Kind.AR}
     wanted = {Action(kind, layer) for kind in (Kind.F, Kind.B) for layer in range(program.layers)}
-    wanted |= set(halo_actions(program))
     for bucket in range(len(program.buckets)):
         kinds = (Kind.AR,) if bucket in whole else (Kind.RS, Kind.AG)
         wanted |= {Action(kind, bucket) for kind in kinds}

@@ -1,4 +1,4 @@
-"""The rule engine: violations, places in a kernel and their picture, and the loop over groups of rules."""
+"""What rules are made of: violations, places in a kernel and their picture."""
 
 from __future__ import annotations
 
@@ -37,15 +37,6 @@ class InvalidProgram(ValueError):
         self.violations = found
         shown = [f"{each.message}\n{grid(program, each.places)}" for each in found]
         super().__init__("\n".join(shown).rstrip())
-
-
-def check(program: Program, profile: Profile | None, rules: RuleSet) -> list[Violation]:
-    """The violations of the first group of rules that the program breaks."""
-    for group in rules:
-        found = [violation for rule in group for violation in rule(program, profile)]
-        if found:
-            return found
-    return []
 
 
 def placed(program: Program, rank: int, only: str | None = None) -> Iterator[tuple[Place, Action]]:

@@ -126,11 +126,7 @@ def test_an_interruption_keeps_what_was_measured(how: type[BaseException]) -> No
 def test_a_machine_that_is_always_disturbed_takes_twice_as_long_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Robbed(environment.Stolen):
-        def __exit__(self, *error: object) -> None:
-            self.share = 0.3
-
-    monkeypatch.setattr(environment, "Stolen", Robbed)
+    monkeypatch.setattr(environment, "stolen_share", lambda before, after: 0.3)
     watcher = Watcher()
     found = compare(LOCAL, baselines.get("wire"), watcher=watcher)
     # The wire is timed once: no processor decides its time.

@@ -16,16 +16,14 @@ its ranks.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.layout import Layout
-from scheduler.ir.program import COMPUTE_LANE
 from scheduler.pipelines.schedules.orders import Order
-from scheduler.simulate.simulator import run
-from scheduler.simulate.task_graph import OTHER, GraphBuilder, Task, TaskGraph
 
-_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0}
+_TIME = {Kind.F: 1, Kind.B: 2, Kind.W: 1}
 _URGENCY = {Kind.B: 0, Kind.F: 1, Kind.W: 2}
 
 
@@ -36,10 +34,7 @@ def in_both_directions(orders: Sequence[Order], layout: Layout) -> list[Order]:
             "mirrored replicas need a schedule in which every step ends before the next one begins, such as"
             " gpipe or 1f1b"
         )
-    graph = _competition(orders, layout)
-    result = run(graph, 1)
-    numbers = sorted(range(len(graph.tasks)), key=lambda task: (result.start[0, task], graph.urgency[task]))
-    sequence = [graph.tasks[number].action for number in numbers]
+    sequence = _competed(_needs(orders, layout), layout)
     steps = [Action(Kind.STEP, stage=stage) for stage in reversed(range(layout.stages))]
     return [
         tuple(a for a in sequence if rank in layout.holders(a.stage or 0, a.index))
@@ -48,8 +43,8 @@ def in_both_directions(orders: Sequence[Order], layout: Layout) -> list[Order]:
     ]
 
 
-def _competition(orders: Sequence[Order], layout: Layout) -> TaskGraph:
-    """Both directions' actions, which compete for their ranks."""
+def _needs(orders: Sequence[Order], layout: Layout) -> dict[Action, set[Action]]:
+    """Both directions' actions, and what each waits for."""
     # A schedule with all forwards first keeps them first; others only say when there is room for a forward.
     turns = [tuple(a.kind for a in order) for order in orders]
     mixed = any((Kind.B, Kind.F) in zip(kinds, kinds[1:]) for kinds in turns)
@@ -58,30 +53,61 @@ def _competition(orders: Sequence[Order], layout: Layout) -> TaskGraph:
         Kind.B: (Kind.B,) if mixed else (Kind.B, Kind.F),
         Kind.W: (Kind.W, Kind.B),
     }
-    half, graph = layout.microbatches // 2, GraphBuilder()
-    known: dict[tuple[Kind, int, int], int] = {}
-    for mirrored in (0, 1):
+    needs: dict[Action, set[Action]] = {}
+    for first in (0, layout.microbatches // 2):
         for order in orders:
-            newest: dict[Kind, int] = {}
+            newest: dict[Kind, Action] = {}
             for action in order:
-                assert action.stage is not None
-                index = action.index + mirrored * half
-                urgency = (_URGENCY[action.kind] * half + action.index) * 2 + mirrored
-                task = Task(Action(action.kind, index, action.stage), COMPUTE_LANE, 0)
-                servers = layout.holders(action.stage, index)
-                number = graph.task(task, _TIME[action.kind], OTHER, servers, urgency)
-                for kind in waits[action.kind]:
-                    if kind in newest:
-                        graph.edge(newest[kind], number)
-                newest[action.kind] = known[action.kind, action.stage, index] = number
-    for (kind, stage, index), number in known.items():
-        needs = {
-            Kind.F: [(Kind.F, stage - 1)],
-            Kind.B: [(Kind.F, stage), (Kind.B, stage + 1)],
-            Kind.W: [(Kind.B, stage)],
+                mine = Action(action.kind, action.index + first, action.stage)
+                needs[mine] = {newest[kind] for kind in waits[action.kind] if kind in newest}
+                newest[action.kind] = mine
+    for action in needs:
+        assert action.stage is not None
+        data = {
+            Kind.F: [(Kind.F, action.stage - 1)],
+            Kind.B: [(Kind.F, action.stage), (Kind.B, action.stage + 1)],
+            Kind.W: [(Kind.B, action.stage)],
         }
-        for before in needs[kind]:
-            key = (*before, index)
-            if key in known:
-                graph.edge(known[key], number)
-    return graph.build()
+        before = (Action(kind, action.index, stage) for kind, stage in data[action.kind])
+        needs[action] |= {each for each in before if each in needs}
+    return needs
+
+
+def _competed(needs: dict[Action, set[Action]], layout: Layout) -> list[Action]:
+    """The actions in the order in which they start where they compete for their ranks: of those that wait for
+    nothing and whose ranks are all free, the most urgent one starts.
+    """
+    half, place = layout.microbatches // 2, {action: number for number, action in enumerate(needs)}
+    after: dict[Action, list[Action]] = {action: [] for action in needs}
+    for action, before in needs.items():
+        for each in before:
+            after[each].append(action)
+
+    def urgency(action: Action) -> tuple[int, int, int, int]:
+        return _URGENCY[action.kind], action.index % half, action.index // half, place[action]
+
+    def ranks(action: Action) -> tuple[int, ...]:
+        return layout.holders(action.stage or 0, action.index)
+
+    ready = [action for action, before in needs.items() if not before]
+    running: list[tuple[int, int, Action]] = []  # by end
+    busy: set[int] = set()
+    now, sequence = 0, list[Action]()
+    while ready:
+        for action in sorted(ready, key=urgency):
+            if busy.isdisjoint(ranks(action)):
+                busy.update(ranks(action))
+                heapq.heappush(running, (now + _TIME[action.kind], place[action], action))
+                ready.remove(action)
+                sequence.append(action)
+        now = running[0][0]
+        while running and (running[0][0] == now or not ready):
+            now, _, ended = heapq.heappop(running)
+            busy.difference_update(ranks(ended))
+            for action in after[ended]:
+                needs[action].remove(ended)
+                if not needs[action]:
+                    ready.append(action)
+    if len(sequence) < len(needs):
+        raise ValueError("mirrored replicas cannot run this schedule: its actions wait for each other")
+    return sequence

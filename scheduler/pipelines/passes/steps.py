@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import first_forward, first_use, last_gradient, position
@@ -24,10 +24,4 @@ def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action
         after = last + (due - 1 - last) // 2 if stage in relaxed else last
         iteration, place = divmod(after, len(order))
         inserted.setdefault(place, []).append(Action(Kind.STEP, stage=stage, shift=-iteration))
-    return tuple(_merge(order, inserted))
-
-
-def _merge(order: Sequence[Action], inserted: dict[int, list[Action]]) -> Iterable[Action]:
-    for place, action in enumerate(order):
-        yield action
-        yield from inserted.get(place, ())
+    return tuple(each for place, action in enumerate(order) for each in (action, *inserted.get(place, ())))

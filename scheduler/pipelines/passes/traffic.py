@@ -119,11 +119,10 @@ class Traffic:
             if action.stage is not None
         }
         needed = sorted(coming, key=lambda item: self._needed_at(rank, item[0], item[1], places))
-        return tuple(self._receive(rank, peer, next(by_peer[peer])) for peer, _ in needed)
-
-    def _receive(self, rank: int, peer: int, sent: Action) -> Action:
-        return Action(
-            _RECEIVED[sent.kind], sent.index, self._receiver(rank, sent), peer=peer, shift=sent.shift
+        arriving = [(peer, next(by_peer[peer])) for peer, _ in needed]
+        return tuple(
+            Action(_RECEIVED[sent.kind], sent.index, self._receiver(rank, sent), peer=peer, shift=sent.shift)
+            for peer, sent in arriving
         )
 
     def _receiver(self, rank: int, sent: Action) -> int:

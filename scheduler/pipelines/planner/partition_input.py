@@ -60,6 +60,11 @@ class PartitionInput:
             raise ValueError(f"schedule {self.schedule!r} does not let virtual be chosen; leave it out")
         return found
 
+    @property
+    def modes(self) -> np.ndarray:
+        """Whether stages may keep their activations, and whether they may recompute them."""
+        return np.array(RECOMPUTE[self.recompute])
+
     @cached_property
     def virtual(self) -> int:
         """How many stages a rank holds."""
@@ -98,6 +103,8 @@ class PartitionInput:
 
     def search(self, most: int) -> StageSearch:
         """For pipelines of at most ``most`` stages, each on devices of its own."""
+        from scheduler.pipelines.planner.reachability_kernel import SearchInput
+
         count, cluster = self.cluster.size, self.cluster
         border, ring = np.zeros((count + 1, 2)), np.zeros((count + 1, count + 1, 2))
         memory = np.full((count + 1, count + 1), np.inf)
@@ -111,29 +118,22 @@ class PartitionInput:
                 ring[d, r] = level.alpha, level.beta
                 if cluster.memory is not None:
                     memory[d, r] = min(cluster.memory[first : first + r])
-        modes = np.array(RECOMPUTE[self.recompute])
         copies, in_flight = self.kept(min(self.depth, most))
         if self.placements:
-            given = np.zeros_like(memory, dtype=bool)
+            wanted = np.zeros_like(memory, dtype=bool)
             sizes = [each.size for each in self.placements]
-            given[list(accumulate(reversed(sizes))), sizes[::-1]] = True
-            memory[~given] = -np.inf  # nothing fits there, so stages are where they were placed
-        return StageSearch(
-            table_of(self.profile),
-            self.microbatches,
-            copies,
-            in_flight,
-            ring,
-            border,
-            memory,
-            modes,
-            all_devices=bool(self.placements),
-        )
+            wanted[list(accumulate(reversed(sizes))), sizes[::-1]] = True
+            memory[~wanted] = -np.inf  # nothing fits there, so stages are where they were placed
+        table, all_devices = table_of(self.profile), bool(self.placements)
+        given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
+        return StageSearch(given._replace(all_devices=all_devices))
 
     def folded(self, positions: int, replicas: int, strict: bool) -> StageSearch:
         """For ``virtual`` stages on each position; each stage has a device of its own, with a share of the
         memory (not ``strict``: with all of it).
         """
+        from scheduler.pipelines.planner.reachability_kernel import SearchInput
+
         stages, cluster, first = positions * self.virtual, self.cluster, self.first(positions, replicas)
         border, memory = np.zeros((stages + 1, 2)), np.full((stages + 1, stages + 1), np.inf)
         for d in range(1, stages + 1):
@@ -146,18 +146,9 @@ class PartitionInput:
                 least = min(cluster.memory[device] for device in mine)
                 memory[d, 1] = least / self.virtual if strict else least
         copies, in_flight = self.kept(positions)
-        return StageSearch(
-            table_of(self.profile, replicas),
-            self.microbatches,
-            copies,
-            in_flight,
-            np.zeros((stages + 1, stages + 1, 2)),
-            border,
-            memory,
-            np.array(RECOMPUTE[self.recompute]),
-            most_replicas=1,
-            all_devices=True,
-        )
+        table, ring = table_of(self.profile, replicas), np.zeros((stages + 1, stages + 1, 2))
+        given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
+        return StageSearch(given._replace(most_replicas=1, all_devices=True))
 
     def even(self, positions: int) -> Cut:
         """As many layers on each stage, all recomputed where recomputation is asked for."""

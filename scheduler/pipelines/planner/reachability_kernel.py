@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -9,6 +11,26 @@ FINE, COARSE = 64, 8
 """A stage with more replicas than ``FINE`` has a multiple of ``COARSE`` of them: all counts would take
 minutes for hundreds of devices, and bring such a stage at most one replica in nine.
 """
+
+
+class SearchInput(NamedTuple):
+    """``table``: sums over layers, see `stage_seconds`. ``ring[d, r]`` and ``memory[d, r]`` are those of r
+    devices from d before the end on, ``border[d]`` the wire between device d before the end and the one
+    before it. ``copies[k]`` and ``in_flight[k]`` belong to the k-th stage from the end, do not fall as k
+    rises, and say how many stages there may be. ``modes``: without recomputation, with it. With
+    ``all_devices`` a pipeline uses every device.
+    """
+
+    table: np.ndarray
+    microbatches: int
+    copies: np.ndarray
+    in_flight: np.ndarray
+    ring: np.ndarray
+    border: np.ndarray
+    memory: np.ndarray
+    modes: np.ndarray
+    most_replicas: int = 1 << 30
+    all_devices: bool = False
 
 
 @njit(cache=True)
@@ -49,32 +71,18 @@ def stage_memory(
 
 
 @njit(cache=True)
-def reachable(
-    limit: float,
-    table: np.ndarray,
-    batches: int,
-    copies: np.ndarray,
-    in_flight: np.ndarray,
-    ring: np.ndarray,
-    border: np.ndarray,
-    memory: np.ndarray,
-    modes: np.ndarray,
-    most_replicas: int,
-    all_devices: bool,
-    choice: np.ndarray,
-) -> tuple[int, int]:
+def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int, int]:
     """Number of stages and of devices of a pipeline whose every stage takes at most ``limit`` seconds, or
-    (-1, -1). ``all_devices``: it must use every device.
+    (-1, -1).
 
     Fills ``choice[:, d, i]`` with (replicas, first layer of the next stage, recompute, stages) for the
     first stage of a pipeline of layers i and above on the last d devices; 0 replicas where there is none.
 
-    ``ring[d, r]`` and ``memory[d, r]`` are those of r devices from d before the end on, ``border[d]`` the
-    wire between device d before the end and the one before it. ``copies[k]`` and ``in_flight[k]`` belong to
-    the k-th stage from the end, do not fall as k rises, and say how many stages there may be. So of two
-    pipelines of the same layers on the same devices the one with fewer stages is never worse, and only it is
-    kept. ``modes``: without recomputation, with it.
+    As copies and micro-batches in flight do not fall with more stages, of two pipelines of the same layers on
+    the same devices the one with fewer stages is never worse, and only it is kept.
     """
+    table, batches, ring, border = given.table, given.microbatches, given.ring, given.border
+    copies, in_flight, memory = given.copies, given.in_flight, given.memory
     stages, devices, layers = len(copies) - 1, choice.shape[1] - 1, choice.shape[2] - 1
     replicas, after_it, again, stage = choice[0], choice[1], choice[2], choice[3]
     replicas[:] = 0
@@ -96,7 +104,7 @@ def reachable(
         for behind in range(devices):
             if high[behind] < 0:
                 continue
-            for r in range(1, min(most_replicas, devices - behind) + 1):
+            for r in range(1, min(given.most_replicas, devices - behind) + 1):
                 if r > FINE and r % COARSE:
                     continue
                 d = behind + r
@@ -124,7 +132,7 @@ def reachable(
                         continue
                     for mode in range(2):
                         if (
-                            modes[mode]
+                            given.modes[mode]
                             and stage_seconds(table, i, after, r, mode == 1, batches, ring[d, r]) <= limit
                             and stage_memory(table, i, after, r, mode == 1, copies[k], in_flight[k])
                             <= memory[d, r]
@@ -136,7 +144,7 @@ def reachable(
                             new_low[d], new_high[d] = min(new_low[d], i), max(new_high[d], i)
                             break
         low, high = new_low, new_high
-        for d in range(devices if all_devices else k, devices + 1):
+        for d in range(devices if given.all_devices else k, devices + 1):
             if replicas[d, 0] > 0:
                 return k, d
     return -1, -1

@@ -7,10 +7,14 @@ some pipeline keeps it; bisection finds the least limit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from scheduler.pipelines.planner.reachability_kernel import SearchInput
 
 TOLERANCE = 1e-6
 
@@ -27,32 +31,17 @@ class Cut:
     bottleneck: float
 
 
-@dataclass
 class StageSearch:
-    """The arrays of `reachable`, which describes them. ``copies`` and ``in_flight`` say how deep a pipeline
-    may be; with ``all_devices`` it uses every device.
-    """
-
-    table: np.ndarray
-    microbatches: int
-    copies: np.ndarray
-    in_flight: np.ndarray
-    ring: np.ndarray
-    border: np.ndarray
-    memory: np.ndarray
-    modes: np.ndarray
-    most_replicas: int = 1 << 30
-    all_devices: bool = False
-
-    def __post_init__(self) -> None:
-        self.devices, self.layers = len(self.border) - 1, self.table.shape[1] - 1
+    def __init__(self, given: SearchInput) -> None:
+        self.given, self.table = given, given.table
+        self.devices, self.layers = len(given.border) - 1, given.table.shape[1] - 1
         self._choice = np.zeros((4, self.devices + 1, self.layers + 1), np.int16)
 
     def best(self, tolerance: float = TOLERANCE) -> Cut | None:
         """The pipeline with the least bottleneck; None where none fits into memory."""
         compute = float(self.table[0, -1] + self.table[1, -1])
-        low = self.microbatches * compute / self.devices
-        most = self.microbatches * (compute + float(self.table[0, -1]))
+        low = self.given.microbatches * compute / self.devices
+        most = self.given.microbatches * (compute + float(self.table[0, -1]))
         found, limit = None, max(low, 1e-300) * 1.25
         while found is None:
             found = self._within(limit)
@@ -72,29 +61,17 @@ class StageSearch:
         """Whether a pipeline might reach this period in the simulator. Only compute and messages between
         stages count: how much of RS and AG hides is not known before the simulation.
         """
-        return len(self.copies) > 1 and self._reach(period, np.zeros_like(self.ring))[0] > 0
+        free = self.given._replace(ring=np.zeros_like(self.given.ring))
+        return len(self.given.copies) > 1 and self._reach(period, free)[0] > 0
 
     def _within(self, limit: float) -> Cut | None:
-        stages, devices = self._reach(limit, self.ring)
+        stages, devices = self._reach(limit, self.given)
         return None if stages < 0 else self._trace(stages, devices)
 
-    def _reach(self, limit: float, ring: np.ndarray) -> tuple[int, int]:
+    def _reach(self, limit: float, given: SearchInput) -> tuple[int, int]:
         from scheduler.pipelines.planner.reachability_kernel import reachable
 
-        stages, devices = reachable(
-            limit,
-            self.table,
-            self.microbatches,
-            self.copies,
-            self.in_flight,
-            ring,
-            self.border,
-            self.memory,
-            self.modes,
-            self.most_replicas,
-            self.all_devices,
-            self._choice,
-        )
+        stages, devices = reachable(limit, given, self._choice)
         return int(stages), int(devices)
 
     def _trace(self, stages: int, devices: int) -> Cut:
@@ -115,16 +92,16 @@ class StageSearch:
         """
         from scheduler.pipelines.planner.reachability_kernel import stage_seconds
 
-        wires = self.ring[devices, replicas]
-        work = stage_seconds(self.table, first, last, replicas, again, self.microbatches, wires)
+        wires = self.given.ring[devices, replicas]
+        work = stage_seconds(self.table, first, last, replicas, again, self.given.microbatches, wires)
         sides = [(first, devices), (last, devices - replicas)]
         return max(work, *(self._crossing(layer, d, replicas) for layer, d in sides))
 
     def _crossing(self, layer: int, devices: int, replicas: int) -> float:
         if layer in (0, self.layers):
             return 0.0
-        alpha, beta = self.border[devices]
-        return float(self.microbatches * (alpha + beta * self.table[5, layer] / replicas))
+        alpha, beta = self.given.border[devices]
+        return float(self.given.microbatches * (alpha + beta * self.table[5, layer] / replicas))
 
 
 def table_of(profile: Profile, replicas: int = 1) -> np.ndarray:

@@ -30,9 +30,7 @@ def blocks(microbatches: int, size: int) -> list[range]:
     """
     count = max(1, microbatches // size)
     small, larger = divmod(microbatches, count)
-    bounds = [0]
-    for number in range(count):
-        bounds.append(bounds[-1] + small + (number < larger))
+    bounds = [number * small + min(number, larger) for number in range(count + 1)]
     return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +52,7 @@ def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
 
 def bound_of(problem: Problem, slower: float = 1.0) -> float:
     """A period that no plan beats on a link so much slower."""
-    link = replace(problem.link, alpha=problem.link.alpha * slower, beta=problem.link.beta * slower)
+    link = problem.link.slower(slower)
     if problem.backward:
         return problem.profile.compute + split_exposed(problem.profile, link)
     return startup_bound(problem.profile, link, **problem.step)

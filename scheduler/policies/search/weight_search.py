@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.bounds.split import split_exposed
+from scheduler.bounds.split import Parts, split_exposed
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
@@ -47,23 +47,11 @@ def backward_orders(
 def _work(profile: Profile, link: Link, extra_memory: float | None) -> Backward:
     from scheduler.policies.search.weight_kernel import Backward
 
-    layers = profile.layers
-    size = np.array(profile.sizes, float)
-    weights = np.array([layer.weight_backward for layer in layers])
-    movable = (weights > 0) & (size > 0)
-    weights[~movable] = 0.0
-    kept = np.array([layer.activation_bytes for layer in layers], float)
+    parts = Parts.of(profile, link)
+    kept = np.array([layer.activation_bytes for layer in profile.layers], float)
     room = np.inf if extra_memory is None else kept.sum() + extra_memory
-    return Backward(
-        np.array([layer.backward for layer in layers]) - weights,
-        weights,
-        np.array([layer.forward for layer in layers]),
-        2 * link.beta * size,
-        np.array(profile.needed),
-        movable,
-        np.stack([kept, kept], 1),
-        room,
-    )
+    movable = parts.weights > 0
+    return Backward(*parts, np.array(profile.needed), movable, np.stack([kept, kept], 1), room)
 
 
 def _plain(work: Backward) -> np.ndarray:

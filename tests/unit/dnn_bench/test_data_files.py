@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commsched.training.images import DEVIATION, MEAN
 from dnn_bench import models
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.models import data
@@ -19,7 +20,7 @@ def pictures(tmp_path: Path) -> str:
         for index in range(3):
             image.new("RGB", size, color).save(tmp_path / name / f"{index}.png")
     (tmp_path / "red" / "notes.txt").write_text("no image")
-    data.listing.cache_clear()
+    data.class_folders.cache_clear()
     return str(tmp_path)
 
 
@@ -30,7 +31,7 @@ def test_images_come_with_their_folders_as_classes(pictures: str) -> None:
     brightest = inputs.mean(dim=(2, 3)).argmax(dim=1)
     assert torch.equal(brightest, torch.where(targets == 0, 2, 0))
     red = inputs[targets == 1][0]
-    assert red[0].min() == pytest.approx((1 - data.MEAN[0]) / data.DEVIATION[0])
+    assert red[0].min() == pytest.approx((1 - MEAN[0]) / DEVIATION[0])
 
 
 def test_text_tokens_are_bytes_and_targets_follow(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_job_draws_the_same_global_batch_from_files_everywhere(pictures: str) 
 @pytest.mark.parametrize(
     ("model", "content", "message"),
     [
-        ("resnet_tiny", None, "has no images: it needs a folder per class"),
+        ("resnet_tiny", None, "has no images; it needs a folder for each class"),
         ("gpt2_tiny", None, "has no text"),
         ("gpt2_tiny", "short", "gives 5 tokens .* the model needs at least 65"),
         ("mlp_tiny", "text", "takes inputs that no folder holds"),

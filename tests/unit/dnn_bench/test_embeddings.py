@@ -9,9 +9,8 @@ from torch import nn
 
 from dnn_bench import baselines
 from dnn_bench.baselines import reference
-from dnn_bench.baselines.embeddings import make_embeddings_sparse
 from dnn_bench.baselines.registry import require
-from dnn_bench.baselines.trainer import Job
+from dnn_bench.baselines.trainer import Job, make_embeddings_sparse
 from dnn_bench.models import registry
 
 SPARSE = replace(baselines.get("horovod_sparse"), needs="torch")

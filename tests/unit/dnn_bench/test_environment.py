@@ -5,7 +5,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from dnn_bench.runner.environment import Stolen, least_disturbed
+from dnn_bench.runner.environment import least_disturbed, stolen_share
 
 
 class Times(NamedTuple):
@@ -21,19 +21,11 @@ class TimesWithoutSteal(NamedTuple):
     idle: float = 50.0
 
 
-def share(monkeypatch: pytest.MonkeyPatch, *readings: object) -> float:
-    coming = iter(readings)
-    monkeypatch.setattr(psutil, "cpu_times", lambda: next(coming))
-    with Stolen() as stolen:
-        pass
-    return stolen.share
-
-
-def test_the_share_of_stolen_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_stolen_time() -> None:
     after = Times(user=106.0, system=11.0, idle=51.0, steal=7.0, guest=96.0)  # a guest's time is in user's
-    assert share(monkeypatch, Times(), after) == pytest.approx(0.2)
-    assert share(monkeypatch, Times(), Times()) == 0.0
-    assert share(monkeypatch, TimesWithoutSteal(), TimesWithoutSteal(user=103.0)) == 0.0
+    assert stolen_share(Times(), after) == pytest.approx(0.2)
+    assert stolen_share(Times(), Times()) == 0.0
+    assert stolen_share(TimesWithoutSteal(), TimesWithoutSteal(user=103.0)) == 0.0
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, *shares: float, tries: int = 3) -> tuple[str, float, list[float]]:

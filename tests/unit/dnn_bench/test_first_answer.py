@@ -54,7 +54,7 @@ def test_without_root_the_loopback_is_used_and_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("dnn_bench.first.Cluster.start", refused)
     with first.place_of(Namespace(local=False, link="1gbit")) as (place, network):
-        assert place.describe() == {"kind": "this machine", "ranks": 2}
+        assert place.describe() == {"kind": "this machine", "ranks": 2, "rate": None}
     assert "loopback of this machine" in network and "needs root" in network
 
 

@@ -19,7 +19,7 @@ from dnn_bench.spatial.options import read
 def test_the_command_of_the_manual() -> None:
     text = "--model amoebanet --image-size 512 --num-spatial-parts 4 --slice-method vertical"
     plan = read([*text.split(), "--split-size", "2", "--spatial-size", "1"])
-    assert (plan.mode, plan.grids, plan.ranks, plan.mirrored) == ("sp", ((1, 4),), 5, False)
+    assert (plan.grids, plan.ranks, plan.mirrored) == (((1, 4),), 5, False)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from commsched import cli
-from commsched.doctor import CHECKS, NOTE, OK, PROBLEM, Finding, Machine, checks, examine, network_checks
+from commsched.doctor import CHECKS, NOTE, OK, PROBLEM, Finding, Machine, checks, examine
 from commsched.doctor.machine import Ran
 
 CPU = {"version": "2.13.0+cpu", "cuda": "", "gpus": 0, "nccl": ""}
 GPU = {"version": "2.15.0+cu132", "cuda": "13.2", "gpus": 1, "nccl": "2.29.3"}
-BBR = {network_checks.CONGESTION: "bbr"}
+BBR = {checks.CONGESTION: "bbr"}
 
 
 class FakeMachine(Machine):
@@ -30,8 +30,8 @@ class FakeMachine(Machine):
             "nvcc": Ran(0, "Cuda compilation tools, release 13.0, V13.0.48"),
         } | given.get("programs", {})
         self.files: dict[str, str] = {
-            network_checks.CONGESTION: "cubic",
-            network_checks.PORTS: "32768\t60999",
+            checks.CONGESTION: "cubic",
+            checks.PORTS: "32768\t60999",
         } | given.get("files", {})
         self.addresses = given.get("addresses", {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
         self.given = given
@@ -134,28 +134,28 @@ CASES: list[tuple[Check, dict[str, Any], str, str, str]] = [
         "undefined symbol",
         "pip uninstall",
     ),
-    (network_checks.ports, {"no_ports": 1}, PROBLEM, "Permission denied", "allow"),
+    (checks.ports, {"no_ports": 1}, PROBLEM, "Permission denied", "allow"),
     (
-        network_checks.ports,
-        {"files": {network_checks.PORTS: "60000\t60100"}},
+        checks.ports,
+        {"files": {checks.PORTS: "60000\t60100"}},
         NOTE,
         "60000 to 60100",
         "widen",
     ),
-    (network_checks.interfaces, {"addresses": {"lo": "127.0.0.1"}}, NOTE, "loopback only", "other hosts"),
-    (network_checks.interfaces, {"files": {"/sys/class/net/eth0/speed": "25000"}}, OK, "(25000 Mbit/s)", ""),
-    (network_checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, PROBLEM, "eth0 10.0.0.1", "ib0"),
-    (network_checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "eth0"}}, OK, "eth0 is used", ""),
-    (network_checks.host_name, {"address": ""}, PROBLEM, "does not resolve", "/etc/hosts"),
-    (network_checks.host_name, {"address": "127.0.1.1"}, NOTE, "cannot reach", "/etc/hosts"),
+    (checks.interfaces, {"addresses": {"lo": "127.0.0.1"}}, NOTE, "loopback only", "other hosts"),
+    (checks.interfaces, {"files": {"/sys/class/net/eth0/speed": "25000"}}, OK, "(25000 Mbit/s)", ""),
+    (checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, PROBLEM, "eth0 10.0.0.1", "ib0"),
+    (checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "eth0"}}, OK, "eth0 is used", ""),
+    (checks.host_name, {"address": ""}, PROBLEM, "does not resolve", "/etc/hosts"),
+    (checks.host_name, {"address": "127.0.1.1"}, NOTE, "cannot reach", "/etc/hosts"),
     (
-        network_checks.host_name,
+        checks.host_name,
         {"address": "127.0.1.1", "addresses": {"lo": "127.0.0.1"}},
         OK,
         "127.0.1.1",
         "",
     ),
-    (network_checks.congestion, {"files": BBR}, NOTE, "bbr", "cubic"),
+    (checks.congestion, {"files": BBR}, NOTE, "bbr", "cubic"),
     (checks.threads, {"environ": {}}, NOTE, "every rank takes all cores", "OMP_NUM_THREADS"),
     (checks.threads, {"environ": {"OMP_NUM_THREADS": "8"}}, NOTE, "more threads than cores", "torchrun"),
     (checks.threads, {"environ": {"OMP_NUM_THREADS": "two"}}, PROBLEM, "no number", "OMP_NUM_THREADS"),

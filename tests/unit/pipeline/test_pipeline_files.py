@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commsched.cli import train as command
+from commsched.cli import training as command
 from commsched.pipeline import Chain
 from commsched.pipeline.start import planned
 from scheduler.formats.pipeline_plan import PipelinePlan

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commsched.cli import main
-from commsched.cli.scaling import parse_ranks
+from commsched.cli.simulate import parse_ranks
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile

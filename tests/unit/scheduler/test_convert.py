@@ -34,11 +34,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     nodes = [
         Node(
             f"node{n}",
-            f"Op({n}, k=({n}, {n}))",
-            draw(MILLISECONDS),
-            draw(MILLISECONDS),
-            8.0 * n,
-            4.0 * (n % 3),
+            Layer(f"Op({n}, k=({n}, {n}))", draw(MILLISECONDS), draw(MILLISECONDS), 4 * (n % 3), 8 * n),
         )
         for n in range(count)
     ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.link import ALGORITHMS, STARTUP, Level, Link, Network, fit
+from scheduler.ir.link import ALGORITHMS, STARTUP, Level, Link, fit, network_link
 
 
 def test_all_reduce_is_one_of_each() -> None:
@@ -57,10 +57,10 @@ def test_parse_errors(text: str, message: str) -> None:
 
 def test_ring_and_direct_by_hand() -> None:
     """4 ranks: a ring makes 3 rounds of a quarter each; direct sends all 3 quarters after one start-up."""
-    wire = Link(1.0, 8.0)
-    assert Network.flat(wire, 4, "ring").link().cost(Kind.RS, 10) == 3 * 1.0 + 8.0 * 7.5
-    assert Network.flat(wire, 4, "direct").link().cost(Kind.RS, 10) == 1.0 + 8.0 * 7.5
-    assert Network((Level(4, 1.0, 8.0, overhead=0.5),), "direct").link().alpha == 1.0 + 2 * 0.5
+    levels = [Level(4, 1.0, 8.0)]
+    assert network_link(levels).cost(Kind.RS, 10) == 3 * 1.0 + 8.0 * 7.5
+    assert network_link(levels, "direct").cost(Kind.RS, 10) == 1.0 + 8.0 * 7.5
+    assert network_link([Level(4, 1.0, 8.0, overhead=0.5)], "direct").alpha == 1.0 + 2 * 0.5
 
 
 def test_two_levels_by_hand() -> None:
@@ -68,22 +68,22 @@ def test_two_levels_by_hand() -> None:
     levels = (Level(4, 0.1, 1.0), Level(2, 3.0, 10.0))
     # Inside: 3/4 of 16 bytes over each rank's wire; then each of 4 ranks swaps half of its 4 bytes over the
     # card: 8 bytes.
-    assert Network(levels, "hierarchical").link().cost(Kind.RS, 16) == pytest.approx(3 * 0.1 + 12 + 3.0 + 80)
+    assert network_link(levels, "hierarchical").cost(Kind.RS, 16) == pytest.approx(3 * 0.1 + 12 + 3.0 + 80)
     # One ring of 8: 7 rounds, and 7/8 of 16 bytes cross each card.
-    assert Network(levels, "ring").link().cost(Kind.RS, 16) == pytest.approx(7 * 3.0 + 140)
+    assert network_link(levels, "ring").cost(Kind.RS, 16) == pytest.approx(7 * 3.0 + 140)
     # Direct: 4 ranks of a host send 2 bytes to each of the 4 others.
-    assert Network(levels, "direct").link().cost(Kind.RS, 16) == pytest.approx(3.0 + 320)
+    assert network_link(levels, "direct").cost(Kind.RS, 16) == pytest.approx(3.0 + 320)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_rank_needs_no_link(algorithm: str) -> None:
-    assert Network.flat(Link(1.0, 1.0), 1, algorithm).link().cost(Kind.AR, 100) == 0.0
+    assert network_link([Level(1, 1.0, 1.0)], algorithm).cost(Kind.AR, 100) == 0.0
 
 
 @given(st.integers(2, 64), st.integers(2, 64))
 def test_hierarchy_of_equal_wires_moves_no_more_start_ups(inner: int, outer: int) -> None:
     levels = (Level(inner, 1.0, 1.0), Level(outer, 1.0, 1.0))
-    ring, tree = Network(levels, "ring").link(), Network(levels, "hierarchical").link()
+    ring, tree = network_link(levels, "ring"), network_link(levels, "hierarchical")
     assert tree.alpha <= ring.alpha
     assert tree.beta >= ring.beta
 
@@ -92,9 +92,9 @@ def test_network_errors() -> None:
     with pytest.raises(
         ValueError, match="no algorithm 'tree'; the algorithms are ring, direct, hierarchical"
     ):
-        Network((Level(2, 0.0, 1.0),), "tree")
+        network_link([Level(2, 0.0, 1.0)], "tree")
     with pytest.raises(ValueError, match="at least one level"):
-        Network(())
+        network_link([])
     with pytest.raises(ValueError, match="at least 1 member, got 0"):
         Level(0, 0.0, 1.0)
 

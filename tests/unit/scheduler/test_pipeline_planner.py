@@ -283,7 +283,7 @@ def test_depths_that_are_left_out_would_not_have_won(
 ) -> None:
     profile, cluster = model(5 + seed, seed), Cluster((Level(2, 0.1, 0.02), Level(4, 0.3, 0.02 * seed)))
     quick = partition(profile, cluster, schedule, microbatches=count, recompute="auto")
-    monkeypatch.setattr(StageSearch, "may_take", lambda search, period: len(search.copies) > 1)
+    monkeypatch.setattr(StageSearch, "may_take", lambda search, period: len(search.given.copies) > 1)
     assert partition(profile, cluster, schedule, microbatches=count, recompute="auto") == quick
 
 
