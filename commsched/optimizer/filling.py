@@ -30,6 +30,7 @@ class Filling:
             self._fill_sparse(i, grad, view)
         else:
             state.flag[i] = DENSE
+            state.zeros.discard(i)
             if i in state.corrections.early:
                 state.corrections.complete(i, grad)
             elif i in state.kept and self.backend.ranks.rank != 0:
@@ -54,6 +55,12 @@ class Filling:
             self.backend.put(i, grad.to_dense(), view)
         else:
             state.round.sparse[i] = grad
+            self._fill_zeros(i, view)
+
+    def _fill_zeros(self, i: int, view: torch.Tensor) -> None:
+        if i in self.state.zeros:
+            self.state.zeros.remove(i)  # other ranks' gradients may make it something else
+        else:
             view.zero_()
 
     def _fill_new(self, i: int, grad: torch.Tensor, view: torch.Tensor) -> None:
@@ -94,4 +101,4 @@ class Filling:
         elif i in self.state.corrections.early:
             self.state.corrections.complete(i, None)
         else:
-            self.state.views[i].zero_()
+            self._fill_zeros(i, self.state.views[i])

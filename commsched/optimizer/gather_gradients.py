@@ -34,6 +34,8 @@ class GradientGathering(Gathering):
         if state.sparse_as_dense and only_sparse:
             sparse = view.to_sparse(state.sparse_dims.get(i, 1))
         if sparse is not None and only_sparse:
+            if not state.sparse_as_dense and not state.round.repeated:
+                state.zeros.add(i)
             if state.sums:
                 state.kept[i] = Kept.of(sparse)
             return sparse
@@ -59,6 +61,7 @@ class GradientGathering(Gathering):
         """Run a second round for gradients that came after their bucket was sent, in the same backward."""
         state, backend, late = self.state, self.backend, self.state.round.late
         self.finish_round()
+        self.state.round.repeated = True
         # Rank 0 alone contributes the sums, scaled so that reducing them again leaves them as they are.
         carried = 1.0 / (state.scaling.before * state.scaling.after) if backend.ranks.rank == 0 else 0.0
         with torch.no_grad():

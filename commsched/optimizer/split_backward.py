@@ -24,11 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from commsched.optimizer.hooks import Owner
 from commsched.optimizer.profiling import Sample
 from commsched.optimizer.reducer import Reducer
-from commsched.optimizer.split_modules import After, Before, Call, Check, Join, Part, candidates, same_bits
+from commsched.optimizer.split_modules import After, Before, Call, Check, Join, Part, candidates
+from commsched.optimizer.waiting_memory import WaitingMemory, default_memory
 from scheduler.ir.actions import Action, Kind
-
-SHARE = 10
-"""Waiting weight gradients may hold one of so many parts of the memory that an unsplit backward needs."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -55,7 +53,7 @@ class SplitBackward:
         self._waiting: list[tuple[int, int, Call, Tensor]] = []
         self._numbers = itertools.count()
         self._task: int | None = None  # the backward in which they wait
-        self._held = 0
+        self._memory = WaitingMemory()
         reducer.compute_waiting = self.drain
 
     # -- which modules ---------------------------------------------------------------------------------------
@@ -79,17 +77,19 @@ class SplitBackward:
         if self._differentiated:
             return self.remove()
         self._trying = True
+        self.extra_memory = self._allowed(())
         for part in self.parts:
             part.tried = part.refused = False
         self._follow(self.parts)
         for part in self.parts:
-            self._handles.append(Check(part, self.reducer.params[part.weight]).follow())
+            part.check = Check(part, self.reducer.params[part.weight])
+            self._handles.append(part.check.follow())
 
     def measure(self) -> None:
         """Split all that have passed; each weight gradient stands behind its input gradient."""
         self._trying = False
         passed = [part for part in self.parts if part.passed]
-        self.extra_memory = self._room(passed) if self._asked_memory is None else self._asked_memory
+        self.extra_memory = self._allowed(passed)
         for part in passed:
             part.places = 0, 0, 0
         self._behind = {}
@@ -159,20 +159,19 @@ class SplitBackward:
             handle.remove()
         self._handles.clear()
         self._splits = frozenset(parts)
+        apart, params = {part.weight for part in parts}, self.reducer.params
+        others = [p.nbytes for i, p in enumerate(params) if i not in apart and p.requires_grad]
+        self._memory.others = max(others, default=0)
         for part in parts:
-            part.entered = part.last = part.expected = None
+            part.entered = part.last = part.expected = part.check = None
             module = part.module()
             if module is not None:
                 self._handles.append(module.register_forward_pre_hook(Before(self, part)))
                 self._handles.append(module.register_forward_hook(After(self, part), prepend=True))
 
-    def _room(self, parts: Sequence[Part]) -> int:
-        params = self.reducer.params
-        device = params[0].device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device) // SHARE
-        fixed = 2 * sum(p.numel() * p.element_size() for p in params)
-        return (fixed + sum(part.kept for part in parts)) // SHARE
+    def _allowed(self, parts: Sequence[Part]) -> int:
+        asked = self._asked_memory
+        return default_memory(self.reducer.params, parts) if asked is None else asked
 
     # -- the forward -----------------------------------------------------------------------------------------
 
@@ -193,11 +192,12 @@ class SplitBackward:
             return False
         if any(map(_is_hooked, (self.reducer.params[i] for i in (part.weight, *part.others)))):
             return False
-        fits = len(args) == 1 and type(args[0]) is Tensor and args[0].is_floating_point()
-        if not fits or not weight.requires_grad:
+        if len(args) != 1 or type(args[0]) is not Tensor or not weight.requires_grad:
             return False
         return (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            args[0].is_floating_point()
+            and args[0].layout is torch.strided
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             and torch._C._functorch.peek_interpreter_stack() is None
         )
 
@@ -205,6 +205,7 @@ class SplitBackward:
         """Return the module's output, as a node of the model's graph."""
         params = [self.reducer.params[i] for i in (part.weight, *part.others)]
         call = Call(part, inside, out, params)
+        self._memory.joined(call)
         before = part.last() if part.last is not None else None
         if before is not None and not before.done:  # a second forward before the backward
             before.whole = call.whole = True
@@ -220,27 +221,32 @@ class SplitBackward:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         task = torch._C._current_graph_task_id()
         call.done = True
-        tensors = [call.inside, *call.params]
         if self._trying:
             return self._tried(call, grad, keep)
+        memory = self._memory
         # Only a whole backward() accumulates; grad() and backward(inputs=...) want what they have named.
         if call.whole or not _engine.is_checkpoint_valid() or self._task not in (None, task):
-            return call.gradients(grad, tensors, keep)
+            memory.passed(call, keep)
+            memory.freed(call, keep)
+            return call.gradients(grad, [call.inside, *call.params], keep)
         if self._task is None:
-            self._task, self._held = task, 0
+            self._task = task
+            memory.begin()
             _engine.queue_callback(self.reducer.end_of_backward)
         place, own, behind = call.part.places
         self._run_before(own, keep)
+        memory.at(call, grad)
+        while self._waiting and memory.beyond([call, *(w[2] for w in self._waiting)]) > self.extra_memory:
+            self._run_first(keep)
         # W never comes first: a sent gradient may update the weight, which B reads.
         inputs, *rest = call.gradients(grad, [call.inside, *call.params[1:]], True)
         heapq.heappush(self._waiting, (place, next(self._numbers), call, grad))
-        self._held += grad.nbytes
+        memory.passed(call, keep)
+        memory.waits(grad)
         watch = self.reducer.arrivals.watch
         if watch is not None:
             watch.grad(call.part.weight)
         self._run_before(behind, keep) if self._behind else self._run_all(keep)
-        while self._held > self.extra_memory and self._waiting:
-            self._run_first(keep)
         self.reducer.without.add(call.part.weight)
         return [inputs, None, *rest]
 
@@ -270,7 +276,7 @@ class SplitBackward:
         _, _, call, grad = heapq.heappop(self._waiting)
         watch = self.reducer.arrivals.watch
         start = watch.now() if watch is not None else None
-        self._held -= grad.nbytes + call.inside.nbytes
+        self._memory.computed(call, grad, keep)
         self.reducer.splitting = True
         try:
             torch.autograd.backward([call.edge], [grad], retain_graph=keep, inputs=[call.params[0]])
@@ -280,12 +286,8 @@ class SplitBackward:
             watch.weight(call.part.weight, start)
 
     def _tried(self, call: Call, grad: Tensor, keep: bool) -> list[Tensor | None]:
-        """Return all gradients of an unsplit backward, and compare their bits with a split one's."""
-        part, tensors = call.part, [call.inside, *call.params]
-        whole = call.gradients(grad, tensors, True)
-        inputs = call.gradients(grad, [call.inside, *call.params[1:]], True)
-        weight = call.gradients(grad, [call.params[0]], keep)
-        same = all(map(same_bits, whole, [inputs[0], *weight, *inputs[1:]]))
+        part = call.part
+        whole, same = call.tried(grad, self.extra_memory, keep)
         part.tried, part.refused = True, part.refused or not same
         part.kept = max(part.kept, call.inside.nbytes, grad.nbytes)
         part.expected = whole[1]
@@ -294,4 +296,4 @@ class SplitBackward:
     def _forget(self) -> None:
         self._waiting.clear()
         self.reducer.without.clear()
-        self._task, self._held = None, 0
+        self._task = None

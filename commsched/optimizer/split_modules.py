@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from commsched.optimizer.bit_comparison import Digest, has_bits, same_bits
 from commsched.optimizer.hooks import Owner
 
 _FORWARDS = frozenset(
@@ -45,14 +47,6 @@ def _is_known(module: nn.Module) -> bool:
     return library is not None and forward is library.Conv1D.forward
 
 
-def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape or one.stride() != other.stride():
-        return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 class Splitter(Protocol):
     """What the hooks and the node of a split module call."""
 
@@ -78,11 +72,21 @@ class Part:
         self.entered: tuple[Tensor, Tensor] | None = None  # the input and its copy, while the forward runs
         self.last: weakref.ref[Call] | None = None
         self.expected: Tensor | None = None
+        self.check: Check | None = None  # only this keeps the weight's node alive, which knows of the check
         self.places = (0, 0, 0)  # in the plan: of W, of B, of the B behind it
 
     @property
     def passed(self) -> bool:
         return self.tried and not self.refused
+
+
+@dataclass(eq=False)
+class Input:
+    """The memory of an input: how many modules' backwards, and how many of their weights', will read it."""
+
+    bytes: int
+    modules: int = 0
+    weights: int = 0
 
 
 class Call:
@@ -92,6 +96,7 @@ class Call:
         self.part, self.inside, self.params = part, inside, params
         self.edge = get_gradient_edge(out)  # not the output itself: the model may not need it any more
         self.value: Tensor | None = out.data
+        self.input = Input(0)
         self.whole = False  # to be run as an unsplit backward would
         self.done = False  # whether its backward has begun
 
@@ -100,6 +105,22 @@ class Call:
         wanted = [tensor for tensor in of if tensor.requires_grad]
         found = iter(torch.autograd.grad([self.edge], wanted, [grad], keep) if wanted else ())
         return [next(found) if tensor.requires_grad else None for tensor in of]
+
+    def tried(self, grad: Tensor, room: int, keep: bool) -> tuple[list[Tensor | None], bool]:
+        """Return all gradients, and whether a split backward's have the same bits.
+
+        ``room``: bytes for these; larger ones are compared by a hash, one after the other.
+        """
+        tensors = [self.inside, *self.params]
+        fit = sum(tensor.nbytes for tensor in tensors) <= room
+
+        def half(of: Sequence[Tensor]) -> list[Tensor | Digest | None]:
+            found = self.gradients(grad, of, True)
+            return [*found] if fit else [one if one is None else Digest.of(one) for one in found]
+
+        (inputs, *others), weight = half([self.inside, *self.params[1:]]), half(self.params[:1])
+        whole = self.gradients(grad, tensors, keep)
+        return whole, all(map(has_bits, whole, [inputs, *weight, *others]))
 
 
 class Join(torch.autograd.Function):
@@ -119,7 +140,12 @@ class Join(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.split.differentiated()
             return None, None, *_differentiable(ctx, grad)
-        return None, None, *ctx.split.backward(ctx.call, grad)
+        call = ctx.call
+        if call is None:
+            _ = ctx.saved_tensors  # raises autograd's error: the graph was not kept for a second backward
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None  # autograd frees what it has saved, but not the input that the call holds
+        return None, None, *ctx.split.backward(call, grad)
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:

@@ -86,6 +86,7 @@ class Round:
         self.late: dict[int, torch.Tensor] = {}
         self.joined: list[int] = []  # ranks that have joined, once the flags have arrived
         self.unused: list[int] = []  # quantised parameters that no rank used, once the flags have arrived
+        self.repeated = False  # with gradients that came late
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
 
     @classmethod
@@ -131,6 +132,7 @@ class StepState:
         self.passes = [0] * len(self.params)
         self.kept: dict[int, Kept] = {}
         self.views: dict[int, torch.Tensor] = {}
+        self.zeros: set[int] = set()  # parameters whose slots hold the sum of nothing but zeros
         self.deferred: Update | None = None
         # The parameters that zero_grad() has cleared since the step, and its set_to_none.
         self.clear: dict[int, bool] = {}
@@ -140,6 +142,7 @@ class StepState:
     def install(self, buffers: Buffers, flags: Sequence[torch.Tensor]) -> None:
         """Take new buckets into use. Gradients that are there keep their values."""
         before = self.views
+        self.zeros.clear()
         self.buffers, self.slots, self.empty = buffers, buffers.layout.slots, buffers.layout.empty()
         self.flags, self.early_flags = flags[0], flags[1:]
         self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds

@@ -183,7 +183,9 @@ def fewer_bytes_are_sent_and_explained(me: Me) -> None:
         if choice:
             # A message has 256 bytes and a number for each row; the union has nearly size * 32 rows.
             rows = 32 * (1 + me.size) / 2
-            assert 0.7 * rows * 256 < size < 1.5 * rows * 268 and dict(report.by_rows) == {"0.weight": 16000 * 256}
+            assert 0.7 * rows * 256 < size < 1.5 * rows * 268 and dict(report.by_rows) == {
+                "0.weight": 16000 * 256
+            }
             assert ", touched rows of 3.91 MiB" in str(report)
         else:
             assert not report.by_rows and "touched rows" not in str(report)
@@ -213,6 +215,37 @@ def no_zeros_travel_beside_sparse_gradients(me: Me) -> None:
         torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
     measured = hvd.metrics(optimizer)
     assert measured is not None and measured.bytes is not None and measured.bytes < 10_000
+    release(optimizer)
+
+
+@case(ranks=(2, 3))
+def slots_of_sparse_gradients_stay_zero(me: Me) -> None:
+    """They are not filled with zeros again; gradients are dense now and then, on some ranks."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(300, 8, sparse=True), nn.Linear(8, 2))
+
+    model, plain = seeded(build), seeded(build)
+    inner = torch.optim.SGD(plain.parameters(), 0.1)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
+    for step in range(24):
+        inner.zero_grad()
+        for rank in range(me.size):
+            ids = torch.randint(300, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
+            kind = (step * 5 + rank * step) % 7  # 0: dense, 1: none
+            for one, share in ((plain, me.size), *([(model, 1)] if rank == me.rank else [])):
+                one[0].sparse = kind > 0
+                words = one[0](ids) if kind != 1 else torch.ones(16, 8)
+                (one[1](words).square().mean() / share).backward()
+                if one is plain:
+                    for p in one.parameters():
+                        if p.grad is not None and p.grad.is_sparse:
+                            p.grad = p.grad.to_dense()
+        inner.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
     release(optimizer)
 
 
