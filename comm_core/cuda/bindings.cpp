@@ -1,4 +1,4 @@
-// The Python module comm_core._cuda, which is there when nvcc was at build time.
+// The Python module comm_core._cuda: launches compiled kernels. It is built only where nvcc is found.
 #include <pybind11/pybind11.h>
 
 #include <cstring>

@@ -1,7 +1,7 @@
-"""Who starts kernels: the extension, when it was built with nvcc; else CuPy, which compiles the same source
-at run time. With neither, the functions of this package are done with torch's own operations.
+"""Launchers start CUDA kernels: those built into the extension by nvcc, or those that CuPy compiles from the
+same source at run time. Without a launcher, this package uses torch's own operations instead of kernels.
 
-``COMMSCHED_KERNELS=built|cupy|torch`` chooses; by default the first of these that is there and that the GPU
+``COMMSCHED_KERNELS=built|cupy|torch`` chooses one; the default is the first that is installed and that the GPU
 can run.
 """
 
@@ -65,7 +65,7 @@ class Built:
 
 
 class Cupy:
-    """The kernels, compiled when the first one is needed."""
+    """The kernels that CuPy compiles from the source when the first one is launched."""
 
     name = "cupy"
 

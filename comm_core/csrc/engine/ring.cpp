@@ -1,3 +1,4 @@
+// The ring exchange: every rank sends to the next and receives from the one before, in size - 1 rounds for each operation.
 #include "ring.h"
 
 namespace commsched {
