@@ -31,14 +31,30 @@ Train = Callable[[nn.Module, Any, int], None]
 """One step of a model with its optimizer; the number of the step."""
 
 
+def profile_of(model: nn.Module) -> Profile:
+    layers = [Layer("(outside)", 1e-4, 0.0, 0)]
+    for number, p in enumerate(p for p in model.parameters() if p.requires_grad):
+        layers.append(Layer(str(number), 1e-4, 2e-4, p.numel() * 4, 8, 1e-4 if p.dim() > 1 else 0.0))
+    return Profile("random", tuple(layers))
+
+
+def latest_program(model: nn.Module, size: int) -> Program:
+    """Every weight gradient behind all input gradients."""
+    profile = profile_of(model)
+    plain = policies.plan(profile, LINK, "dear", ranks=size)
+    numbers = range(len(profile.layers) - 1, -1, -1)
+    order = [Action(Kind.B, n) for n in numbers]
+    order += [Action(Kind.W, n) for n in numbers if profile.layers[n].weight_backward]
+    return data_parallel_program(
+        "latest", plain.buckets, plain.link, len(numbers), size, "gradients", False, backward=order
+    )
+
+
 def random_program(model: nn.Module, size: int, seed: int, gather: str, early_step: bool) -> Program:
     """Every weight gradient anywhere behind the input gradient of the layer above."""
     dice = random.Random(seed)
-    params = [p for p in model.parameters() if p.requires_grad]
-    layers = [Layer("(outside)", 1e-4, 0.0, 0)]
-    for number, p in enumerate(params):
-        layers.append(Layer(str(number), 1e-4, 2e-4, p.numel() * 4, 8, 1e-4 if p.dim() > 1 else 0.0))
-    profile = Profile("random", tuple(layers))
+    profile = profile_of(model)
+    layers = profile.layers
     step: dict[str, Any] = {"gather": gather, "early_step": early_step, "ranks": size}
     plain = policies.plan(profile, LINK, "dear", bucket_bytes=dice.choice([400, 4000, 40000]), **step)
     order: list[Action] = []
@@ -367,7 +383,7 @@ def after_a_backward_that_has_failed(me: Me) -> None:
 
 
 @contextlib.contextmanager
-def most_waits(found: list[int]) -> Iterator[None]:
+def bytes_that_wait(found: list[int]) -> Iterator[None]:
     """Note behind each module how many bytes of gradients wait."""
     from commsched.optimizer.split_backward import SplitBackward
 
@@ -390,17 +406,19 @@ def with_little_memory(me: Me) -> None:
     """The peaks of allocated memory are in tests/unit/optimizer/test_split_memory.py."""
 
     def build() -> nn.Module:
-        """The first layers, which come last, have the largest gradients."""
-        sizes = [12, 400, 200, 100, 3]
-        return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+        """Each layer's input and gradient are larger than the memory that is allowed."""
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
+    train, program = plainly(me, 64, 64), latest_program(build(), me.size)
+    plain, _ = trained(build, train, None, momentum)
     most = {}
     for allowed in (1 << 30, 4000, 0):
         waiting: list[int] = []
-        with most_waits(waiting):
-            same(me, build, plainly(me, 64, 12), at_least=1, extra_memory=allowed)
+        with bytes_that_wait(waiting):
+            model, _ = trained(build, train, program, momentum, extra_memory=allowed)
+        assert_same_bits(model, plain, f"with {allowed} bytes")
         most[allowed] = max(waiting)
-    assert most[0] <= most[4000] < most[1 << 30], most
+    assert 0 <= most[0] <= most[4000] < most[1 << 30] == 6 * 4 * 64 * 64, most
 
 
 @case(ranks=(2,))
