@@ -1,8 +1,8 @@
 """Launchers start CUDA kernels: those built into the extension by nvcc, or those that CuPy compiles from the
 same source at run time. Without a launcher, this package uses torch's own operations instead of kernels.
 
-``COMMSCHED_KERNELS=built|cupy|torch`` chooses one; the default is the first that is installed and that the GPU
-can run.
+``COMMSCHED_KERNELS=built|cupy|torch`` chooses one; the default is the first that is installed and that the
+GPU can run.
 """
 
 from __future__ import annotations

@@ -35,6 +35,25 @@ DRAWS = _functions(
 """Functions that draw random numbers."""
 
 
+def _same(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    size = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        size.insert(0, a.shape[0] if offs is None else len(offs))
+    return a.new_empty(size, dtype=out_dtype)
+
+
+ON_META: dict[Any, Any] = {Tensor.cpu: _same, Tensor.cuda: _same}
+if hasattr(torch, "_grouped_mm"):  # mixtures of experts; torch's own takes bfloat16 alone on the meta device
+    ON_META[torch._grouped_mm] = _grouped_mm
+"""Functions that take the place of torch's on the meta device."""
+
+
 class Absent(Tensor):
     """A tensor that another stage computes: shape and type only."""
 

@@ -23,6 +23,7 @@ from commsched.pipeline.absent import (
     ASKS_FOR_SHAPE,
     ASKS_FOR_VALUES,
     DRAWS,
+    ON_META,
     Absent,
     absent,
     code_place,
@@ -233,7 +234,7 @@ class ForwardMode(TorchFunctionMode):
         args, kwargs = tree_unflatten(shaped, spec)
         with torch.no_grad():
             try:
-                result = args[0] if func in (Tensor.cpu, Tensor.cuda) else func(*args, **kwargs)
+                result = ON_META.get(func, func)(*args, **kwargs)
             except NotImplementedError as error:
                 raise ValueError(
                     f"this model cannot be cut: {code_place()} needs values to know shapes ({error})"

@@ -228,6 +228,23 @@ class RandomOrder(Blocks):
         return x.gather(1, back[..., None].expand_as(x)), self.head(x)
 
 
+class Experts(nn.Module):
+    """Each half of the rows has an expert, as in Mixtral: one grouped product, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = untraceable(self.before(x)).flatten(0, 1)
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        mixed = torch._grouped_mm(rows, self.experts, offs=ends)
+        result: Tensor = self.head(self.after(mixed))
+        return result
+
+
 def loss_of(output: Any) -> Tensor:
     if isinstance(output, dict):
         output = output["logits"]
@@ -254,6 +271,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "nothing masked": (MaskedBlocks, lambda: {"x": tokens(), "mask": torch.ones(3, 5) > 0}),
     "no mask": (MaskedBlocks, lambda: {"x": tokens()}),
 }
+try:
+    Experts()(tokens())
+    MODELS["experts"] = Experts, tokens
+except (AttributeError, NotImplementedError):
+    pass  # torch before 2.9 has no grouped product on CPUs
 
 
 @pytest.mark.parametrize("name", MODELS)
