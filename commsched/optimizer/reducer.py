@@ -141,6 +141,9 @@ class Reducer:
         state = self.state
         self.gathering.before_round()
         self.arrivals.complete_all()
+        unawaited = [bucket for bucket in state.empty if not state.round.done[bucket]]
+        if unawaited:  # no parameter has waited for these
+            self.arrivals.complete_buckets(unawaited)
         state.deferred, state.clear = None, {}
         self.votes = state.round.used[state.places.votes] if state.rounds and state.round.used else 0
         state.round = Round(state.buffers.layout, len(self.params))
