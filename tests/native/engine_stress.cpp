@@ -185,7 +185,7 @@ void correct_rows(Engine& engine, int rank, int size, size_t rows, size_t row) {
       changed[0] = static_cast<int32_t>(find_changed(ones.data(), whole.data(), rows, row, changed.data() + 1));
       engine->mark_ready(1);
     });
-    engine->wait(1, Stage::gathered);
+    for (int bucket = 0; bucket < 2; ++bucket) engine->wait(bucket, Stage::gathered);
     for (size_t i = 0; i < sums.size(); ++i) {
       float expected = static_cast<float>(size);
       for (int r = 0; r < size; ++r) expected += gradient(rest, r, step, i);

@@ -29,7 +29,7 @@ int EngineCore::add_bucket(const BucketSpec& spec) {
   transport_->prepare(spec);
   Bucket bucket;
   bucket.spec = spec;
-  bucket.ready = bucket.reduced = bucket.updated = bucket.gathered = begun_;
+  bucket.ready = bucket.reduced = bucket.updated = bucket.gathered = bucket.awaited = begun_;
   buckets_.push_back(std::move(bucket));
   return static_cast<int>(buckets_.size()) - 1;
 }
@@ -52,7 +52,7 @@ void EngineCore::install(const std::vector<PlanOp>& plan) {
     b.in_plan = true;
     b.is_reduced |= item.op == Op::RS || item.op == Op::AR;
     b.is_gathered |= item.op == Op::AG || item.op == Op::AR;
-    b.ready = b.reduced = b.updated = b.gathered = begun_;  // forget its state under an earlier plan
+    b.ready = b.reduced = b.updated = b.gathered = b.awaited = begun_;  // forget its state under an earlier plan
   }
 }
 
@@ -98,9 +98,10 @@ void EngineCore::mark_ready(int bucket) {
   Bucket& b = checked(bucket);
   if (!b.in_plan) throw usage("bucket " + name(bucket) + " is not in the installed plan, so it cannot be marked ready");
   if (b.ready >= begun_) throw usage("bucket " + name(bucket) + " is marked ready twice" + in_step(begun_));
-  if (b.reduced < b.ready || (b.is_gathered && b.gathered < b.ready)) {
-    throw usage("bucket " + name(bucket) + " is marked ready" + in_step(begun_) + ", but still travels for step " +
-                std::to_string(b.ready) + ": wait for it before its gradients are written");
+  // Whoever does not wait is told so in every run, not only in those in which the bucket still travels.
+  if (b.awaited < b.ready || b.reached(b.last()) < b.ready) {
+    throw usage("bucket " + name(bucket) + " is marked ready" + in_step(begun_) + ", but nothing has waited for it" +
+                in_step(b.ready) + ": wait for it before its gradients are written");
   }
   b.ready = begun_;
   b.ready_at = progress_ = Clock::now();
@@ -120,8 +121,8 @@ void EngineCore::mark_updated(int bucket) {
   if (awaited_ == bucket) thread_wakes_.notify_one();
 }
 
-const EngineCore::Bucket& EngineCore::staged(int bucket, Stage stage) const {
-  const Bucket& b = checked(bucket);
+EngineCore::Bucket& EngineCore::staged(int bucket, Stage stage) {
+  Bucket& b = checked(bucket);
   if (!(stage == Stage::reduced ? b.is_reduced : b.is_gathered)) {
     throw usage("the installed plan never " + std::string(stage == Stage::reduced ? "reduces" : "gathers") + " bucket " +
                 name(bucket));
@@ -129,21 +130,25 @@ const EngineCore::Bucket& EngineCore::staged(int bucket, Stage stage) const {
   return b;
 }
 
-bool EngineCore::done(int bucket, Stage stage) const {
+bool EngineCore::done(int bucket, Stage stage) {
   const Lock lock(mutex_);
-  const Bucket& b = staged(bucket, stage);
-  if ((stage == Stage::reduced ? b.reduced : b.gathered) >= begun_) return true;
-  throw_if_failed();
-  return false;
+  Bucket& b = staged(bucket, stage);
+  if (b.reached(stage) < begun_) {
+    throw_if_failed();
+    return false;
+  }
+  if (stage == b.last()) b.awaited = begun_;
+  return true;
 }
 
 void EngineCore::wait(int bucket, Stage stage) {
   Lock lock(mutex_);
-  staged(bucket, stage);
+  Bucket& b = staged(bucket, stage);
   const int64_t wanted = begun_;
+  if (stage == b.last()) b.awaited = wanted;
   // Do not look up `bucket` again after waiting: another thread may replace the buckets once the step has finished.
   const auto reached = [&] {
-    return finished_ >= wanted || (stage == Stage::reduced ? buckets_[bucket].reduced : buckets_[bucket].gathered) >= wanted;
+    return finished_ >= wanted || buckets_[bucket].reached(stage) >= wanted;
   };
   // A bucket that arrived stays readable after a failure: its flags may say why the others gave up.
   if (reached()) return;
@@ -156,6 +161,7 @@ void EngineCore::wait_all() {
   Lock lock(mutex_);
   throw_if_failed();
   const int64_t wanted = begun_;
+  for (Bucket& b : buckets_) b.awaited = wanted;
   wait_until(lock, [&] { return finished_ >= wanted; }, "the end of step " + std::to_string(wanted));
 }
 

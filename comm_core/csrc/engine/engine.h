@@ -32,7 +32,7 @@ class EngineCore {
 
   enum class Stage { reduced, gathered };
   // Of the step begun last. The waits fail once nothing has happened for the engine's time-out.
-  bool done(int bucket, Stage stage) const;
+  bool done(int bucket, Stage stage);
   void wait(int bucket, Stage stage);
   void wait_all();
 
@@ -54,8 +54,12 @@ class EngineCore {
   struct Bucket {
     BucketSpec spec;
     int64_t ready = 0, reduced = 0, updated = 0, gathered = 0;
+    int64_t awaited = 0;  // the last step in which a caller waited for its last operation, or found it done
     Clock::time_point ready_at{}, reduced_at{}, updated_at{};
     bool in_plan = false, is_reduced = false, is_gathered = false;
+
+    int64_t reached(Stage stage) const { return stage == Stage::reduced ? reduced : gathered; }
+    Stage last() const { return is_gathered ? Stage::gathered : Stage::reduced; }
   };
 
   // The engine's thread.
@@ -68,7 +72,7 @@ class EngineCore {
   // Callers.
   const Bucket& checked(int bucket) const;
   Bucket& checked(int bucket) { return const_cast<Bucket&>(std::as_const(*this).checked(bucket)); }
-  const Bucket& staged(int bucket, Stage stage) const;
+  Bucket& staged(int bucket, Stage stage);
   void throw_if_failed() const;
   void check_idle(const char* what) const;
   void check_plan(const std::vector<PlanOp>& plan) const;

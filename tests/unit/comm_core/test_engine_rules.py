@@ -120,7 +120,7 @@ def test_two_steps_may_be_under_way_but_not_three(alone: Engine) -> None:
     assert alone.begin_step() == 2
     assert failure(alone.begin_step).kind == "usage"
     again = failure(lambda: alone.mark_ready(1))
-    assert "still travels for step 1" in str(again)
+    assert "nothing has waited for it in step 1" in str(again)
     assert alone.step == 2
 
 
