@@ -42,6 +42,40 @@ class Branch(nn.Module):
         return torch.cat([out, marks], 1)
 
 
+class Fork(nn.Module):
+    """Two outputs; a later stage uses the second one for marked rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH - 1, WIDTH - 1), nn.Linear(WIDTH - 1, WIDTH - 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, marks = x[:, :-1], x[:, -1:]
+        return torch.cat([torch.tanh(self.left(values)), marks], 1), self.right(values)
+
+
+class Through(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH - 1, WIDTH - 1)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        values, marks = pair[0][:, :-1], pair[0][:, -1:]
+        return torch.cat([torch.tanh(self.own(values)), marks], 1), pair[1]
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH - 1, WIDTH - 1)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        values, marks = pair[0][:, :-1], pair[0][:, -1:]
+        if marks.any():
+            values = values + marks * pair[1]
+        return torch.cat([self.own(values), marks], 1)
+
+
 class PixelBranch(nn.Module):
     """A branch that all samples of a step take, or none."""
 
@@ -164,6 +198,17 @@ def tied_parameters_are_left_alone_too(me: Me) -> None:
     for optimizer, size in product((momentum, adamw), (1e9, 120)):
         model, mesh = branches(tied=True), (2, me.size // 2)
         trains_like_one_process(me, model, optimizer, "1f1b", 2, mesh, bucket_bytes=size)
+
+
+@case(ranks=(2, 4))
+def gradients_that_are_none_stay_none_between_stages(me: Me) -> None:
+    """Zeros were sent instead, and the stage before computed gradients of zeros for its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Fork(), *([Through()] if me.size == 4 else []), Join()).double()
+    meshes = [(2, 1)] if me.size == 2 else [(3, [1, 2, 1]), (3, [2, 1, 1]), (3, [1, 1, 2])]
+    for mesh, (schedule, count) in product(meshes, [("1f1b", 2), ("zero_bubble", 3), ("2bw", 2)]):
+        trains_like_one_process(me, model, momentum, schedule, count, mesh)
+    trains_like_one_process(me, model, adamw, "1f1b", 2, meshes[0], recompute=True)
 
 
 @case(ranks=(4,))
