@@ -69,7 +69,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
             for key, (leaves, spec, grads, cuts) in exchange.outputs.items()
         },
         "input_grads": dict(exchange.input_grads),
-        "zeros": {key: _plain(leaves) for key, leaves in exchange.zeros.items()},
+        "inputs": {key: _plain(leaves) for key, leaves in exchange.inputs.items()},
         "stages": {n: _stage(stage, pipeline._updates[n]) for n, stage in pipeline.stages.items()},
     }
 
@@ -165,7 +165,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     for key, (leaves, structure, *others) in state["outputs"].items():
         exchange.outputs[key] = Values(leaves, tree_flatten(structure)[1], *others)
     exchange.input_grads.update(state["input_grads"])
-    exchange.zeros.update(state["zeros"])
+    exchange.inputs.update(state["inputs"])
     for number, stage in pipeline.stages.items():
         _restore(stage, pipeline._updates[number], state["stages"][number])
     _reduce_again(pipeline)

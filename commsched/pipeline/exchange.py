@@ -15,7 +15,7 @@ from torch import Tensor
 from comm_core import Traffic
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.mailbox import Inbox, Outbox
-from commsched.pipeline.messages import Description, Leaf
+from commsched.pipeline.messages import Description, Leaf, is_gradient, no_gradient
 from commsched.pipeline.parts import Cut, Cuts, Part, Piece, assembled, common, entering, part_of, piece_of
 from commsched.pipeline.rows import Range
 from commsched.pipeline.shares import Shares
@@ -65,7 +65,7 @@ class Exchange:
         self.to_come: dict[tuple[int, Micro, int], Description] = {}  # gradients, by peer
         self._answers: list[Action] = []  # gradients whose activations have not been let go
         self.came: dict[Place, list[tuple[int, list[Piece]]]] = {}  # inputs: from whom, and which part
-        self.zeros: dict[Place, list[Any]] = {}  # inputs, for those that get no gradient
+        self.inputs: dict[Place, list[Any]] = {}  # whose shapes those without a gradient send
 
     # Parts
 
@@ -152,7 +152,10 @@ class Exchange:
                 described, buffers = self.inbox.take(action)
                 here = [leaf.cuts[::-1] for leaf in described.leaves] if cuts is None else cuts
                 pieces = self._pieces(number, other, peer, micro, here)
-                parts.append(zip(described.fill(buffers, self.stages[number].device), pieces))
+                leaves = described.fill(buffers, self.stages[number].device)
+                if kind is Kind.RECVB:
+                    leaves = [x if is_gradient(buffer) else None for x, buffer in zip(leaves, buffers)]
+                parts.append(zip(leaves, pieces))
                 came.append((peer, pieces))
         wholes = self._parts(number, micro, here)
         return [assembled(leaf, whole) for *leaf, whole in zip(*parts, wholes)], described, came
@@ -198,7 +201,7 @@ class Exchange:
         self.input_grads[number, micro] = grads
         if (number, micro) in self.came:
             needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-            self.zeros[number, micro] = [leaf if need else None for leaf, need in zip(leaves, needs)]
+            self.inputs[number, micro] = [leaf if need else None for leaf, need in zip(leaves, needs)]
 
     def send_backward(self, action: Action) -> bool:
         """Sends a backward's result if it is there."""
@@ -208,14 +211,14 @@ class Exchange:
         grads, came = self.input_grads[number, micro], self.came[number, micro]
         pieces = dict(came)[peer]
         sent = [
-            piece_of(torch.zeros_like(leaf) if grad is None else grad, piece, number)
-            for leaf, grad, piece in zip(self.zeros[number, micro], grads, pieces, strict=True)
+            piece_of(no_gradient(leaf) if grad is None else grad, piece, number)
+            for leaf, grad, piece in zip(self.inputs[number, micro], grads, pieces, strict=True)
             if leaf is not None
         ]
         self.outbox.send(action, sent)
         came.remove((peer, pieces))
         if not came:
-            del self.input_grads[number, micro], self.came[number, micro], self.zeros[number, micro]
+            del self.input_grads[number, micro], self.came[number, micro], self.inputs[number, micro]
         return True
 
     def send_token(self, action: Action) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commsched.pipeline.reduction import Scattered
 from commsched.pipeline.stage import Stage
-from commsched.pipeline.update import Combine, Update, dense
+from commsched.pipeline.update import Combine, Update, combined
 
 
 @contextmanager
@@ -47,14 +47,13 @@ class Gradients(Update):
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         leaves = self.stage.versions.newest.leaves
         grads = self.stage.grads.pop(period, self.stage._no_grads())
-        summed = [p for p in range(len(grads)) if p not in self.apart]
         if self.combine is not None:
-            for place in summed:
-                grads[place] = dense(grads[place], leaves[place])
-            self.combine([grad for place in summed if (grad := grads[place]) is not None])
+            grads = combined(self.combine, grads, leaves, self.apart)
         elif self.scattered is not None:
-            for place in summed:
-                grads[place] = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
+            for place, (leaf, count) in enumerate(zip(leaves, self.scattered.used)):
+                if place not in self.apart:
+                    sums = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+                    grads[place] = sums if count else None
         self._coming = grads
         self.stage.versions.advance(lambda version: False)
 

@@ -76,6 +76,22 @@ class Description:
         )
 
 
+def no_gradient(like: Tensor) -> Tensor:
+    """Stands for a gradient that is None, because messages have fixed sizes: all bytes are 0xFF, a NaN that
+    no operation makes.
+    """
+    data = torch.full((like.numel() * like.element_size(),), 0xFF, dtype=torch.uint8, device=like.device)
+    return data.view(like.dtype).view(like.shape)
+
+
+def is_gradient(buffer: Tensor) -> bool:
+    """Whether a message is a gradient, and does not stand for None."""
+    flat = buffer.view(-1)
+    first = flat[0].item() if len(flat) else 0.0
+    # Only a NaN differs from itself, so ordinary gradients cost one comparison.
+    return first == first or not (flat.view(torch.uint8) == 0xFF).all()
+
+
 def _leaf(value: Any, grad: bool, cuts: Cuts) -> Leaf:
     if isinstance(value, Tensor):
         return Leaf(tuple(value.shape), value.dtype, grad, cuts=cuts)

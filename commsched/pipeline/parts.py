@@ -94,15 +94,19 @@ def piece_of(leaf: Any, piece: Piece, stage: int) -> Any:
 
 
 def assembled(pieces: Sequence[tuple[Any, Piece]], whole: Part) -> Any:
-    """The tensor that these pieces make up."""
-    first, where = pieces[0]
+    """The tensor that these pieces make up; pieces that are None are zeros, unless all are."""
+    present = [(leaf, piece) for leaf, piece in pieces if leaf is not None]
+    if not present:
+        return None
+    first, where = present[0]
     if not isinstance(first, Tensor) or (len(pieces) == 1 and not where):
         return first
     shape = list(first.shape)
     for dim in {dim for _, piece in pieces for dim, _, _ in piece}:
         shape[dim] = whole[dim][1] - whole[dim][0]
-    result = torch.empty(shape, dtype=first.dtype, device=first.device)
-    for tensor, piece in pieces:
+    make = torch.empty if len(present) == len(pieces) else torch.zeros
+    result = make(shape, dtype=first.dtype, device=first.device)
+    for tensor, piece in present:
         target = result
         for dim, low, high in piece:
             target = target.narrow(dim, low, high - low)

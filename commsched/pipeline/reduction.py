@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -40,9 +41,21 @@ def bucket_parts(
     return found
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This rank's elements ``[start, stop)`` of the parameter at ``place``; ``grad``: over all replicas."""
+
+    place: int
+    start: int
+    stop: int
+    master: nn.Parameter
+    grad: Tensor
+
+
 class Scattered:
     """One stage's engine: RS of its gradient buckets, AG of its parameter buckets (or, with
-    ``gathers_gradients``, of the sums), in the program's order.
+    ``gathers_gradients``, of the sums), in the program's order. ``plan``: all RS, then all AG. Between them
+    the replicas count which parameters they have gradients of.
     """
 
     def __init__(
@@ -56,11 +69,11 @@ class Scattered:
         plan: Sequence[tuple[str, int]],
         gathers_gradients: bool = False,
     ) -> None:
-        self.parts, self.place, self.size = parts, place, size
+        self.parts, self.place, self.size, self._flags_bucket = parts, place, size, len(parts)
         kind = leaves[0].dtype
         counts = [sum(stop - start for _, start, stop in part) for part in parts]
-        padded = [-(-count // size) * size for count in counts]
-        self.grads = [torch.zeros(count, dtype=kind) for count in padded]
+        padded = [-(-count // size) * size for count in (*counts, len(leaves))]
+        self.grads = [torch.zeros(count, dtype=kind) for count in padded[:-1]]
         self.weights = self.grads if gathers_gradients else [torch.zeros_like(each) for each in self.grads]
         self.engine = comm_core.Engine(transport, place, size, timeout)
         for number, (grads, weights) in enumerate(zip(self.grads, self.weights, strict=True)):
@@ -70,28 +83,29 @@ class Scattered:
                 needs_update=True,
                 name=f"bucket {number}",
             )
-        self.engine.install(list(plan))
+        flags = torch.zeros(padded[-1], dtype=torch.int32)
+        self._flags = flags.numpy()
+        self.engine.add_bucket(flags, name="used parameters")
+        self.engine.install([*plan[: len(parts)], ("AR", self._flags_bucket), *plan[len(parts) :]])
         self.begun = -1
         self._marked: set[int] = set()
         if not gathers_gradients:
             self.read(leaves)
-        self.masters = [nn.Parameter(view) for view in self._shard(self.weights)]
-        for master, grad in zip(self.masters, self._shard(self.grads), strict=True):
-            master.grad = grad
+        self.shards = list(self._shards())
 
-    def _shard(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+    def _shards(self) -> Iterator[Shard]:
         """This rank's part of each parameter, as views of the buckets."""
-        views = []
-        for buffer, part in zip(buffers, self.parts, strict=True):
-            low = self.place * len(buffer) // self.size
-            high = (self.place + 1) * len(buffer) // self.size
+        for weights, grads, part in zip(self.weights, self.grads, self.parts, strict=True):
+            low = self.place * len(grads) // self.size
+            high = (self.place + 1) * len(grads) // self.size
             at = 0
-            for _, start, stop in part:
+            for place, start, stop in part:
                 first, last = max(low, at), min(high, at + stop - start)
                 if first < last:
-                    views.append(buffer[first:last])
+                    skipped = start - at
+                    master = nn.Parameter(weights[first:last])
+                    yield Shard(place, first + skipped, last + skipped, master, grads[first:last])
                 at += stop - start
-        return views
 
     def read(self, leaves: Sequence[Tensor]) -> None:
         """Takes the weights as they are."""
@@ -129,6 +143,14 @@ class Scattered:
         with translated:
             self.engine.mark_ready(bucket)
 
+    def complete(self, grads: Sequence[Tensor | None]) -> None:
+        """All gradients of the period are there: tells the replicas which parameters this one has used."""
+        if self._flags_bucket not in self._marked:
+            self._marked.add(self._flags_bucket)
+            self._flags[: len(grads)] = [grad is not None for grad in grads]
+            with translated:
+                self.engine.mark_ready(self._flags_bucket)
+
     @contextmanager
     def leaving(self, period: int, leaves: Sequence[Tensor]) -> Iterator[None]:
         """Around the backward that completes these parameters' gradients: buckets leave as they fill."""
@@ -155,6 +177,13 @@ class Scattered:
         with translated:
             for bucket in range(len(self.parts)):
                 self.engine.wait_rs(bucket)
+            self.engine.wait_ag(self._flags_bucket)
+
+    @property
+    def used(self) -> list[int]:
+        """By parameter how many replicas have used it, once the sums have been waited for."""
+        counts: list[int] = self._flags.tolist()
+        return counts
 
     def updated(self, bucket: int) -> None:
         with translated:
@@ -166,13 +195,14 @@ class Scattered:
         version.pending.discard(bucket)
 
     def write(self, bucket: int, tensors: Sequence[Any]) -> None:
-        """Waits for a bucket's all-gather and writes its parts where they belong."""
+        """Waits for a bucket's all-gather and writes its parts where they belong, except to None."""
         with translated:
             self.engine.wait_ag(bucket)
         at = 0
         for place, start, stop in self.parts[bucket]:
-            target = tensors[place].view(-1)[start:stop]
-            target.copy_(from_host(self.weights[bucket][at : at + stop - start], target.device))
+            if tensors[place] is not None:
+                target = tensors[place].view(-1)[start:stop]
+                target.copy_(from_host(self.weights[bucket][at : at + stop - start], target.device))
             at += stop - start
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def checked_ties(
 
 
 def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int, period: int) -> None:
-    """Gives every copy of a shared parameter the sum of all its gradients."""
+    """Gives every copy of a shared parameter the sum of all its gradients; None where nobody used it."""
     for tie in ties:
         number, place = tie.mine[0]
         mine = [stages[n].grads[period][p] for n, p in tie.mine]
@@ -56,6 +56,7 @@ def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank:
         total = grads[0] if grads else torch.zeros_like(stages[number].versions.newest.leaves[place])
         for grad in grads[1:]:
             total += grad
-        summed_over(lane, rank, tie.ranks, [total])
+        used = torch.tensor([len(grads)], dtype=torch.int32)
+        summed_over(lane, rank, tie.ranks, [total, used])
         for number, place in tie.mine:
-            stages[number].grads[period][place] = total
+            stages[number].grads[period][place] = total if used.item() else None

@@ -75,6 +75,7 @@ class _Load:
         """Seconds of twice so many rounds, the first beside RS and the second beside AG."""
         start = time.perf_counter()
         self.scattered.ready(period, 0, [self.grad], [self.leaf])
+        self.scattered.complete([self.grad])
         _computed(rounds)
         self.scattered.wait_reduced()
         self.scattered.updated(0)

@@ -51,8 +51,9 @@ class Update:
     def reduce(self, period: int, bucket: int) -> None:
         if self.scattered is not None:
             self.finish()
-            leaves = self.stage.versions.newest.leaves
-            self.scattered.ready(period, self._place[bucket], self.stage.grads[period], leaves)
+            leaves, grads = self.stage.versions.newest.leaves, self.stage.grads[period]
+            self.scattered.ready(period, self._place[bucket], grads, leaves)
+            self.scattered.complete(grads)
 
     def wait_reduced(self) -> None:
         """Before the step: sums that are under way."""
@@ -106,10 +107,7 @@ class Whole(Update):
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         grads = self.stage.grads.pop(period, self.stage._no_grads())
         if self.combine is not None:
-            places = [place for place in range(len(grads)) if place not in self.apart]
-            whole = {p: dense(grads[p], self.masters[p]) for p in places}
-            self.combine(list(whole.values()))
-            grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
+            grads = combined(self.combine, grads, self.masters, self.apart)
         version = self.stage.versions.advance(needed)
         for master, leaf, grad in zip(self.masters, version.leaves, grads, strict=True):
             master.data, master.grad = leaf.data, grad
@@ -144,7 +142,7 @@ class Sharded(Update):
         self.on_step, self._apart = on_step, sorted(apart)
         leaves = stage.versions.newest.leaves
         self.whole = [nn.Parameter(leaves[place].data) for place in self._apart]
-        masters = [*scattered.masters, *self.whole]
+        masters = [*(shard.master for shard in scattered.shards), *self.whole]
         self.optimizer = factory(masters) if masters else None
         self._handles: list[Any] = []
         self._first: list[int] = []
@@ -156,6 +154,9 @@ class Sharded(Update):
         version = self.stage.versions.advance(needed)
         for place, master in zip(self._apart, self.whole, strict=True):
             master.data, master.grad = version.leaves[place].data, grads[place]
+        used = self.scattered.used
+        for shard in self.scattered.shards:
+            shard.master.grad = shard.grad if used[shard.place] else None
         self.taken = _take_step(self.optimizer, self.on_step, self.taken)
         version.pending = set(range(len(self.scattered.parts)))
 
@@ -209,9 +210,20 @@ class Sharded(Update):
         super().close()
 
 
-def dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    """The gradient, or zeros where there is none."""
-    return torch.zeros_like(like) if grad is None else grad
+def combined(
+    combine: Combine, grads: Sequence[Tensor | None], leaves: Sequence[Tensor], apart: frozenset[int]
+) -> list[Tensor | None]:
+    """The sums of the gradients over the replicas; None where no replica has one, as in one process. Those
+    in ``apart`` stay as they are.
+    """
+    places = [place for place in range(len(grads)) if place not in apart]
+    used = torch.tensor([int(grads[place] is not None) for place in places], dtype=torch.int32)
+    sums = [torch.zeros_like(leaves[p]) if (grad := grads[p]) is None else grad for p in places]
+    combine([*sums, used])
+    result = list(grads)
+    for place, total, count in zip(places, sums, used.tolist(), strict=True):
+        result[place] = total if count else None
+    return result
 
 
 def _take_step(optimizer: Optimizer | None, on_step: OnStep | None, taken: int) -> int:

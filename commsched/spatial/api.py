@@ -102,15 +102,19 @@ def regrid(tile: Tile, grid: Sequence[int]) -> Tile:
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> None:
     """Make every ``.grad`` the whole gradient: the sum over tiles, in rank order, the same bits on every
-    rank."""
+    rank; None where no tile has one."""
     mesh = mesh or current_mesh()
     chosen = [p for p in parameters if p.requires_grad]
     if not chosen:
         return
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in chosen])
+    grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in chosen]
+    used = torch.tensor([p.grad is not None for p in chosen], device=grads[0].device)
+    flat = torch.cat([*grads, used])
     total = sum_in_order(everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients"))
-    for parameter, grad in zip(chosen, total.split([p.numel() for p in chosen])):
-        parameter.grad = grad.view(parameter.shape)
+    *sums, counts = total.split([*map(len, grads), len(chosen)])
+    some = [True] * len(chosen) if counts.is_meta else counts.bool().tolist()
+    for parameter, grad, has_one in zip(chosen, sums, some, strict=True):
+        parameter.grad = grad.view(parameter.shape) if has_one else None
 
 
 def _to_dtensor(tile: Tile) -> Any:

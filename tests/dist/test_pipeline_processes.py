@@ -1,4 +1,4 @@
-"""Runs the cases of programs/pipeline_runs.py, which see; and processes that end or hang."""
+"""Runs the cases of programs/pipeline_runs.py and pipeline_unused.py, which see; and processes that end or hang."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.support.rounding import rounding
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("pipeline_runs"))
+@pytest.mark.parametrize("program, ranks, name", parameters("pipeline_runs", "pipeline_unused"))
 def test_pipelines(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 

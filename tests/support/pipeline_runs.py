@@ -166,7 +166,7 @@ def _trained(
     stepper, losses = optimizer(list(newest.values())), []
     for period, (inputs, targets) in enumerate(data):
         rows, total = len(targets), 0.0
-        grads = {name: torch.zeros_like(p) for name, p in newest.items()}
+        grads: dict[str, Tensor | None] = dict.fromkeys(newest)
         for micro in range(parts):
             span = border(micro, rows, parts), border(micro + 1, rows, parts)
             used = {n: history[version(n, micro, period)][n].clone().requires_grad_() for n in newest}
@@ -176,7 +176,8 @@ def _trained(
             output = functional_call(model, used, () if named else (mine,), named)
             part = loss(output, cut(targets, span)) * ((span[1] - span[0]) / rows)
             for name, grad in zip(used, torch.autograd.grad(part, list(used.values()), allow_unused=True)):
-                grads[name] += 0 if grad is None else grad
+                before = grads[name]
+                grads[name] = before if grad is None else grad if before is None else before + grad
             total += float(part.detach())
         losses.append(total)
         for name, p in newest.items():

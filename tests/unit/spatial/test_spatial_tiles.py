@@ -112,6 +112,23 @@ def same_gradient(function: Callable[[Tensor, Tensor], Tensor], channel: Channel
     assert torch.equal(parameter.grad, weight.grad)
 
 
+def test_a_parameter_that_no_tile_used_has_no_gradient() -> None:
+    """It got zeros, so momentum and weight decay moved it, as they do not in one process."""
+
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (1, 2), (-2, -1))
+        everywhere, once, never = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        everywhere.grad = torch.full((3,), 2.0)
+        if channel.rank == 1:
+            once.grad = torch.full((3,), 5.0)
+        spatial.sum_gradients([never, everywhere, once], mesh)
+        assert everywhere.grad.tolist() == [4.0] * 3
+        assert once.grad is not None and once.grad.tolist() == [5.0] * 3
+        assert never.grad is None
+
+    on_threads(2, run)
+
+
 def _views(x: Tensor, w: Tensor) -> Tensor:
     y = F.conv2d(x, w, padding=1)
     y[:, :1].mul_(3)
