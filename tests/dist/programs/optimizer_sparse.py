@@ -7,12 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import release, seeded
 from tests.support.quantised_training import Ledger, case_of_each_code
 from tests.support.reference_run import Loss, Twin
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 @case(ranks=(2, 3))
@@ -92,7 +97,7 @@ def old_dense_gradients_may_be_written_between_steps(me: Me) -> None:
 
         return loss
 
-    twin = Twin(me, build, lambda model: torch.optim.SGD(model.parameters(), 0.1), lag=0.0)
+    twin = Twin(me, build, sgd, lag=0.0)
     table: Any = twin.model[0]
     old = torch.zeros(1)
     for step, kind in enumerate(2 * kinds):
@@ -104,6 +109,45 @@ def old_dense_gradients_may_be_written_between_steps(me: Me) -> None:
         twin.zero_grad()
         old.fill_(7)
     release(twin.optimizer)
+
+
+class Checkpointed(nn.Module):
+    """One table has two gradients in a backward; ``kinds``: which of them are sparse."""
+
+    def __init__(self, kinds: tuple[bool, bool]) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.first, self.table, self.last = nn.Linear(2, 8), nn.Embedding(300, 8), nn.Linear(8, 2)
+
+    def looked_up(self, x: torch.Tensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
+        self.table.sparse = sparse
+        return torch.tanh(x + self.table(ids))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(torch.ones(16, 2, dtype=torch.float64))
+        for number, sparse in enumerate(self.kinds):
+            x = checkpoint(self.looked_up, x, ids + number, sparse, use_reentrant=True)
+        return self.last(x)
+
+
+@case(ranks=(2, 3))
+def second_sparse_gradients_of_a_backward_count(me: Me) -> None:
+    """One was added to the slot, which nobody reads where no rank's gradient is dense."""
+    for kinds in ((True, True), (True, False), (False, True)):
+        twin = Twin(me, lambda kinds=kinds: Checkpointed(kinds).double(), sgd, lag=0.0)
+        twin.plain.kinds = (False, False)
+        for step in range(4):
+
+            def loss(model: nn.Module, rank: int, step: int = step) -> torch.Tensor:
+                ids = torch.randint(299, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
+                value: torch.Tensor = model(ids).square().mean()
+                return value
+
+            twin.backward(loss)
+            twin.compare_grads(f"{kinds}, step {step}", exact=False)
+            twin.update()
+            twin.zero_grad()
+        release(twin.optimizer)
 
 
 @case_of_each_code(ranks=(2, 3))
