@@ -42,14 +42,23 @@ def lost_host(descriptor: int, address: str) -> str:
     Call it for a connection that poll() reports.
     """
 
-def quantise_blocks(values: Tensor, wire_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """Return the bytes that stand for `values + residual`; `residual` then holds what rounding lost.
+def quantise_blocks(
+    values: Tensor,
+    wire_dtype: torch.dtype,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    baseline: bool = False,
+) -> Tensor:
+    """Return the bytes that stand for `values * scale + residual`; `residual` then holds what rounding lost.
 
     For each 256 float32 values: a float32 scale, then their codes, as `add_bucket(wire_dtype=)` sends them.
+    `baseline`: with the code for any x86-64, though the processor may have more.
     """
 
-def sum_blocks(parts: Sequence[Tensor], count: int, wire_dtype: torch.dtype) -> Tensor:
-    """Return the float32 sum, in this order, of parts of `count` quantised values."""
+def sum_blocks(
+    parts: Sequence[Tensor], count: int, wire_dtype: torch.dtype, scale: float = 1.0, baseline: bool = False
+) -> Tensor:
+    """Return the float32 sum, in this order, of parts of `count` quantised values, times `scale`."""
 
 class Traffic(Enum):
     """The kind of a message; lower numbers are more urgent."""

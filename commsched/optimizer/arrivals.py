@@ -122,8 +122,9 @@ class Arrivals:
         late = any(flag >= LATE for flag in used)
         if late:
             now.used = used = [flag % LATE for flag in used]
-        now.unused = [i for i in state.residuals.params if not used[i]]
         sparse = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE and not state.sparse_as_dense]
+        only_sparse = {i for i in sparse if used[i] % SPARSE == 0}
+        now.unused = [i for i in state.residuals.params if not used[i] or i in only_sparse]
         if late or sparse:
             self.gathering.reduce_outside(late, sparse)
 

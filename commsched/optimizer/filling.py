@@ -84,12 +84,16 @@ class Filling:
         set_raw_grad(state.params[i], None)
         if i not in state.slots:
             return
+        if i in now.sparse and grad.is_sparse:
+            now.sparse[i] = now.sparse[i] + grad  # reduced at step time
+            return
         sent = i in state.corrections.early or any(now.sent[b] for b in state.slots[i].buckets)
         if not sent:
             self.backend.take_back(i, state.views[i])
         if sent or i in now.sparse or (grad.is_sparse and not state.sparse_as_dense):
             now.late[i] = now.late[i] + grad if i in now.late else grad
-            state.flag[i] += LATE if state.flag[i] < LATE else 0
+            if state.flag[i] < LATE:
+                state.flag[i] += LATE + DENSE * (i in now.sparse)
         else:
             with torch.no_grad():
                 state.views[i].add_(grad)

@@ -22,7 +22,11 @@ class GradientGathering(Gathering):
     arrivals: Arrivals
 
     def show(self, i: int) -> None:
-        set_raw_grad(self.state.params[i], self._reduced(i))
+        found = self._reduced(i)
+        if found is self.state.views[i]:
+            self.state.show(i)
+        else:
+            set_raw_grad(self.state.params[i], found)
 
     def _reduced(self, i: int) -> torch.Tensor:
         state, view = self.state, self.state.views[i]
@@ -34,7 +38,9 @@ class GradientGathering(Gathering):
         if state.sparse_as_dense and only_sparse:
             sparse = view.to_sparse(state.sparse_dims.get(i, 1))
         if sparse is not None and only_sparse:
-            if not state.sparse_as_dense and not state.round.repeated:
+            # A quantised slot has the sum of residuals.
+            changed = state.round.repeated or i in state.shown or i in state.residuals.params
+            if not state.sparse_as_dense and not changed:
                 state.zeros.add(i)
             if state.sums:
                 state.kept[i] = Kept.of(sparse)

@@ -243,10 +243,13 @@ class SplitBackward:
         heapq.heappush(self._waiting, (place, next(self._numbers), call, grad))
         memory.passed(call, keep)
         memory.waits(grad)
+        memory.behind(call)
         watch = self.reducer.arrivals.watch
         if watch is not None:
             watch.grad(call.part.weight)
         self._run_before(behind, keep) if self._behind else self._run_all(keep)
+        while self._waiting and memory.beyond(()) > self.extra_memory:
+            self._run_first(keep)
         self.reducer.without.add(call.part.weight)
         return [inputs, None, *rest]
 

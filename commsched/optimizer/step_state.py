@@ -85,7 +85,7 @@ class Round:
         self.sparse: dict[int, torch.Tensor] = {}
         self.late: dict[int, torch.Tensor] = {}
         self.joined: list[int] = []  # ranks that have joined, once the flags have arrived
-        self.unused: list[int] = []  # quantised parameters that no rank used, once the flags have arrived
+        self.unused: list[int] = []  # quantised parameters whose sums nobody reads, once flags have come
         self.repeated = False  # with gradients that came late
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
 
@@ -132,7 +132,8 @@ class StepState:
         self.passes = [0] * len(self.params)
         self.kept: dict[int, Kept] = {}
         self.views: dict[int, torch.Tensor] = {}
-        self.zeros: set[int] = set()  # parameters whose slots hold the sum of nothing but zeros
+        self.zeros: set[int] = set()  # parameters whose slots hold nothing but zeros
+        self.shown: set[int] = set()  # parameters whose slots anybody may write into: they have been p.grad
         self.deferred: Update | None = None
         # The parameters that zero_grad() has cleared since the step, and its set_to_none.
         self.clear: dict[int, bool] = {}
@@ -143,6 +144,7 @@ class StepState:
         """Take new buckets into use. Gradients that are there keep their values."""
         before = self.views
         self.zeros.clear()
+        self.shown.clear()
         self.buffers, self.slots, self.empty = buffers, buffers.layout.slots, buffers.layout.empty()
         self.flags, self.early_flags = flags[0], flags[1:]
         self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds
@@ -155,7 +157,7 @@ class StepState:
                 view.copy_(before[i])
             elif grad is not None and not grad.is_sparse:
                 view.copy_(grad)
-                set_raw_grad(self.params[i], view)
+                self.show(i)
         self.round = Round.finished(buffers.layout, len(self.params))
 
     def _name_of(self, piece: Slice) -> str:
@@ -164,6 +166,11 @@ class StepState:
             return f"bucket {piece.number}: empty"
         others = f" and {len(piece.params) - 1} more" if len(piece.params) > 1 else ""
         return f"bucket {piece.number}: {self.names[piece.params[-1]]}{others}"
+
+    def show(self, i: int) -> None:
+        """Let a parameter's gradient be the memory of its slot."""
+        self.shown.add(i)
+        set_raw_grad(self.params[i], self.views[i])
 
     def finish_step(self, stepped: bool) -> None:
         """End the step, also one that was left out: later gradients belong to the next one."""
@@ -184,7 +191,7 @@ class StepState:
         if grad.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(grad)
-            set_raw_grad(self.params[i], view)
+            self.show(i)
 
     def detach_gradients(self) -> None:
         """Copy the gradients that the user sees, because the buckets will change.

@@ -2,8 +2,9 @@
 
 A module's input is free behind its whole backward, or behind its weight gradient if that waits. A waiting
 weight gradient also holds the gradient of the module's output. Both backwards are compared at each split
-module, where both hold the gradients of its output, its input and its weight, too. Whatever else the model
-has saved is the same for both, and becomes less on the way. Memory that several tensors share counts once.
+module, where both hold the gradients of its output, its input and its weight, too; and behind it, where an
+unsplit backward has freed the first and the last. Whatever else the model has saved is the same for both, and
+becomes less on the way. Memory that several tensors share counts once.
 """
 
 from __future__ import annotations
@@ -65,12 +66,16 @@ class WaitingMemory:
         now = self._here + call.params[0].nbytes - self._unsplit_freed
         self._unsplit_peak = max(self._unsplit_peak, now)
 
+    def behind(self, call: Call) -> None:
+        """Note that the backward goes on from a module to others, up to the next split one."""
+        self._here = call.inside.nbytes if call.inside.requires_grad else 0
+
     def beyond(self, waiting: Iterable[Call]) -> int:
         """Return the bytes beyond the unsplit peak, if the largest of these weight gradients came now.
 
         Or the largest of those that cannot wait, which an unsplit backward would compute now, too.
         """
-        largest = max(call.params[0].nbytes for call in waiting)
+        largest = max((call.params[0].nbytes for call in waiting), default=0)
         held = self._here + self._grad_bytes - self._freed
         peak = max(self._unsplit_peak, self._here + self.others - self._unsplit_freed)
         return max(held + largest - self._unsplit_peak, held + self.others - peak)

@@ -2,7 +2,8 @@
 
 python tests/native/bench_quantise.py
 
-Columns: quantising with a residual, without one, and adding two parts. Each figure is the best of --repeats.
+Rows: the code for any x86-64, and for this processor. Columns: quantising with a residual, without one, and
+adding two parts. Each figure is the best of --repeats.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,13 +41,15 @@ def main() -> None:
     residual = torch.zeros(asked.elements)
     for code, wire in CODES.items():
         blocks = quantise_blocks(values, wire)
-        calls: list[Callable[[], object]] = [
-            lambda wire=wire: quantise_blocks(values, wire, residual),
-            lambda wire=wire: quantise_blocks(values, wire),
-            lambda wire=wire, blocks=blocks: sum_blocks([blocks, blocks], asked.elements, wire),
-        ]
-        found = [rate(call, 4 * asked.elements, asked.repeats) for call in calls]
-        print(f"{code}: {found[0]:.1f} with residual, {found[1]:.1f} without, {found[2]:.1f} adding two")
+        for baseline in (True, False):
+            calls = [
+                partial(quantise_blocks, values, wire, residual, baseline=baseline),
+                partial(quantise_blocks, values, wire, baseline=baseline),
+                partial(sum_blocks, [blocks, blocks], asked.elements, wire, baseline=baseline),
+            ]
+            found = [rate(call, 4 * asked.elements, asked.repeats) for call in calls]
+            rates = f"{found[0]:.1f} with residual, {found[1]:.1f} without, {found[2]:.1f} adding two"
+            print(f"{code}, {'any x86-64' if baseline else 'this processor'}: {rates}")
 
 
 if __name__ == "__main__":

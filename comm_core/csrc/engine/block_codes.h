@@ -1,7 +1,7 @@
 // The codes of quantised blocks: one byte for each element, in units of the block's scale.
 //
 // A code has `kLargest`, the magnitude that a block's largest element gets; `encode`, which also gives the rounded elements; and
-// `decode`, which gives them times the scale. Both have no branches, so that compilers vectorise them for any x86-64.
+// `decode`, which gives them times the scale. Both have no branches, so that compilers vectorise them.
 #pragma once
 
 #include <algorithm>
@@ -9,24 +9,25 @@
 #include <cstdint>
 #include <cstring>
 
+#include "instruction_sets.h"
 #include "types.h"
 
 namespace commsched {
 
-inline uint32_t bits_of(float value) {
+COMMSCHED_INLINE uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
 
-inline float from_bits(uint32_t bits) {
+COMMSCHED_INLINE float from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
 // Keeps the low bytes. A loop of its own, because loops that mix widths vectorise badly.
-inline void narrow(const uint32_t* wide, size_t n, uint8_t* codes) {
+COMMSCHED_INLINE void narrow(const uint32_t* wide, size_t n, uint8_t* codes) {
   for (size_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
 }
 
@@ -36,7 +37,7 @@ struct Int8Code {
   // Added to a number of at most 2^22, it leaves the nearest whole number (ties to even) in the low bits of the float.
   static constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
-  static void encode(const float* values, size_t n, float magnitude, uint8_t* codes, float* rounded) {
+  static COMMSCHED_INLINE void encode(const float* values, size_t n, float magnitude, uint8_t* codes, float* rounded) {
     const float inverse = kLargest / magnitude;
     uint32_t wide[kQuantBlock];
     for (size_t i = 0; i < n; ++i) {
@@ -47,7 +48,7 @@ struct Int8Code {
     narrow(wide, n, codes);
   }
 
-  static void decode(const uint8_t* codes, size_t n, float scale, float* values) {
+  static COMMSCHED_INLINE void decode(const uint8_t* codes, size_t n, float scale, float* values) {
     for (size_t i = 0; i < n; ++i) values[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
   }
 };
@@ -59,7 +60,7 @@ struct E4m3Code {
   static constexpr float kSmallestNormal = 0.015625f;  // 2^-6
   static constexpr uint32_t kSign = 0x80000000u, kExponent = 0x7f800000u;
 
-  static void encode(const float* values, size_t n, float magnitude, uint8_t* codes, float* rounded) {
+  static COMMSCHED_INLINE void encode(const float* values, size_t n, float magnitude, uint8_t* codes, float* rounded) {
     const float scale = magnitude / kLargest;
     uint32_t wide[kQuantBlock];
     for (size_t i = 0; i < n; ++i) {
@@ -81,7 +82,7 @@ struct E4m3Code {
 
   // Computes the upper halves of floats, eight at once. No intermediate value is a subnormal float: those are slow, and zero
   // where threads flush them.
-  static void decode(const uint8_t* codes, size_t n, float scale, float* values) {
+  static COMMSCHED_INLINE void decode(const uint8_t* codes, size_t n, float scale, float* values) {
     uint16_t whole[kQuantBlock], excess[kQuantBlock];
     for (size_t i = 0; i < n; ++i) {
       const auto size = static_cast<uint16_t>(codes[i] & 0x7fu);

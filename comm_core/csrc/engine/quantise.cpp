@@ -15,14 +15,14 @@ constexpr float kSmallest = 1e-35f;
 
 // The bits of the largest magnitude; of NaN or infinity if there is one, whose bits are larger than any number's. Compilers
 // vectorise a maximum of integers, but not one of floats.
-uint32_t largest(const float* values, size_t n) {
+COMMSCHED_INLINE uint32_t largest(const float* values, size_t n) {
   int32_t most = 0;
   for (size_t i = 0; i < n; ++i) most = std::max(most, static_cast<int32_t>(bits_of(values[i]) & 0x7fffffffu));
   return static_cast<uint32_t>(most);
 }
 
 template <typename Code>
-void quantise_block(const float* values, size_t n, float* residual, char* out) {
+COMMSCHED_INLINE void quantise_block(const float* values, size_t n, float* residual, char* out) {
   const uint32_t most = largest(values, n);
   const bool finite = most < kInfinity;
   const float magnitude = from_bits(most);
@@ -44,7 +44,7 @@ void quantise_block(const float* values, size_t n, float* residual, char* out) {
 }
 
 template <typename Code>
-void restore_block(const char* bytes, size_t n, float* values) {
+COMMSCHED_INLINE void restore_block(const char* bytes, size_t n, float* values) {
   float scale;
   std::memcpy(&scale, bytes, sizeof(scale));
   const auto* codes = reinterpret_cast<const uint8_t*>(bytes + sizeof(scale));
@@ -55,7 +55,7 @@ void restore_block(const char* bytes, size_t n, float* values) {
 }
 
 template <typename Code>
-void quantise_all(const float* in, size_t n, float scale, float* residual, char* out) {
+COMMSCHED_INLINE void quantise_all(const float* in, size_t n, float scale, float* residual, char* out) {
   float values[kQuantBlock];
   for (size_t begin = 0; begin < n; begin += kQuantBlock, out += kQuantBytes) {
     const size_t length = std::min(kQuantBlock, n - begin);
@@ -67,7 +67,7 @@ void quantise_all(const float* in, size_t n, float scale, float* residual, char*
 }
 
 template <typename Code>
-void sum_all(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
+COMMSCHED_INLINE void sum_all(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
   float sums[kQuantBlock], part[kQuantBlock];
   for (size_t begin = 0, at = 0; begin < n; begin += kQuantBlock, at += kQuantBytes) {
     const size_t length = std::min(kQuantBlock, n - begin);
@@ -80,15 +80,39 @@ void sum_all(const void* const* parts, int num_parts, float* out, size_t n, floa
   }
 }
 
+template <typename Code>
+struct Baseline {
+  static void quantise(const float* in, size_t n, float scale, float* residual, char* out) {
+    quantise_all<Code>(in, n, scale, residual, out);
+  }
+  static void sum(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
+    sum_all<Code>(parts, num_parts, out, n, scale);
+  }
+};
+
+template <typename Code>
+struct Avx2 {
+  COMMSCHED_AVX2 static void quantise(const float* in, size_t n, float scale, float* residual, char* out) {
+    quantise_all<Code>(in, n, scale, residual, out);
+  }
+  COMMSCHED_AVX2 static void sum(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
+    sum_all<Code>(parts, num_parts, out, n, scale);
+  }
+};
+
 }  // namespace
 
-void quantise(const float* in, size_t n, double scale, float* residual, void* out, DType wire) {
-  const auto all = wire == DType::qi8 ? quantise_all<Int8Code> : quantise_all<E4m3Code>;
+void quantise(const float* in, size_t n, double scale, float* residual, void* out, DType wire, Instructions set) {
+  const bool avx2 = set == Instructions::avx2;
+  const auto all = wire == DType::qi8 ? avx2 ? Avx2<Int8Code>::quantise : Baseline<Int8Code>::quantise
+                                      : avx2 ? Avx2<E4m3Code>::quantise : Baseline<E4m3Code>::quantise;
   all(in, n, static_cast<float>(scale), residual, static_cast<char*>(out));
 }
 
-void sum_quantised(const void* const* parts, int num_parts, DType wire, float* out, size_t n, double scale) {
-  const auto all = wire == DType::qi8 ? sum_all<Int8Code> : sum_all<E4m3Code>;
+void sum_quantised(const void* const* parts, int num_parts, DType wire, float* out, size_t n, double scale, Instructions set) {
+  const bool avx2 = set == Instructions::avx2;
+  const auto all = wire == DType::qi8 ? avx2 ? Avx2<Int8Code>::sum : Baseline<Int8Code>::sum
+                                      : avx2 ? Avx2<E4m3Code>::sum : Baseline<E4m3Code>::sum;
   all(parts, num_parts, out, n, static_cast<float>(scale));
 }
 

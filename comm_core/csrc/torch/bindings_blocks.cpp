@@ -23,18 +23,23 @@ DType blocks_of(const py::object& wire_dtype) {
   return wire;
 }
 
-at::Tensor quantise_blocks(const at::Tensor& values, const py::object& wire_dtype, const std::optional<at::Tensor>& residual) {
+Instructions instructions(bool baseline) { return baseline ? Instructions::baseline : best_instructions(); }
+
+at::Tensor quantise_blocks(const at::Tensor& values, const py::object& wire_dtype, const std::optional<at::Tensor>& residual,
+                           double scale, bool baseline) {
   const DType wire = blocks_of(wire_dtype);
   check(is_flat(values, at::kFloat), "a flat contiguous tensor of float32 on the CPU");
   check(!residual || (is_flat(*residual, at::kFloat) && residual->numel() == values.numel()), "a residual like the values");
   const size_t n = values.numel();
   at::Tensor bytes = at::empty({static_cast<int64_t>(wire_bytes(wire, n))}, at::kByte);
   const py::gil_scoped_release no_gil;
-  quantise(values.data_ptr<float>(), n, 1.0, residual ? residual->data_ptr<float>() : nullptr, bytes.data_ptr(), wire);
+  float* const lost = residual ? residual->data_ptr<float>() : nullptr;
+  quantise(values.data_ptr<float>(), n, scale, lost, bytes.data_ptr(), wire, instructions(baseline));
   return bytes;
 }
 
-at::Tensor sum_blocks(const std::vector<at::Tensor>& parts, size_t count, const py::object& wire_dtype) {
+at::Tensor sum_blocks(const std::vector<at::Tensor>& parts, size_t count, const py::object& wire_dtype, double scale,
+                      bool baseline) {
   const DType wire = blocks_of(wire_dtype);
   check(!parts.empty(), "at least one part");
   std::vector<const void*> addresses;
@@ -44,15 +49,18 @@ at::Tensor sum_blocks(const std::vector<at::Tensor>& parts, size_t count, const 
   }
   at::Tensor sums = at::empty({static_cast<int64_t>(count)}, at::kFloat);
   const py::gil_scoped_release no_gil;
-  sum_quantised(addresses.data(), static_cast<int>(addresses.size()), wire, sums.data_ptr<float>(), count, 1.0);
+  sum_quantised(addresses.data(), static_cast<int>(addresses.size()), wire, sums.data_ptr<float>(), count, scale,
+                instructions(baseline));
   return sums;
 }
 
 }  // namespace
 
 void bind_blocks(py::module_& m) {
-  m.def("quantise_blocks", &quantise_blocks, py::arg("values"), py::arg("wire_dtype"), py::arg("residual") = py::none());
-  m.def("sum_blocks", &sum_blocks, py::arg("parts"), py::arg("count"), py::arg("wire_dtype"));
+  m.def("quantise_blocks", &quantise_blocks, py::arg("values"), py::arg("wire_dtype"), py::arg("residual") = py::none(),
+        py::arg("scale") = 1.0, py::arg("baseline") = false);
+  m.def("sum_blocks", &sum_blocks, py::arg("parts"), py::arg("count"), py::arg("wire_dtype"), py::arg("scale") = 1.0,
+        py::arg("baseline") = false);
 }
 
 }  // namespace commsched

@@ -193,62 +193,6 @@ def fewer_bytes_are_sent_and_explained(me: Me) -> None:
     assert sent[True] < 0.02 * sent[False], sent
 
 
-@case(ranks=(2, 3))
-def no_zeros_travel_beside_sparse_gradients(me: Me) -> None:
-    """The slot of a table of 4 MB is zero where the gradient is sparse; it was sent whole in every step."""
-    model = seeded(lambda: nn.Sequential(nn.Embedding(16000, 64, sparse=True), nn.Linear(64, 2)))
-    plain = seeded(lambda: nn.Sequential(nn.Embedding(16000, 64), nn.Linear(64, 2)))
-    inner = torch.optim.SGD(plain.parameters(), 0.1)
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
-    for step in range(12):
-        inner.zero_grad()
-        for rank in range(me.size):
-            ids = torch.randint(16000, (32,), generator=torch.Generator().manual_seed(100 * step + rank))
-            (plain(ids).square().mean() / me.size).backward()
-            if rank == me.rank:
-                model(ids).square().mean().backward()
-        inner.step()
-        optimizer.step()
-        assert model[0].weight.grad.is_sparse
-        optimizer.zero_grad()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
-    measured = hvd.metrics(optimizer)
-    assert measured is not None and measured.bytes is not None and measured.bytes < 10_000
-    release(optimizer)
-
-
-@case(ranks=(2, 3))
-def slots_of_sparse_gradients_stay_zero(me: Me) -> None:
-    """They are not filled with zeros again; gradients are dense now and then, on some ranks."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(300, 8, sparse=True), nn.Linear(8, 2))
-
-    model, plain = seeded(build), seeded(build)
-    inner = torch.optim.SGD(plain.parameters(), 0.1)
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
-    for step in range(24):
-        inner.zero_grad()
-        for rank in range(me.size):
-            ids = torch.randint(300, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
-            kind = (step * 5 + rank * step) % 7  # 0: dense, 1: none
-            for one, share in ((plain, me.size), *([(model, 1)] if rank == me.rank else [])):
-                one[0].sparse = kind > 0
-                words = one[0](ids) if kind != 1 else torch.ones(16, 8)
-                (one[1](words).square().mean() / share).backward()
-                if one is plain:
-                    for p in one.parameters():
-                        if p.grad is not None and p.grad.is_sparse:
-                            p.grad = p.grad.to_dense()
-        inner.step()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
-    release(optimizer)
-
-
 @case(ranks=(2,))
 def auto_decides_alike_on_all_ranks_and_a_saved_profile_keeps_the_choice(me: Me) -> None:
     """Measured times decide."""

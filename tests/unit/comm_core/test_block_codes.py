@@ -104,6 +104,35 @@ def test_the_worst_loss_of_an_element_is_as_documented() -> None:
     assert lost["fp8"][~normal].max() <= 2.0**-10 / 448 * 1.0001
 
 
+def some_values(count: int) -> torch.Tensor:
+    """All magnitudes: subnormal, huge, and blocks with infinity and NaN."""
+    dice = torch.Generator().manual_seed(count)
+    values = torch.randn(count, generator=dice)
+    rows = values[: count // BLOCK * BLOCK].view(-1, BLOCK)
+    rows *= 2.0 ** torch.randint(-140, 120, (len(rows), 1), generator=dice)
+    rows[::2] *= 2.0 ** torch.randint(-12, 1, rows[::2].shape, generator=dice)
+    if count > 20 * BLOCK:
+        rows[3, 5], rows[7, 9], rows[11] = float("inf"), float("nan"), 0.0
+    return values
+
+
+@pytest.mark.parametrize("code", WIRES)
+@pytest.mark.parametrize("count", [1, 7, 255, 257, 1000 * BLOCK + 13])
+def test_every_instruction_set_gives_the_same_bits(code: str, count: int) -> None:
+    """Ranks may have different processors. A fused multiply-add would show in the residuals."""
+    values, wire = some_values(count), WIRES[code]
+    lost = [some_values(count).roll(1).mul_(0.01).nan_to_num_(0, 0, 0) for _ in range(2)]
+    blocks = [
+        quantise_blocks(values, wire, residual, 1 / 3, baseline)
+        for residual, baseline in zip(lost, (True, False), strict=True)
+    ]
+    assert same_bits(*blocks) and same_bits(*lost)
+    other = quantise_blocks(values.flip(0), wire)
+    assert same_bits(other, quantise_blocks(values.flip(0), wire, baseline=True))
+    sums = [sum_blocks([blocks[0], other, other], count, wire, 1 / 3, baseline) for baseline in (True, False)]
+    assert same_bits(*sums)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(EngineError, match=r"wire_dtype=torch.int8 or torch.float8_e4m3fn"):
         quantise_blocks(torch.zeros(3), torch.bfloat16)
