@@ -72,8 +72,8 @@ class Scattered:
         self.parts, self.place, self.size, self._flags_bucket = parts, place, size, len(parts)
         kind = leaves[0].dtype
         counts = [sum(stop - start for _, start, stop in part) for part in parts]
-        padded = [-(-count // size) * size for count in (*counts, len(leaves))]
-        self.grads = [torch.zeros(count, dtype=kind) for count in padded[:-1]]
+        padded = [-(-count // size) * size for count in counts]
+        self.grads = [torch.zeros(count, dtype=kind) for count in padded]
         self.weights = self.grads if gathers_gradients else [torch.zeros_like(each) for each in self.grads]
         self.engine = comm_core.Engine(transport, place, size, timeout)
         for number, (grads, weights) in enumerate(zip(self.grads, self.weights, strict=True)):
@@ -83,10 +83,11 @@ class Scattered:
                 needs_update=True,
                 name=f"bucket {number}",
             )
-        flags = torch.zeros(padded[-1], dtype=torch.int32)
-        self._flags = flags.numpy()
+        # A row for each rank, so that one RS brings every rank all sums.
+        flags = torch.zeros(size * len(leaves), dtype=torch.int32)
+        self._flags = flags.numpy().reshape(size, len(leaves))
         self.engine.add_bucket(flags, name="used parameters")
-        self.engine.install([*plan[: len(parts)], ("AR", self._flags_bucket), *plan[len(parts) :]])
+        self.engine.install([*plan[: len(parts)], ("RS", self._flags_bucket), *plan[len(parts) :]])
         self.begun = -1
         self._marked: set[int] = set()
         if not gathers_gradients:
@@ -147,7 +148,7 @@ class Scattered:
         """All gradients of the period are there: tells the replicas which parameters this one has used."""
         if self._flags_bucket not in self._marked:
             self._marked.add(self._flags_bucket)
-            self._flags[: len(grads)] = [grad is not None for grad in grads]
+            self._flags[:] = [grad is not None for grad in grads]
             with translated:
                 self.engine.mark_ready(self._flags_bucket)
 
@@ -177,12 +178,12 @@ class Scattered:
         with translated:
             for bucket in range(len(self.parts)):
                 self.engine.wait_rs(bucket)
-            self.engine.wait_ag(self._flags_bucket)
+            self.engine.wait_rs(self._flags_bucket)
 
     @property
     def used(self) -> list[int]:
         """By parameter how many replicas have used it, once the sums have been waited for."""
-        counts: list[int] = self._flags.tolist()
+        counts: list[int] = self._flags[self.place].tolist()
         return counts
 
     def updated(self, bucket: int) -> None:

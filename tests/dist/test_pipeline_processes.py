@@ -1,4 +1,4 @@
-"""Runs the cases of programs/pipeline_runs.py and pipeline_unused.py, which see; and processes that end or hang."""
+"""Runs the cases of programs/pipeline_runs.py and pipeline_unused.py; and processes that end or hang."""
 
 import json
 import os
