@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.collectives.reductions import *
     from commsched.collectives.sync_batch_norm import *
     from commsched.errors import *
-    from commsched.optimizer.deferred_updates import *
     from commsched.optimizer.distributed import *
     from commsched.optimizer.explanation import *
     from commsched.optimizer.metrics import *
-    from commsched.optimizer.shards import *
+    from commsched.optimizer.sharded_step import *
     from commsched.optimizer.whole_matrix import *
+    from commsched.optimizer.whole_step import *
 
 # Module -> the public names that it defines.
 _HOMES = {
@@ -52,12 +52,12 @@ _HOMES = {
     """,
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
     "commsched.errors": "CommError HorovodInternalError",
-    "commsched.optimizer.deferred_updates": "register_separable",
     "commsched.optimizer.distributed": "DistributedOptimizer",
     "commsched.optimizer.explanation": "explain operations",
     "commsched.optimizer.metrics": "Metrics log_metrics metrics",
-    "commsched.optimizer.shards": "register_elementwise",
+    "commsched.optimizer.sharded_step": "register_elementwise",
     "commsched.optimizer.whole_matrix": "register_whole_matrix",
+    "commsched.optimizer.whole_step": "register_separable",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

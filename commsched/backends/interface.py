@@ -70,7 +70,7 @@ def step_work(
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
-    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
+    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int64, device="cpu") for length in lengths]
     return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals, changed)
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from commsched.backends.interface import Backend
-from commsched.optimizer.arrivals import Arrivals
+from commsched.optimizer.round import Round
 
 DRIFT = 0.2
 SETTLE = 2  # warm-up steps after a new plan, ignored
@@ -40,16 +40,16 @@ class Measured:
     steps: int = 0
 
 
-def disturbed(before: float, after: float, by: float = DISTURBED) -> bool:
+def disturbed(before: float, after: float) -> bool:
     """Return whether the earlier iterations took so much longer that something else had the processor."""
-    return before > BRIEF and before > (1 + by) * after
+    return before > BRIEF and before > (1 + DISTURBED) * after
 
 
 class StepTimes:
     """Times every step since the last plan."""
 
-    def __init__(self, arrivals: Arrivals, backend: Backend) -> None:
-        self._arrivals, self._backend = arrivals, backend
+    def __init__(self, now: Round, backend: Backend) -> None:
+        self._round, self._backend = now, backend
         self.patience = PATIENCE
         self.restart()
 
@@ -63,11 +63,11 @@ class StepTimes:
         self._baseline: float | None = None
         self._compute: float | None = None  # of the first ``NOTICED`` steps
         self._last = time.monotonic()
-        self._arrivals.take_waits()
-        self._arrivals.waits_of_ranks.clear()
+        self._round.take_waits()
+        self._round.waits_of_ranks.clear()
 
     def step(self) -> None:
-        now, waits = time.monotonic(), self._arrivals.take_waits()
+        now, waits = time.monotonic(), self._round.take_waits()
         self._count += 1
         if self._count > SETTLE:
             self._periods.append(now - self._last)
@@ -95,13 +95,8 @@ class StepTimes:
             self._unread.popleft()
 
     def last_wait(self) -> int:
-        """Return this rank's entry of ``Arrivals.waits_of_ranks``."""
+        """Return this rank's entry of ``Round.waits_of_ranks``."""
         return min(int(self._waits[-1] * 1e6), _MOST_MICROSECONDS) + 1 if self._waits else 0
-
-    @property
-    def count(self) -> int:
-        """Steps since the last plan."""
-        return self._count
 
     def has_drifted(self) -> bool:
         """Return whether the steps became so much slower or faster that the plan's times must be wrong."""
@@ -134,7 +129,7 @@ class StepTimes:
         return Measured(period, exposed, busy / period, size, rate, waits, len(self._periods))
 
     def _waits_of_ranks(self) -> tuple[float, ...]:
-        rows = [row for row in list(self._arrivals.waits_of_ranks) if all(row)]
+        rows = [row for row in list(self._round.waits_of_ranks) if all(row)]
         return tuple(median(wait - 1 for wait in column) / 1e6 for column in zip(*rows, strict=True))
 
     def _traffic(self) -> list[tuple[float, int]]:

@@ -16,10 +16,7 @@ from scheduler.ir.program import Program
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``.
-
-    ``split``: the parameters whose gradients are computed later than an unsplit backward would.
-    """
+    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``."""
 
     policy: str
     plan: str
@@ -31,7 +28,6 @@ class Explanation:
     link: str
     profile_source: str
     bound: float
-    split: tuple[str, ...]
     quantised: tuple[str, ...]  # by bucket: to what its gradients are quantised, int8, fp8 or ""
     metrics: Metrics
     program: Program
@@ -45,10 +41,6 @@ class Explanation:
             str(self.metrics),
             f"no schedule is below {milliseconds(self.bound)}",
         ]
-        if self.split:
-            unsplit = self.program.meta.get("unsplit")
-            gain = f"; without, a step would take {milliseconds(unsplit)}" if unsplit else ""
-            lines.append(f"gradients computed later: {_few(self.split)}{gain}")
         for number, (size, names) in enumerate(self.buckets):
             whole = sum(self.by_rows.get(name, 0) for name in names)
             what = (
@@ -70,22 +62,22 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
 
     Returns None on one rank, and where gradients are reduced at step time without a plan.
     """
-    driver = getattr(optimizer, "_driver", None)
-    if driver is None:
+    session = getattr(optimizer, "_session", None)
+    if session is None:
         if show:
             print(
                 "commsched: nothing is communicated (one rank), or the gradients are reduced at step time"
                 " without a plan"
             )
         return None
-    plan, model = driver.plan, driver.planner.model
+    plan, model = session.plan, session.planner.model
     program, profile, link = plan.program, plan.profile, plan.link
     names, code = [layer.name for layer in profile.layers], block_code(optimizer._options.wire_dtype)
     explanation = Explanation(
         policy=program.policy,
         plan=program.plan,
         hash=program.hash,
-        transport=driver.backend.name,
+        transport=session.backend.name,
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
@@ -94,9 +86,8 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
-        split=tuple(driver.split.names()) if driver.split is not None else (),
         quantised=tuple(code if model.quantises(b.group) else "" for b in program.buckets),
-        metrics=metrics_of(driver.times, plan, driver.backend.ranks),
+        metrics=metrics_of(session.times, plan, session.backend.ranks),
         program=program,
         profile=profile,
     )
@@ -127,8 +118,8 @@ def operations(optimizer: Any) -> list[Operation]:
 
     Bucket numbers behind those of ``explain(optimizer)`` are flags. Empty where ``explain`` gives None.
     """
-    driver = getattr(optimizer, "_driver", None)
-    events = driver.backend.events(clear=False) if driver is not None else ()
+    session = getattr(optimizer, "_session", None)
+    events = session.backend.events(clear=False) if session is not None else ()
     return [
         Operation(step, OPS[kind], bucket, ready, start, end, size)
         for step, kind, bucket, ready, start, end, size in (event.tolist() for event in events)

@@ -8,20 +8,20 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
-from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.payloads import Tied
+from commsched.optimizer.round import Round, State
 from commsched.optimizer.row_traffic import Owner
-from commsched.optimizer.step_state import Phase
-from commsched.optimizer.tied_weights import TiedWeights
 
 
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
@@ -49,15 +49,106 @@ def forward_order(used: Sequence[int], count: int) -> list[int]:
     return [i for _, _, i in sorted((last, not seen, i) for last, seen, i in keys)]
 
 
+# -- tied weights --------------------------------------------------------------------------------------------
+
+NODES = 64
+"""So many nodes behind the head's output are looked at: a head is one product, with casts and views."""
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class TiedWeights:
+    """Sees the head's part of a tied weight's gradient as soon as autograd has computed it.
+
+    A tied weight belongs to an embedding and to one other module, the head: an output matrix such as GPT-2's
+    or BERT's. After the forward of the head, or of the piece of a compiled graph that contains it, the
+    autograd node that makes its part of the gradient is found behind the output, and gets a hook. Where it is
+    not found, nothing is sent early. ``layers``: the number of each parameter's head among the layers.
+    """
+
+    def __init__(self, now: Round, heads: Mapping[int, nn.Module], layers: Mapping[int, int]) -> None:
+        self._round = now
+        self.layers = {i: layer for i, layer in layers.items() if i in heads}
+        self._heads = {i: heads[i] for i in self.layers}
+        self._handles = [
+            head.register_forward_hook(_AfterForward(self, i)) for i, head in self._heads.items()
+        ]
+
+    def layers_of(self, module: nn.Module) -> dict[int, int]:
+        """Return the layers that the tied weights of a head are there."""
+        return {i: layer for i, layer in self.layers.items() if self._heads[i] is module}
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def after_forward(self, i: int, outputs: Sequence[Any]) -> None:
+        """Follow the head's part of the gradient, if a backward outside of another one will compute it."""
+        if torch.compiler.is_compiling():
+            return  # the graph that is traced runs later
+        if not isinstance(self._round.gradients[i].payload, Tied) and self._round.watch is None:
+            return  # the plan sends the whole gradient, and nobody times the head
+        if torch._C._current_graph_task_id() != -1:
+            return  # checkpointing computes this forward again
+        nodes = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
+        found = _node_before(nodes, self._round.params[i])
+        if found is not None:
+            node, place = found
+            node.register_hook(partial(self._seen, i, place))
+
+    def _seen(self, i: int, place: int, grads: Sequence[Tensor | None], _: Any) -> None:
+        part = grads[place]
+        # Only a whole backward() accumulates; grad() and backward(inputs=...) want what they have named.
+        if part is None or torch.is_grad_enabled() or not _engine.is_checkpoint_valid():
+            return
+        if self._round.watch is not None:
+            self._round.watch.grad(self.layers[i])
+        self._round.on_part(i, part)
+
+
+class _AfterForward:
+    """The head's forward hook; copies and pickles of the module get a hook that does nothing."""
+
+    def __init__(self, tied: TiedWeights | None, param: int) -> None:
+        self._tied, self._param = tied, param
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._tied is not None:
+            self._tied.after_forward(self._param, (out,))
+
+    def __reduce__(self) -> Any:
+        return _AfterForward, (None, -1)
+
+
+def _node_before(last: Iterable[Any], weight: Tensor) -> tuple[Any, int] | None:
+    """Return the node whose result is added to the weight's gradient, and the place of that result."""
+    coming, seen = deque(last), set(last)
+    for _ in range(NODES):
+        if not coming:
+            return None
+        node = coming.popleft()
+        for place, (before, _) in enumerate(node.next_functions):
+            if getattr(before, "variable", None) is weight:
+                return node, place
+            if before is not None and before not in seen:
+                seen.add(before)
+                coming.append(before)
+    return None
+
+
+# -- modules and parameters ----------------------------------------------------------------------------------
+
+
 class _BeforeForward:
     """A module's forward pre-hook; copies and pickles of the module get a hook that does nothing."""
 
     def __init__(self, hooks: Hooks | None, number: int, params: tuple[int, ...]) -> None:
         self._hooks, self._number, self._params = hooks, number, params
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, _: Any) -> None:
         if self._hooks is not None and not (self._hooks.graphs_wait and torch.compiler.is_compiling()):
-            self._hooks.before_forward(self._number, self._params, args)
+            self._hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, (None, -1, ())
@@ -68,23 +159,22 @@ class Hooks:
 
     def __init__(
         self,
-        reducer: Reducer,
+        now: Round,
         modules: Sequence[Owner],
         graph_bytes: int | None = None,
         tied: TiedWeights | None = None,
     ) -> None:
-        self.reducer = reducer
-        self._tied = tied or TiedWeights(reducer, {}, {})
+        self.round = now
+        self._tied = tied or TiedWeights(now, {}, {})
         self.graph_bytes = graph_bytes or 0
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
-        self.look: Callable[[Sequence[Any]], None] | None = None  # at the arguments of every forward
-        self.removed_with: list[Callable[[], None]] = [self._tied.remove]
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
+        self._on_grads: dict[int, RemovableHandle] = {}
         # A module, or a piece of a compiled graph (None), and the layers that it is.
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
         for number, (module, params) in enumerate(modules):
@@ -92,22 +182,26 @@ class Hooks:
             here = self._tied.layers_of(module)
             self.owners.append((module, tuple(here.get(i, i) for i in params)))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        for i, param in enumerate(reducer.params):
+        for i, param in enumerate(now.params):
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
+                self._follow(i)
+        now.rehook = self._follow
         self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
-        self.graphs_wait = compiled_graphs.follow(self, reducer.params)
+        self.graphs_wait = compiled_graphs.follow(self, now.params)
 
-    @property
-    def sees_graphs(self) -> bool:
-        """Whether compiled graphs read parameters."""
-        return self.compiled or bool(self._graphs)
+    def _follow(self, i: int) -> None:
+        """Let our hook be the last one of a parameter, so that user code's hooks see and change ``p.grad``."""
+        if i in self._on_grads:
+            self._on_grads[i].remove()
+        param = self.round.params[i]
+        handle = param.register_post_accumulate_grad_hook(partial(self.round.on_grad, i))
+        self._on_grads[i], self.round.gradients[i].hook = handle, handle.id
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""
-        phase, arrivals = self.reducer.state.phase, self.reducer.arrivals
-        if phase is Phase.IDLE or (phase is Phase.SENT and self.reducer.gathering.readable):
-            arrivals.complete_all()
+        state = self.round.state
+        if state is State.IDLE or (state is State.SENT and self.round.mode.readable):
+            self.round.complete_all()
 
     def before_graph(self, params: tuple[int, ...], looked_up: Container[int]) -> None:
         """React to a piece of a compiled graph that is about to read these parameters.
@@ -128,26 +222,24 @@ class Hooks:
             if i in params and i not in looked_up:
                 self._tied.after_forward(i, outputs)
 
-    def before_forward(self, number: int, params: tuple[int, ...], args: Sequence[Any] = ()) -> None:
+    def before_forward(self, number: int, params: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
             return
-        if self.look is not None:
-            self.look(args)
-        arrivals = self.reducer.arrivals
-        if arrivals.watch is not None:
-            arrivals.watch.forward(number)
+        now = self.round
+        if now.watch is not None:
+            now.watch.forward(number)
         if number not in self._place:
             self._place[number] = len(self._place)
             self.order.extend(self.owners[number][1])
-        if self.reducer.state.pending:
+        if now.pending:
             self._check_order(number)
-            arrivals.needed(params)
+            now.needed(params)
 
     def _check_order(self, number: int) -> None:
         """Warn once when a forward takes its modules in another order than the plan expects."""
-        if self.reducer.state.rounds != self._round:
-            self._round, self._last = self.reducer.state.rounds, -1
+        if self.round.number != self._round:
+            self._round, self._last = self.round.number, -1
             self._used.clear()
         place = self._place[number]
         if place < self._last and number not in self._used and not self.order_changed:
@@ -170,8 +262,8 @@ class Hooks:
 
     def remove(self) -> None:
         compiled_graphs.unfollow(self)
-        for also in self.removed_with:
-            also()
-        for handle in self._handles:
+        self._tied.remove()
+        for handle in (*self._handles, *self._on_grads.values()):
             handle.remove()
         self._handles.clear()
+        self._on_grads.clear()

@@ -85,10 +85,10 @@ def metrics(optimizer: Any) -> Metrics | None:
     Returns None on one rank, and where gradients are reduced at step time without a plan. The first call
     after a new plan simulates the plan, which takes about a second.
     """
-    driver = getattr(optimizer, "_driver", None)
-    if driver is None:
+    session = getattr(optimizer, "_session", None)
+    if session is None:
         return None
-    return metrics_of(driver.times, driver.plan, driver.backend.ranks)
+    return metrics_of(session.times, session.plan, session.backend.ranks)
 
 
 def metrics_of(times: StepTimes, plan: Plan, ranks: Ranks, simulated: bool = True) -> Metrics:

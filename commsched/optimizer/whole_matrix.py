@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.backends.interface import Backend
-from commsched.optimizer.deferred_updates import ELEMENTWISE, register_separable
+from commsched.optimizer.whole_step import ELEMENTWISE, register_separable
 from scheduler.ir.buckets import Bucket, Piece
 
 Cost = Callable[[Sequence[int]], float]

@@ -79,7 +79,8 @@ struct BucketSpec {
   bool needs_update = false;      // AG waits for mark_updated
   std::shared_ptr<void> owner;    // keeps the memory alive
 
-  bool gathers_gradients() const { return gather_ptr == reduce_ptr || corrects(); }
+  // Updated shards are gathered over the gradients that they were made from; parameters travel as they are.
+  bool gathers_gradients() const { return (gather_ptr == reduce_ptr && !needs_update) || corrects(); }
 
   // A correction sums, of reduce_ptr, the rows that any rank has changed, and writes the sums over those in gather_ptr, which
   // another bucket has gathered. RS leaves the rows of all ranks in `changed`.

@@ -1,0 +1,408 @@
+"""All that one ``DistributedOptimizer`` owns on more than one rank: round, hooks and plans; when it measures.
+
+The first iterations communicate after the backward and are timed. Then rank 0 plans, and every rank checks
+and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
+memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
+made from those times. In the flags of every round the ranks vote whether the step has become so much slower
+or faster that a new plan is due, so that no rank decides alone. Soon after the second plan one rank's vote is
+enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
+
+Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Parameters that are added,
+unfrozen or converted to another type get a new plan at the next step, over the same connections.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from commsched.backends.choice import backend_for
+from commsched.backends.interface import Backend, Scaling
+from commsched.collectives.handles import register_joiner
+from commsched.collectives.initialization import local_rank
+from commsched.env import settings
+from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.drift import StepTimes, disturbed
+from commsched.optimizer.hooks import Hooks, TiedWeights, owners
+from commsched.optimizer.joining import Joining
+from commsched.optimizer.model_layers import Model
+from commsched.optimizer.options import Options
+from commsched.optimizer.payloads import Residuals
+from commsched.optimizer.planning import Plan, Planner
+from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
+from commsched.optimizer.round import Round
+from commsched.optimizer.sharded_step import ShardedStep
+from commsched.optimizer.step_reports import StepReports
+from commsched.optimizer.timeline import Timeline
+from commsched.optimizer.whole_matrix import owners_of
+from commsched.optimizer.whole_step import StepMode, WholeStep
+from scheduler.ir.profile import Profile
+
+WARM_UP = 1
+SAMPLES = 3
+REPEATS = 2  # how often disturbed measurements are made again
+SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
+STAY = 10  # steps that a frozen parameter stays in the plan
+
+
+@dataclass
+class Measuring:
+    """Timed iterations: ``alone``, with the communication after the compute, or as the plan orders it."""
+
+    alone: bool
+    seen: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass
+class _Parts:
+    """What must be closed when the session ends. It does not hold the session."""
+
+    process: int
+    backend: Backend
+    round: Round | None = None
+    hooks: Hooks | None = None
+    timeline: Timeline | None = None
+    reports: StepReports | None = None
+
+    def close(self, wait: bool = True) -> None:
+        """Give everything back at once. Never raises: the parameters must be readable afterwards."""
+        if os.getpid() != self.process:
+            return  # a forked child: the backend, and the timeline's file, are its parent's
+        # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
+        # script that ends with an exception must not wait: the others find out when the connections close.
+        orderly = wait and not (_exiting and hasattr(sys, "last_type"))
+        steps = []
+        if self.reports is not None:
+            steps.append(self.reports.close)
+        if self.hooks is not None:
+            steps.append(self.hooks.remove)
+        if orderly and self.round is not None:
+            steps.append(self.round.drain)
+        steps.append(lambda: self.backend.close(orderly))
+        if self.round is not None:
+            steps.append(self.round.close)
+        if self.timeline is not None:
+            steps.append(self.timeline.close)
+        for step in steps:
+            with suppress(Exception):  # each of them, whatever became of the others
+                step()
+        self.round = self.hooks = self.timeline = self.reports = None
+
+
+class Session:
+    """Everything behind a ``DistributedOptimizer`` on more than one rank."""
+
+    round: Round
+    hooks: Hooks
+    planner: Planner
+
+    def __init__(self, optimizer: Any) -> None:
+        """Serve a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
+        options: Options = optimizer._options
+        self._optimizer = weakref.proxy(optimizer)
+        params = _trained(optimizer)
+        self.backend = backend_for(params, options.transport, options.process_set)
+        self._parts = _Parts(os.getpid(), self.backend)
+        self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
+        self._frozen_steps = 0
+        ranks = self.backend.ranks
+        self._begin(params, options)
+        file = settings().timeline
+        self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
+        wanted = settings().log_every or settings().metrics_port
+        self._reports = StepReports(settings(), ranks, local_rank(), self.times) if wanted else None
+        self._parts.timeline, self._parts.reports = self._timeline, self._reports
+        register_joiner(self)
+        close_at_exit(self)
+        self._start()
+
+    def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
+        """Make round, hooks and the first plan for these parameters. Collective."""
+        optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
+        names = [optimizer._parameter_names[p] for p in params]
+        sharded = options.gather == "parameters"
+        self._owners = owners_of(optimizer._base, params, backend) if sharded else None
+        model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
+        self.planner = Planner(model, backend, options, self._owners)
+        self.planner.send_by_rows(params, modules)
+        after = options.predivide / (1 if options.sums else ranks.size)
+        scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
+        mode: StepMode = (
+            ShardedStep(backend, optimizer, options.master_weights) if sharded else WholeStep(backend)
+        )
+        quantised = {i: params[i] for i in sorted(model.quantised)}
+        group = model.groups[min(quantised)] if quantised else 0
+        # A strong reference to the optimizer would be a cycle that delays its end.
+        residuals = Residuals(quantised, group, ranks, after, not sharded, lambda: optimizer.__dict__["state"])
+        self.round = Round(
+            params,
+            names,
+            backend,
+            mode,
+            scaling,
+            residuals,
+            sums=options.sums,
+            sparse_as_dense=options.sparse_as_dense,
+        )
+        self._parts.round = self.round
+        self.mode = mode
+        self.order = list(self.planner.model.layers)
+        self.times = StepTimes(self.round, backend)
+        self.install(self.planner.first(self.order))
+        tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
+        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied)
+        self._made_for = _kinds(params)
+        self.profile: Profile | None = None
+        self._measuring: Measuring | None = None
+        self._compute: float | None = None  # this rank's, as it was measured beside the traffic
+        self._repeats = REPEATS
+
+    def _start(self) -> None:
+        if self.planner.adapts:
+            self._start_measuring()
+        elif self._timeline is not None:
+            self._watch_next()
+
+    # -- other parameters ------------------------------------------------------------------------------------
+
+    def refresh(self, in_step: bool = False) -> None:
+        """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
+        optimizer = self._optimizer
+        trained = _trained(optimizer)
+        same = _kinds(self.round.params) == self._made_for
+        planned = {id(param) for param in self.round.params}
+        if same and all(id(param) in planned for param in trained):
+            if not trained or len(trained) == len(planned):
+                self._frozen_steps = 0
+                return
+            self._frozen_steps += in_step
+            present = {id(param) for param in optimizer._every_param()}
+            if self._frozen_steps < STAY and planned <= present:
+                return
+        self._frozen_steps = 0
+        before = self.round
+        if in_step and not optimizer._skip:
+            before.require_sent()
+        self.mode.finish_all()
+        self.hooks.remove()
+        before.close()
+        optimizer._options = options = optimizer._options.for_other_params(before.params, trained)
+        self._begin(trained, options)
+        self.round.inherit(before)
+        self._start()
+
+    def frozen_with_gradient(self) -> bool:
+        """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
+        planned = {id(param) for param in self.round.params}
+        with torch._C.DisableTorchFunctionSubclass():
+            others = (p for p in self._optimizer._every_param() if id(p) not in planned)
+            return any(p.grad is not None for p in others)
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def install(self, plan: Plan) -> None:
+        self.plan = plan
+        model = self.planner.model
+        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners)
+        kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
+        self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
+        self.times.restart()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the step must end with everything in place."""
+        return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
+
+    # -- one iteration ---------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Time the step that is about to return, and plan again where that is due."""
+        self.round.mark("end")
+        self.times.step()
+        self.round.waited = self.times.last_wait()
+        if self._reports is not None:
+            self._reports.step(self.plan)
+        if self._timeline is not None:
+            self._record(self._timeline)
+        if self._measuring is not None:
+            self._take_sample(self._measuring)
+        elif self.planner.adapts:
+            # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
+            # Another program may have had one rank's processor.
+            reordered = self.hooks.order_changed and self.times.may_replan_at_once()
+            every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
+            self.round.vote = every or int(self.times.has_drifted())
+            if 2 * self.round.votes > self.backend.ranks.size:
+                self.times.patience *= 2
+                self._repeats -= 1
+                self._start_measuring()
+
+    def _was_disturbed(self) -> bool:
+        return self._repeats > 0 and self._compute is not None and self.times.contradicts(self._compute)
+
+    def _watch_next(self) -> None:
+        self.round.watch = self.backend.watch()
+        self.round.watch.mark("begin")
+
+    def _record(self, timeline: Timeline) -> None:
+        if self.round.watch is None:
+            return
+        timeline.add_phases(self.round.watch, self.round.number)
+        if self._measuring is None or not self._measuring.alone:  # else the planner must see them first
+            self._record_operations(self.backend.events())
+        if self._measuring is None:
+            self._watch_next()
+
+    def _record_operations(self, events: Any) -> None:
+        if self._timeline is not None:
+            names = [f"bucket {piece.number}" for piece in self.round.buffers.layout.slices]
+            self._timeline.add_operations(events, names)
+
+    # -- measuring -------------------------------------------------------------------------------------------
+
+    def _start_measuring(self) -> None:
+        self._measuring, self._compute = Measuring(alone=True), None
+        self.round.vote = 0
+        self.round.settle()
+        self.hooks.forget_order()
+        self.round.send_at_end = True
+        self._watch_next()
+
+    def _take_sample(self, now: Measuring) -> None:
+        now.seen += 1
+        watch = self.round.watch
+        if now.seen > WARM_UP and watch is not None:
+            sample = iteration_times(watch.compute(), self.hooks.owners, self.order)
+            if sample is not None:
+                now.samples.append(sample)
+        elif now.alone:
+            order = self.hooks.forward_order(len(self.order))
+            orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
+            self.order = next((seen for seen in orders if seen), order)
+        if now.seen < WARM_UP + SAMPLES:
+            self.round.send_at_end = now.alone
+            self._watch_next()
+            return
+        self._measuring = self.round.watch = None
+        if now.alone:
+            self._plan_from_samples(now.samples)
+        else:
+            self._plan_again(now.samples)
+        if self._measuring is not None or self._timeline is not None:
+            self._watch_next()
+
+    def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
+        events = self.backend.events()
+        self._record_operations(events)
+        now = self.round
+        self.planner.learn(events, self.plan, now.buffers.layout, now.joined, self.order, now.early_parts())
+        model = self.planner.model
+        rows, source = self._samples_of_all(samples, "measured in this run")
+        if not rows:
+            warnings.warn(
+                "commsched could not time the forward of this model (no module's forward was seen before the"
+                " backward); it plans from sizes alone",
+                stacklevel=2,
+            )
+            profile = model.guess(self.order, self.planner.link)
+        else:
+            profile = self._profile(rows, source)
+        self.profile = profile
+        self.install(self.planner.better(profile, self.order))
+        if rows and self.backend.watch().sees_waits:
+            self._measuring = Measuring(alone=False)
+
+    def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
+        return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
+
+    def _samples_of_all(self, samples: Sequence[Sample], how: str) -> tuple[list[Sample], str]:
+        """Return the times of each rank that has not joined, and what they are."""
+        mine = (combine(samples), spread(samples)) if samples else None
+        there = [row for row in self.backend.ranks.all_values(mine) if row is not None]
+        widest = max((width for _, width in there), default=0.0)
+        return [row for row, _ in there], f"{how}, {SAMPLES} iterations whose compute varied by {widest:.0%}"
+
+    def _plan_again(self, samples: Sequence[Sample]) -> None:
+        """Plan again from the times beside traffic, if they differ from those without."""
+        self.round.settle()
+        rows, source = self._samples_of_all(samples, "measured in this run, beside the traffic")
+        if not rows or self.profile is None:
+            return
+        profile = self._profile(rows, source)
+        alone, self.profile = self.profile.compute, profile
+        self._compute = combine(samples).compute if samples else None
+        if self._repeats and disturbed(alone, profile.compute):
+            self._repeats -= 1
+            self._start_measuring()
+        elif abs(profile.compute / alone - 1) > SAME:
+            self.install(self.planner.better(profile, self.order))
+        else:
+            self.plan = replace(self.plan, profile=profile)
+            self.times.restart()
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive
+
+    def start_join(self) -> Joining | None:
+        """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
+        return Joining(self.round, self.after_step, self._optimizer) if self.is_open else None
+
+    def close(self, wait: bool = True) -> None:
+        """Apply the last update (not with ``wait=False``), and give back connections, threads and buffers."""
+        if self._finalizer.detach() is not None:
+            self._parts.close(wait)
+
+
+def _trained(optimizer: Any) -> list[nn.Parameter]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p for p in optimizer._every_param() if p.requires_grad]
+
+
+def _kinds(params: Sequence[nn.Parameter]) -> list[Any]:
+    """Return what a plan depends on, for each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(p.dtype, p.shape) for p in params]
+
+
+# -- at the process's end ------------------------------------------------------------------------------------
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_exiting = False
+
+
+def close_at_exit(thing: Closable) -> None:
+    """Close it before the engine's and the collectives' exit handlers run."""
+    _open.add(thing)
+    _register()
+
+
+@cache
+def _register() -> None:
+
+    def close_all() -> None:
+        global _exiting
+        _exiting = True
+        for thing in list(_open):
+            thing.close()
+
+    atexit.register(close_all)
