@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings_blocks.h"
+#include "bindings_memory.h"
 #include "bindings_rows.h"
 #include "c10d_channel.h"
 #include "dtypes.h"
@@ -277,6 +278,7 @@ void bind_engine(py::module_& m) {
   bind_the_engine(m);
   bind_blocks(m);
   bind_rows(m);
+  bind_memory(m);
 }
 
 }  // namespace commsched
