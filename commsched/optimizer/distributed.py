@@ -21,7 +21,6 @@ from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import (
     Options,
     checked_row_sparse,
-    checked_split,
     in_bytes,
     is_sum,
     needs_plain,
@@ -55,8 +54,6 @@ def DistributedOptimizer(
     transport: str | None = None,
     bucket_mb: float | None = None,
     profile: Profile | str | None = None,
-    split_backward: str | bool = "auto",
-    extra_memory: int | None = None,
     row_sparse: bool | str = "auto",
 ) -> Optimizer:
     """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, under compute.
@@ -67,9 +64,7 @@ def DistributedOptimizer(
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
     precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``gloo`` or
     ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
-    (or its file) to plan from instead of measuring. ``split_backward``: weight gradients may be computed
-    later in the same backward where that hides more, and hold ``extra_memory`` bytes (default: a tenth of
-    what the backward needs); the bits are the same. ``row_sparse`` sends only the touched rows of embeddings'
+    (or its file) to plan from instead of measuring. ``row_sparse`` sends only the touched rows of embeddings'
     gradients: ``"auto"`` where that takes less time, True always, False never.
 
     Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
@@ -107,8 +102,6 @@ def DistributedOptimizer(
         profile=profile,
         groups=group_indices(optimizer.param_groups, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
-        split_backward=checked_split(split_backward, schedule, profile),
-        extra_memory=extra_memory,
         row_sparse=checked_row_sparse(row_sparse, one_by_one),
     )
     base = type(optimizer)

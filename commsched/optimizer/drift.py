@@ -40,9 +40,9 @@ class Measured:
     steps: int = 0
 
 
-def disturbed(before: float, after: float, by: float = DISTURBED) -> bool:
+def disturbed(before: float, after: float) -> bool:
     """Return whether the earlier iterations took so much longer that something else had the processor."""
-    return before > BRIEF and before > (1 + by) * after
+    return before > BRIEF and before > (1 + DISTURBED) * after
 
 
 class StepTimes:
@@ -97,11 +97,6 @@ class StepTimes:
     def last_wait(self) -> int:
         """Return this rank's entry of ``Arrivals.waits_of_ranks``."""
         return min(int(self._waits[-1] * 1e6), _MOST_MICROSECONDS) + 1 if self._waits else 0
-
-    @property
-    def count(self) -> int:
-        """Steps since the last plan."""
-        return self._count
 
     def has_drifted(self) -> bool:
         """Return whether the steps became so much slower or faster that the plan's times must be wrong."""

@@ -36,8 +36,6 @@ from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.residuals import residuals_of
-from commsched.optimizer.row_traffic import Owner
-from commsched.optimizer.split_backward import SplitBackward
 from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.tied_weights import TiedWeights
@@ -46,10 +44,8 @@ from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
-TRIED = 1  # another iteration, in which modules are tried that may be split
 SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
-APART = 0.3  # gradients that are measured apart, before there is traffic, take longer, but not by this
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
 
@@ -90,9 +86,9 @@ class Driver:
         self.arrivals = self.reducer.arrivals
         self.order = list(self.planner.model.layers)
         self.times = StepTimes(self.arrivals, self.backend)
-        self.split: SplitBackward | None = None
         self.install(self.planner.first(self.order))
-        self.hooks = self._follow(modules, options)
+        tied = TiedWeights(self.reducer, self.planner.heads, self.planner.model.head_of)
+        self.hooks = Hooks(self.reducer, modules, options.bucket_bytes, tied)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
@@ -112,17 +108,6 @@ class Driver:
         elif self._timeline is not None:
             self._watch_next()
 
-    def _follow(self, modules: Sequence[Owner], options: Options) -> Hooks:
-        """Return the hooks on parameters and modules; those on heads and split modules go with them."""
-        planner = self.planner
-        tied = TiedWeights(self.reducer, planner.heads, planner.model.head_of)
-        hooks = Hooks(self.reducer, modules, options.bucket_bytes, tied)
-        if planner.may_split:
-            self.split = SplitBackward(self.reducer, modules, options.extra_memory)
-            hooks.look = self.split.look
-            hooks.removed_with.append(self.split.remove)
-        return hooks
-
     # -- plans -----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan) -> None:
@@ -131,8 +116,6 @@ class Driver:
         layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners)
         kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.reducer.install(plan.program, Buffers(layout, kinds, self.backend.room))
-        if self.split is not None:
-            self.split.install(plan.program.backward, plan.layers)
         self.times.restart()
 
     @property
@@ -152,8 +135,6 @@ class Driver:
         self._record()
         if self._measuring is not None:
             self._take_sample(self._measuring)
-        elif self.split is not None and not self.planner.adapts:
-            self._split_as_given(self.split)
         elif self.planner.adapts:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
@@ -198,11 +179,8 @@ class Driver:
 
     def _take_sample(self, now: Measuring) -> None:
         now.seen += 1
-        watch, warm_up = self.arrivals.watch, WARM_UP
-        if now.alone and self.split is not None:
-            warm_up += TRIED
-            self._prepare_split(self.split, now.seen)
-        if now.seen > warm_up and watch is not None:
+        watch = self.arrivals.watch
+        if now.seen > WARM_UP and watch is not None:
             sample = iteration_times(watch.compute(), self.hooks.owners, self.order)
             if sample is not None:
                 now.samples.append(sample)
@@ -210,7 +188,7 @@ class Driver:
             order = self.hooks.forward_order(len(self.order))
             orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
             self.order = next((seen for seen in orders if seen), order)
-        if now.seen < warm_up + SAMPLES:
+        if now.seen < WARM_UP + SAMPLES:
             self.reducer.hold = now.alone
             self._watch_next()
             return
@@ -244,26 +222,8 @@ class Driver:
         if rows and self.backend.watch().sees_waits:
             self._measuring = Measuring(alone=False)
 
-    def _prepare_split(self, split: SplitBackward, seen: int) -> None:
-        """Try the modules once, then measure with those that have passed; compiled ones are left alone."""
-        self.hooks.look = None
-        if seen == WARM_UP and not self.hooks.sees_graphs:
-            split.try_modules()
-        elif seen == WARM_UP + TRIED:
-            split.measure()
-            self.planner.extra_memory = split.extra_memory
-
-    def _split_as_given(self, split: SplitBackward) -> None:
-        """Try the modules in the second iteration; then take a given program's places."""
-        self._prepare_split(split, self.times.count)
-        if self.times.count == WARM_UP + TRIED:
-            split.install(self.plan.program.backward, self.plan.layers)
-
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
-        times, model = across_ranks(rows, self.order), self.planner.model
-        if self.split is None:
-            return model.profile(self.order, times, source)
-        return model.profile(self.order, self.split.completed(times), source, self.split.kept())
+        return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
 
     def _samples_of_all(self, samples: Sequence[Sample], how: str) -> tuple[list[Sample], str]:
         """Return the times of each rank that has not joined, and what they are."""
@@ -281,7 +241,7 @@ class Driver:
         profile = self._profile(rows, source)
         alone, self.profile = self.profile.compute, profile
         self._compute = combine(samples).compute if samples else None
-        if self._repeats and disturbed(alone, profile.compute, APART):
+        if self._repeats and disturbed(alone, profile.compute):
             self._repeats -= 1
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:

@@ -16,10 +16,7 @@ from scheduler.ir.program import Program
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``.
-
-    ``split``: the parameters whose gradients are computed later than an unsplit backward would.
-    """
+    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``."""
 
     policy: str
     plan: str
@@ -31,7 +28,6 @@ class Explanation:
     link: str
     profile_source: str
     bound: float
-    split: tuple[str, ...]
     quantised: tuple[str, ...]  # by bucket: to what its gradients are quantised, int8, fp8 or ""
     metrics: Metrics
     program: Program
@@ -45,10 +41,6 @@ class Explanation:
             str(self.metrics),
             f"no schedule is below {milliseconds(self.bound)}",
         ]
-        if self.split:
-            unsplit = self.program.meta.get("unsplit")
-            gain = f"; without, a step would take {milliseconds(unsplit)}" if unsplit else ""
-            lines.append(f"gradients computed later: {_few(self.split)}{gain}")
         for number, (size, names) in enumerate(self.buckets):
             whole = sum(self.by_rows.get(name, 0) for name in names)
             what = (
@@ -94,7 +86,6 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
-        split=tuple(driver.split.names()) if driver.split is not None else (),
         quantised=tuple(code if model.quantises(b.group) else "" for b in program.buckets),
         metrics=metrics_of(driver.times, plan, driver.backend.ranks),
         program=program,

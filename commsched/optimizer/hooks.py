@@ -8,7 +8,7 @@ used without its module's forward (attention's output projection, ``F.linear(x, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,9 @@ class _BeforeForward:
     def __init__(self, hooks: Hooks | None, number: int, params: tuple[int, ...]) -> None:
         self._hooks, self._number, self._params = hooks, number, params
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, _: Any) -> None:
         if self._hooks is not None and not (self._hooks.graphs_wait and torch.compiler.is_compiling()):
-            self._hooks.before_forward(self._number, self._params, args)
+            self._hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, (None, -1, ())
@@ -79,8 +79,6 @@ class Hooks:
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
-        self.look: Callable[[Sequence[Any]], None] | None = None  # at the arguments of every forward
-        self.removed_with: list[Callable[[], None]] = [self._tied.remove]
         self._place: dict[int, int] = {}  # module numbers by first use
         self._round, self._last = -1, -1
         self._used: set[int] = set()
@@ -97,11 +95,6 @@ class Hooks:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(reducer.on_grad, i)))
         self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
         self.graphs_wait = compiled_graphs.follow(self, reducer.params)
-
-    @property
-    def sees_graphs(self) -> bool:
-        """Whether compiled graphs read parameters."""
-        return self.compiled or bool(self._graphs)
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""
@@ -128,12 +121,10 @@ class Hooks:
             if i in params and i not in looked_up:
                 self._tied.after_forward(i, outputs)
 
-    def before_forward(self, number: int, params: tuple[int, ...], args: Sequence[Any] = ()) -> None:
+    def before_forward(self, number: int, params: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
             return
-        if self.look is not None:
-            self.look(args)
         arrivals = self.reducer.arrivals
         if arrivals.watch is not None:
             arrivals.watch.forward(number)
@@ -170,8 +161,7 @@ class Hooks:
 
     def remove(self) -> None:
         compiled_graphs.unfollow(self)
-        for also in self.removed_with:
-            also()
+        self._tied.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -18,17 +18,12 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 @dataclass
 class Moments:
-    """Seconds on the clock of the backend's event log; forwards by module, gradients by parameter.
-
-    ``weights``: when the gradients that have waited were computed, by parameter. ``grads`` holds the ends of
-    these parameters' input gradients.
-    """
+    """Seconds on the clock of the backend's event log; forwards by module, gradients by parameter."""
 
     forwards: list[tuple[int, float]]
     grads: list[tuple[int, float]]
     marks: dict[str, float]
     waits: list[tuple[float, float]]
-    weights: list[tuple[int, float, float]]
 
     def mapped(self, moved: Callable[[Any], float]) -> Moments:
         """Return the same iteration with every moment moved, without its waits."""
@@ -37,7 +32,6 @@ class Moments:
             [(param, moved(moment)) for param, moment in self.grads],
             {name: moved(moment) for name, moment in self.marks.items()},
             [],
-            [(param, moved(start), moved(end)) for param, start, end in self.weights],
         )
 
     def without(self, spans: Sequence[tuple[float, float]]) -> Moments:
@@ -45,15 +39,6 @@ class Moments:
         return self.mapped(
             lambda moment: moment - sum(min(end, moment) - start for start, end in spans if start < moment)
         )
-
-    def weight_seconds(self) -> tuple[dict[int, float], float]:
-        """Return the seconds of gradients that have waited: by parameter in the last pass; in all others."""
-        last = {param: end - start for param, start, end in self.weights}
-        return last, sum(end - start for _, start, end in self.weights) - sum(last.values())
-
-    def without_weights(self) -> Moments:
-        """Return the same iteration on a clock that stops while gradients that have waited are computed."""
-        return self.without([(start, end) for _, start, end in self.weights])
 
 
 class Watch:
@@ -67,17 +52,13 @@ class Watch:
     ) -> None:
         self.sees_waits = sees_waits  # whether the waits for messages are on the clock of ``now``
         self.now, self._seconds = now, seconds
-        self._marked = Moments([], [], {}, [], [])
+        self._marked = Moments([], [], {}, [])
 
     def forward(self, module: int) -> None:
         self._marked.forwards.append((module, self.now()))
 
     def grad(self, param: int) -> None:
         self._marked.grads.append((param, self.now()))
-
-    def weight(self, param: int, start: Any) -> None:
-        """Note that a gradient which has waited is there now, and when its computation began."""
-        self._marked.weights.append((param, start, self.now()))
 
     def mark(self, name: str) -> None:
         self._marked.marks[name] = self.now()

@@ -131,17 +131,8 @@ class Model:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return f"{len(self.numels)} parameters, {sum(self.numels)} elements, {digest}"
 
-    def profile(
-        self,
-        order: Sequence[int],
-        times: Sample,
-        source: str,
-        kept: Mapping[int, int] | None = None,
-    ) -> Profile:
-        """Return a profile with the layers in this order; times are given by layer.
-
-        ``kept``: the bytes that a gradient needs while it waits.
-        """
+    def profile(self, order: Sequence[int], times: Sample, source: str) -> Profile:
+        """Return a profile with the layers in this order; times are given by layer."""
         groups, place = self.groups, {i: number + 1 for number, i in enumerate(order)}
         layers = [Layer(OUTSIDE, times.outside, 0.0, 0)]
         layers += [
@@ -150,9 +141,7 @@ class Model:
                 times.forward[i],
                 times.backward[i],
                 self.sent(i),
-                (kept or {}).get(i, 0),
-                times.weights[i],
-                groups[i],
+                group=groups[i],
                 needed_by=place[self.param(i)] if i >= len(self.names) and self.sent(i) else -1,
             )
             for i in order
@@ -162,7 +151,7 @@ class Model:
     def guess(self, order: Sequence[int], link: Link) -> Profile:
         """Return a profile without measurements: compute by bytes, as long as all communication."""
         each = [2 * link.beta * self.sent(i) for i in self.layers]
-        times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0, [0.0] * len(each))
+        times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0)
         return self.profile(order, times, "a guess from the sizes")
 
     def _has(self, i: int, size: int) -> bool:

@@ -34,8 +34,6 @@ class Options:
     profile: Any = None
     groups: list[list[int]] | None = None
     sparse_as_dense: bool = False
-    split_backward: str | bool = "auto"
-    extra_memory: int | None = None
     row_sparse: bool | str = "auto"
 
     def for_other_params(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> Options:
@@ -93,18 +91,3 @@ def in_bytes(bucket_mb: float | None) -> int | None:
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
     return round(bucket_mb * 2**20)
-
-
-KNOW_PLACES = ("auto", "optimal")
-"""Schedules with places for weight gradients."""
-
-
-def checked_split(split: str | bool, schedule: str | Program, profile: Any) -> str | bool:
-    if split not in (True, False, "auto"):
-        raise ValueError(f"split_backward must be 'auto', True or False, got {split!r}")
-    if split is True and isinstance(schedule, str) and (schedule not in KNOW_PLACES or profile is not None):
-        raise ValueError(
-            "split_backward=True needs schedule='auto' and times measured in this run, because other policies"
-            " have no places for weight gradients; leave out schedule= and profile=, or split_backward=True"
-        )
-    return split

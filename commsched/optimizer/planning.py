@@ -105,16 +105,10 @@ class Planner:
             policies.get(self.policy)  # an unknown name is an error now
         self.groups, profile = asked.groups, asked.profile
         self.given = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
-        # One policy has places for weight gradients, and a program may.
-        knows = self.policy == "optimal" and self.adapts
-        given = isinstance(schedule, Program) and bool(schedule.backward)
-        self.may_split = asked.split_backward is not False and (knows or given)
-        self.extra_memory = 0  # bytes that weight gradients may hold while they wait
         self.heads: dict[int, nn.Module] = {}  # the other owners of tied embeddings
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
             f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
-            f" split_backward={asked.split_backward}, extra_memory={asked.extra_memory},"
             f" row_sparse={asked.row_sparse}, wire_dtype={asked.wire_dtype}"
         )
         self.ranks.agree(
@@ -184,8 +178,6 @@ class Planner:
         if self.ranks.rank == 0:
             try:
                 given = self._options_for(profile, order)
-                if self.may_split and any(layer.weight_backward for layer in profile.layers):
-                    given = {**given, "split_backward": True, "extra_memory": self.extra_memory}
                 if self._asked.row_sparse is True and policy == "optimal":
                     given = {**given, "keep_parts": True}
                 program = plan_in_child(profile, self.link, policy, given)

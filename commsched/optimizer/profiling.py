@@ -10,14 +10,11 @@ from commsched.optimizer.layer_timing import Moments
 
 
 class Sample(NamedTuple):
-    """Forward and backward seconds by parameter; the seconds outside of both; of the backward's, those that
-    only make the gradients that may wait.
-    """
+    """Forward and backward seconds by parameter, and the seconds outside of both."""
 
     forward: list[float]
     backward: list[float]
     outside: float
-    weights: list[float]
 
     @property
     def compute(self) -> float:
@@ -38,8 +35,6 @@ def iteration_times(
     and the last backward count as the last module's forward: nothing waits for them, everything may hide
     under them. Waits for messages must have been taken out.
     """
-    waited, passes_before = seen.weight_seconds()
-    seen = seen.without_weights()
     if not seen.grads or not {"begin", "backward_end", "enter", "step", "end"} <= set(seen.marks):
         return None
     first_grad = seen.grads[0][1]
@@ -52,7 +47,7 @@ def iteration_times(
     forward, backward = [0.0] * len(order), [0.0] * len(order)
     sequence = sorted(starts.items(), key=lambda item: item[1])
     ready, last_pass = _last_pass(seen)
-    middle = last_pass - first_grad + passes_before
+    middle = last_pass - first_grad
     turn = sequence[-1][1] + (first_grad - sequence[-1][1]) / 3
     place = {i: position for position, i in enumerate(order)}
     reached = 0
@@ -67,9 +62,7 @@ def iteration_times(
     marks = seen.marks
     before = sequence[0][1] - marks["begin"]
     after = max(0.0, marks["enter"] - moment) + marks["end"] - marks["step"]
-    weights = [waited.get(i, 0.0) for i in range(len(order))]
-    backward = [inputs + weight for inputs, weight in zip(backward, weights, strict=True)]
-    return Sample(forward, backward, max(0.0, before + after), weights)
+    return Sample(forward, backward, max(0.0, before + after))
 
 
 def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
@@ -85,11 +78,9 @@ def _last_pass(seen: Moments) -> tuple[dict[int, float], float]:
 
 def combine(samples: Sequence[Sample]) -> Sample:
     """Return the median of several iterations, for each entry."""
-    columns = [
-        [median(values) for values in zip(*rows, strict=True)]
-        for rows in zip(*((s.forward, s.backward, s.weights) for s in samples), strict=True)
-    ]
-    return Sample(columns[0], columns[1], median(s.outside for s in samples), columns[2])
+    forward = [median(values) for values in zip(*(s.forward for s in samples), strict=True)]
+    backward = [median(values) for values in zip(*(s.backward for s in samples), strict=True)]
+    return Sample(forward, backward, median(s.outside for s in samples))
 
 
 def spread(samples: Sequence[Sample]) -> float:
@@ -114,6 +105,4 @@ def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:
             reached = [moment + row[i] for moment, row in zip(reached, by_rank, strict=True)]
             times[i], last = max(reached) - last, max(reached)
     end = max(moment + row.outside for moment, row in zip(reached, rows, strict=True))
-    # A gradient waits only where it may on every rank.
-    weights = [min(each) for each in zip(*(row.weights for row in rows), backward, strict=True)]
-    return Sample(forward, backward, end - last, weights)
+    return Sample(forward, backward, end - last)

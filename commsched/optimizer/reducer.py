@@ -7,7 +7,7 @@ describes which part owns a buffer at what time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -39,9 +39,6 @@ class Reducer:
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
         self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
-        self.compute_waiting: Callable[[], None] = lambda: None  # gradients that have waited
-        self.splitting = False  # a gradient that waited is being computed
-        self.without: set[int] = set()  # autograd will call the hook for these, whose gradients wait
         self._callback_queued = False
 
     def install(self, program: Program, buffers: Buffers) -> None:
@@ -65,10 +62,7 @@ class Reducer:
 
     def on_grad(self, i: int, param: nn.Parameter) -> None:
         """React to a gradient that autograd has accumulated into parameter ``i``."""
-        if i in self.without and not self.splitting:
-            self.without.discard(i)
-            return
-        if self.arrivals.watch is not None and not self.splitting:
+        if self.arrivals.watch is not None:
             self.arrivals.watch.grad(i)
         if self.paused:
             return
@@ -88,7 +82,7 @@ class Reducer:
                 return
             if state.phase is not Phase.FILLING:
                 grad = self._open(i, grad)
-            if not self._callback_queued and not self.splitting:
+            if not self._callback_queued:
                 self._await_end()
             if state.round.filled[i]:
                 self.filling.fill_again(i, grad)
@@ -172,8 +166,7 @@ class Reducer:
     # -- the end of a backward -------------------------------------------------------------------------------
 
     def end_of_backward(self) -> None:
-        """Compute what has waited, and end the round's filling."""
-        self.compute_waiting()
+        """End the round's filling, unless this backward runs inside another one."""
         self._callback_queued = False
         with self.state.lock:
             if self.state.phase is not Phase.FILLING:
