@@ -1,0 +1,76 @@
+"""``python -m tests.checker``: run random programs and print those that differ from plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections import Counter
+
+import torch
+
+from tests.checker import programs
+from tests.checker.programs import Failure, Program, draw, run_on_threads, shrink
+
+
+def warm_up() -> None:
+    """Load what the first program would wait for, and let later searches pass over it."""
+    import numba  # noqa: F401
+
+    run_on_threads(Program(0, dict(programs.PLAINEST), (("train", 0, False, dict(loss={}, steps=1, clear="optimizer", first=True)),)), 300.0)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.checker", description=__doc__)
+    parser.add_argument("--programs", type=int, default=500, help="how many (default 500)")
+    parser.add_argument("--seed", type=int, default=None, help="of the first program (default: a fresh one)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each program (default 2)")
+    parser.add_argument("--only", default="", help="actions to draw, with commas; training and reading always are")
+    parser.add_argument("--replay", type=int, default=None, help="run the program of this seed alone")
+    parser.add_argument("--shrink", action="store_true", help="reduce failing programs")
+    parser.add_argument("--show", type=int, default=1, help="failing programs to print of each class (default 1)")
+    parser.add_argument("--set", action="append", default=[], help="fix an option, such as gather=parameters")
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    fixed = dict(item.split("=", 1) for item in asked.set)
+    fixed = {k: (eval(v) if v[:1] in "0123456789TFN" else v) for k, v in fixed.items()}
+    warm_up()
+    seed = asked.seed if asked.seed is not None else time.time_ns() % 10**9
+    seeds = [asked.replay] if asked.replay is not None else range(seed, seed + asked.programs)
+    only = [name for name in asked.only.split(",") if name]
+    classes: Counter[str] = Counter()
+    failed, start = 0, time.monotonic()
+    for count, each in enumerate(seeds, 1):
+        program = draw(each, asked.ranks, only, fixed)
+        failure = run_on_threads(program)
+        if failure is not None:
+            failed += 1
+            name = f"{failure.kind}: {failure.sort[:90]}"
+            classes[name] += 1
+            if classes[name] <= asked.show:
+                report(program, failure, asked.shrink)
+            if asked.stop:
+                break
+        if count % 50 == 0:
+            gc.collect()
+            print(f"{count} programs from seed {seed}, {failed} failed, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{count} programs from seed {seeds[0]}, {failed} failed, {time.monotonic() - start:.1f} s, cpu {time.process_time():.1f}")
+    for name, number in classes.most_common():
+        print(f"{number:6} {name}")
+    return 1 if failed else 0
+
+
+def report(program: Program, failure: Failure, reduce: bool) -> None:
+    if reduce:
+        program, failure = shrink(program, failure, lambda each: run_on_threads(each, 3.0))
+    print(f"\n{program}\n{failure}\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

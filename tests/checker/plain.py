@@ -1,0 +1,218 @@
+"""What plain PyTorch does with averaged gradients: one plain model and optimizer on each rank.
+
+A whole backward that ends without an exception, outside of ``no_sync`` (and the k-th with
+``backward_passes_per_step=k``), replaces each gradient by its mean over the ranks. ``step()`` and
+``synchronize()`` do that first with whatever has been accumulated since. With op=Sum only that is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+Exchange = Callable[[Any], "list[Any]"]
+"""Gives every rank's value to every rank, in rank order."""
+
+
+@dataclass
+class Book:
+    """What is known of one optimizer's gradients.
+
+    ``local``: some were accumulated on this rank alone. ``ungathered``: with ``gather="parameters"``, they
+    have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
+    synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
+    every rank had a backward, so that all must call step() or synchronize(). ``vague``: which backward is the
+    k-th depends on how gradients were cleared.
+    """
+
+    sharded: bool = False
+    sums: bool = False
+    passes: int = 1
+    done: int = 0
+    local: bool = False
+    ungathered: bool = False
+    gathered: bool = False
+    consumed: bool = False
+    changed: bool = False
+    fresh: bool = False
+    uneven: bool = False
+    vague: bool = False
+    closed: bool = False
+    paused: bool = False
+    common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
+
+
+class PlainMethods(Optimizer):
+    """Mixed in before a torch optimizer's class, as ``DistributedOptimizer`` does it."""
+
+    _base: type[Optimizer]
+    book: Book
+    _exchange: Exchange
+    _factor: float
+    _event: Callable[[str, Book], None]
+
+    # -- what all ranks do together --------------------------------------------------------------------------
+
+    def every_param(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def before_backward(self) -> list[Any]:
+        """Remember the sums that are not to be summed again; return marks of all gradients."""
+        self._event("backward", self.book)
+        params = self.every_param()
+        if self.book.sums:
+            for p in params:
+                if p.grad is None or not self.book.local:
+                    self.book.common[p] = None if p.grad is None else p.grad.detach().clone()
+        return [(id(p.grad), None if p.grad is None else p.grad._version) for p in params]
+
+    def after_backward(self, marks: Sequence[Any], whole: bool = True) -> None:
+        """Average if this backward was one that does; ``whole``: it has not raised."""
+        params, book = self.every_param(), self.book
+        now = [(id(p.grad), None if p.grad is None else p.grad._version) for p in params]
+        touched = now != list(marks)
+        book.local = book.local or touched
+        if touched:
+            book.gathered = False
+        if book.closed or book.paused or not whole:
+            return
+        book.done += touched
+        everyone = self._exchange((touched, book.done >= book.passes))
+        if all(each for each, _ in everyone) and all(enough for _, enough in everyone):
+            self.average()
+            book.ungathered = book.sharded and any(p.grad is not None for p in params)
+        elif any(each for each, _ in everyone) and not all(each for each, _ in everyone):
+            book.uneven = True
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace every gradient by its mean (or sum) over the ranks."""
+        book = self.book
+        if book.closed:
+            return
+        params = self.every_param()
+        common = [book.common.get(p) if book.local else p.grad for p in params]
+        mine = [
+            g if g is None or c is None or not book.sums else g - c
+            for g, c in zip([p.grad for p in params], common, strict=True)
+        ]
+        everyone = self._exchange([None if g is None else g.detach().clone() for g in mine])
+        for p, c, grads in zip(params, common, zip(*everyone, strict=True), strict=True):
+            total = added(grads)
+            if total is not None:
+                total = total * self._factor
+                p.grad = total if c is None or not book.sums else total + c
+        book.local, book.uneven, book.fresh = False, False, True
+
+    # -- the methods that DistributedOptimizer has ---------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        book = self.book
+        if book.closed:
+            self._event("step", book)
+            return self._base.step(self, closure) if closure is not None else self._base.step(self)
+        if closure is not None and self._base is LBFGS:
+
+            def whole() -> Any:
+                with torch.enable_grad():
+                    loss = closure()
+                self.average()
+                return loss
+
+            return self._base.step(self, whole)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._event("step", book)
+        self.average()
+        result = self._base.step(self)
+        book.consumed = book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
+        book.done, book.ungathered, book.gathered, book.vague, book.fresh = 0, False, False, False, False
+        return result if closure is None else loss
+
+    def synchronize(self) -> None:
+        self._event("synchronize", self.book)
+        self.average()
+        self.book.ungathered, self.book.gathered = False, True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.book.paused = self.book.paused, True
+        try:
+            yield
+        finally:
+            self.book.paused = before
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self.book.passes = passes
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base.zero_grad(self, set_to_none)
+        self.book.done, self.book.vague = 0, False
+        self.look()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        self._event("synchronize", self.book)
+        self.average()
+        return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
+
+    def close(self, wait: bool = True) -> None:
+        self.book.closed = True
+
+    def look(self) -> None:
+        """Notice that the user has cleared all gradients, in whichever way."""
+        book = self.book
+        grads = [p.grad for p in self.every_param()]
+        if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
+            if book.done and book.passes > 1:
+                book.vague = True
+            book.local = book.ungathered = book.gathered = book.consumed = book.changed = book.fresh = False
+            book.common.clear()
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._base, self.__getstate__())
+
+
+def _restored(base: type[Optimizer], state: Any) -> Optimizer:
+    optimizer = base.__new__(base)
+    optimizer.__setstate__(state)
+    return optimizer
+
+
+def added(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum in rank order; None where no rank has a gradient."""
+    present = [g for g in grads if g is not None]
+    if not present:
+        return None
+    if any(g.is_sparse for g in present) and not all(g.is_sparse for g in present):
+        present = [g.to_dense() if g.is_sparse else g for g in present]
+    total = present[0]
+    for other in present[1:]:
+        total = total + other
+    return total.coalesce() if total.is_sparse else total
+
+
+def plain_optimizer(
+    base: Optimizer, exchange: Exchange, ranks: int, event: Callable[[str, Book], None], options: dict[str, Any]
+) -> Any:
+    """Return ``base`` with the methods of a distributed optimizer; both share all state."""
+    kind = type(base)
+    cls = type(kind.__name__, (PlainMethods, kind), {"_base": kind})
+    plain: Any = object.__new__(cls)
+    plain.__dict__ = base.__dict__
+    sums = options["op"] == "sum"
+    plain.book = Book(sharded=options["gather"] == "parameters", sums=sums, passes=options["passes"])
+    plain._exchange, plain._event = exchange, event
+    plain._factor = 1.0 if sums else 1.0 / ranks
+    return plain
