@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from commsched.backends.cpu import make_transport
 from commsched.backends.cuda_device import Device
 from commsched.backends.ranks import Ranks
-from commsched.backends.transports import make_transport
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from commsched.backends.choice import backend_for
+from commsched.backends import backend_for
 from commsched.backends.interface import Scaling
 from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
