@@ -1,8 +1,8 @@
 """The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own.
 
-The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own, ``gloo``
-like ``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the launcher
-keep start-up and control whatever moves the bytes.
+The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own,
+``gloo`` like ``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the
+launcher keep start-up and control whatever moves the bytes.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import torch
 import comm_core
 from comm_core.cuda.launchers import launcher_for
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_device import CudaDevice
+from commsched.backends.cuda import CudaDevice, StreamBackend
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Ranks
 from commsched.env import settings

@@ -198,9 +198,8 @@ def test_a_joined_rank_without_a_gpu() -> None:
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL
-from commsched.backends.cuda_collectives import NcclCollectives
-from commsched.backends.cuda_device import CudaDevice
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.cuda import CudaDevice, StreamBucket, StreamSchedule
+from commsched.backends.nccl import NcclCollectives
 device = CudaDevice(torch.device("cuda", 0))
 torch.cuda.set_device(0)
 group = ProcessGroupNCCL(HashStore(), 0, 1, ProcessGroupNCCL.Options())
@@ -258,7 +257,7 @@ print("masters kept")
 
 REGISTERED = """
 import torch, torch.nn as nn, commsched as hvd
-from commsched.backends.cuda_memory import RegisteredMemory
+from commsched.backends.cuda import RegisteredMemory
 hvd.init()
 torch.cuda.set_device(0)
 found = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commsched.backends.cuda_device import Device
+from commsched.backends.cuda import Device
 
 
 class FakeEvent:

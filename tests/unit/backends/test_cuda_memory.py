@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.backends import cuda_device as device
-from commsched.backends.cuda_memory import RegisteredMemory, can_register
+from commsched.backends import cuda
+from commsched.backends.cuda import RegisteredMemory, can_register
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
 
@@ -40,7 +40,7 @@ class Scene:
         self.while_waiting(monkeypatch, lambda: run([self.device], seed=0))
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-        monkeypatch.setattr(device.time, "sleep", lambda seconds: act())
+        monkeypatch.setattr(cuda.time, "sleep", lambda seconds: act())
 
     def nothing_travels(self) -> None:
         assert not self.device.comm.queue, "memory that NCCL is using was given back"

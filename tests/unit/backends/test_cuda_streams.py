@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.cuda import StreamBucket, StreamSchedule
 from commsched.errors import CommError
 from tests.support.stream_device import FakeCollectives, FakeDevice, Network, run
 
