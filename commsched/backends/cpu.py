@@ -47,7 +47,7 @@ def new_channel(process_set: ProcessSet) -> int:
     return next(_channels[epoch(), registered_id(process_set)])
 
 
-class _Translated:
+class _EngineErrorsAsCommErrors:
     """A context manager that turns the engine's errors into ``CommError``; cheaper than a generator."""
 
     def __enter__(self) -> None:
@@ -58,7 +58,7 @@ class _Translated:
             raise CommError(str(error)) from None
 
 
-translated = _Translated()
+engine_errors_as_comm_errors = _EngineErrorsAsCommErrors()
 
 
 class EngineBackend(Backend):
@@ -71,12 +71,12 @@ class EngineBackend(Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
 
     def install(self, work: StepWork) -> None:
         engine, gathered, scaling = self.engine, work.gathered, work.scaling
-        with translated:
+        with engine_errors_as_comm_errors:
             engine.wait_all()
             engine.clear_buckets()
             for piece in work.buffers.layout.slices:
@@ -103,7 +103,7 @@ class EngineBackend(Backend):
             engine.install(work.order)
 
     def begin_step(self) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
@@ -117,32 +117,32 @@ class EngineBackend(Backend):
             raise CommError(str(error)) from None
 
     def mark_updated(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.mark_updated(bucket)
 
     def wait_reduced(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.wait_rs(bucket)
 
     def wait_gathered(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.wait_ag(bucket)
 
     def is_gathered(self, bucket: int) -> bool:
-        with translated:
+        with engine_errors_as_comm_errors:
             return self.engine.ag_done(bucket)
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
         self._outside += 1
-        with translated:
+        with engine_errors_as_comm_errors:
             self._transport.all_gather(buffer, step=-self._outside, ends=list(ends))
 
     def exchange_seconds(self, size: int) -> float:
         transport, unit = self._transport, self.ranks.size * 64
         data, filler = torch.zeros(-(-size // (4 * unit)) * unit), torch.zeros(self.ranks.size * _FILLER)
         seconds = []
-        with translated:
+        with engine_errors_as_comm_errors:
             for _ in range(3):
                 # A shaped link sends at full speed after a pause: this message uses that burst up.
                 transport.all_gather(filler)

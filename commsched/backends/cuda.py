@@ -36,7 +36,7 @@ from comm_core import OPS
 from comm_core.cuda import BucketCopy, Region
 from commsched.backends.cpu import engine_backend, new_channel
 from commsched.backends.interface import Backend, StepWork
-from commsched.backends.nccl import Collectives, NcclCollectives, PeerConnections, collectives_for
+from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
 from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.private_groups import data_connections
 from commsched.collectives.process_sets import ProcessSet
@@ -208,13 +208,13 @@ class RegisteredMemory(Memory):
     pool of its own, which is filled in the order of the plan's layout and therefore alike on all ranks.
     """
 
-    def __init__(self, group: Any, collectives: Collectives, device: Device, timeout: float) -> None:
+    def __init__(self, group: Any, exchange: Exchange, device: Device, timeout: float) -> None:
         self._group, self._device, self._timeout = group, device, timeout
         self._next: Any = None  # the pool that is being filled
         self._registered: Any = None
         # NCCL connects with the first collective and registers only once it is connected.
         with device.on(device.comm), torch.no_grad():
-            collectives.all_gather(torch.zeros(group.size(), device=device.device))
+            exchange.all_gather(torch.zeros(group.size(), device=device.device))
 
     def room(self) -> AbstractContextManager[Any]:
         if self._next is None:
@@ -255,21 +255,21 @@ class RegisteredMemory(Memory):
         return torch.cuda.use_mem_pool(pool, self._device.device)
 
 
-def memory_for(ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> Memory:
+def memory_for(ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> Memory:
     asked = settings().nccl_register == "1"
-    if not isinstance(collectives, NcclCollectives):
+    if not isinstance(exchange, NcclExchange):
         if asked:
-            _warn_unregistered(f"buckets do not travel over NCCL, but {collectives.name}")
+            _warn_unregistered(f"buckets do not travel over NCCL, but {exchange.name}")
         return Memory()
     ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
     if not asked:
         return Memory()
-    able = ranks.all_values(can_register(collectives.group, device.device))
+    able = ranks.all_values(can_register(exchange.group, device.device))
     unable = [rank for rank, can in enumerate(able) if not can]
     if unable:
         _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
         return Memory()
-    return RegisteredMemory(collectives.group, collectives, device, timeout)
+    return RegisteredMemory(exchange.group, exchange, device, timeout)
 
 
 def _warn_unregistered(reason: str) -> None:
@@ -294,8 +294,8 @@ class StreamBucket:
 class StreamSchedule:
     """Puts the operations of every step onto a device's communication stream, in one order."""
 
-    def __init__(self, device: Device, collectives: Collectives, rank: int, size: int) -> None:
-        self.device, self.collectives = device, collectives
+    def __init__(self, device: Device, exchange: Exchange, rank: int, size: int) -> None:
+        self.device, self.exchange = device, exchange
         self.rank, self.size = rank, size
         self.order: list[tuple[str, int]] = []
         self.buckets: list[StreamBucket] = []
@@ -356,7 +356,7 @@ class StreamSchedule:
         device, current = self.device, self.device.current()
         device.wait(device.comm, device.record(current))
         with device.on(device.comm), torch.no_grad():
-            self.collectives.all_gather(buffer)
+            self.exchange.all_gather(buffer)
         device.wait(current, device.record(device.comm))
         device.uses(buffer, device.comm)
 
@@ -387,15 +387,15 @@ class StreamSchedule:
         self._last = end
 
     def _reduce(self, bucket: StreamBucket) -> None:
-        self.collectives.reduce_scatter(bucket.travels, bucket.postscale)
+        self.exchange.reduce_scatter(bucket.travels, bucket.postscale)
         if bucket.wire is not None and bucket.gather is not None:
             self._shard(bucket.data).copy_(self._shard(bucket.wire))
 
     def _gather(self, bucket: StreamBucket) -> None:
         if bucket.gather is not None:
-            self.collectives.all_gather(bucket.gather)
+            self.exchange.all_gather(bucket.gather)
             return
-        self.collectives.all_gather(bucket.travels)
+        self.exchange.all_gather(bucket.travels)
         if bucket.wire is not None:
             bucket.data.copy_(bucket.wire)
 
@@ -428,16 +428,16 @@ class StreamBackend(Backend):
         self,
         host: Backend,
         device: Device,
-        collectives: Collectives,
+        exchange: Exchange,
         memory: Memory | None = None,
         peers: PeerConnections | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.host, self.streams, self.collectives = host, device, collectives
+        self.host, self.streams, self.exchange = host, device, exchange
         self.ranks, self.device = host.ranks, device.device
-        self.name = f"{collectives.name}, flags over {host.name}"
+        self.name = f"{exchange.name}, flags over {host.name}"
         self.memory = memory or Memory()
-        self.schedule = StreamSchedule(device, collectives, self.ranks.rank, self.ranks.size)
+        self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
         self._failure: str | None = None
         self._offers: dict[int, torch.Tensor] = {}  # gradients to be packed, by parameter
@@ -455,7 +455,7 @@ class StreamBackend(Backend):
         self._failure = self._failure or reason
         self.host.abort(reason)
         self.memory.forget()
-        self.collectives.abort(reason)
+        self.exchange.abort(reason)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -525,7 +525,7 @@ class StreamBackend(Backend):
         piece = self._layout.slices[bucket]
         self._join_streams(piece.params)
         # Packing rounds to the wire's type; sums in it must come scaled before.
-        scale = self._scaling.before * (1.0 if self.collectives.scales else self._scaling.after)
+        scale = self._scaling.before * (1.0 if self.exchange.scales else self._scaling.after)
         cast = self.schedule.buckets[bucket].wire is not None
         if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
             with torch.no_grad():
@@ -600,14 +600,14 @@ class StreamBackend(Backend):
         """Return the mean duration of several consecutive exchanges."""
         unit = self.ranks.size * 64
         data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
-        device, collectives = self.streams, self.collectives
+        device, exchange = self.streams, self.exchange
         device.wait(device.comm, device.record(device.current()))
         with device.on(device.comm):
-            collectives.reduce_scatter(data, 1.0)
+            exchange.reduce_scatter(data, 1.0)
             start = device.record(device.comm)
             for _ in range(_TIMED_EXCHANGES):
-                collectives.reduce_scatter(data, 1.0)
-                collectives.all_gather(data)
+                exchange.reduce_scatter(data, 1.0)
+                exchange.all_gather(data)
             end = device.record(device.comm)
         began, ended = device.moment(start), device.moment(end)
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
@@ -644,17 +644,17 @@ class StreamBackend(Backend):
             if self._peers is not None:
                 self._peers.close(farewell=orderly and self._failure is None)
             self.host.close()
-            self.collectives.close()
+            self.exchange.close()
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
     """Return a backend over new connections; ``transport`` is for the flags. Collective."""
     host, timeout = engine_backend(process_set, transport), settings().timeout
     streams, channel = device_of(device), new_channel(process_set)
-    collectives = collectives_for(host.ranks, device, channel)
-    memory = memory_for(host.ranks, collectives, streams, timeout)
+    exchange = exchange_for(host.ranks, device, channel)
+    memory = memory_for(host.ranks, exchange, streams, timeout)
     connections = data_connections(process_set, channel)
     peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
-    backend = StreamBackend(host, streams, collectives, memory, peers, timeout)
+    backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
     failure_monitor.register(backend, process_set.ranks or (), peers.problem)
     return backend

@@ -27,7 +27,7 @@ from commsched.process.groups import device_name, nccl_usable
 _FAREWELL = b"!"
 
 
-class Collectives(Protocol):
+class Exchange(Protocol):
     """``scales``: whether ``reduce_scatter`` applies ``postscale``; otherwise the bucket must come scaled."""
 
     name: str
@@ -44,7 +44,7 @@ class Collectives(Protocol):
         """Close the group's connections. No operation may be in flight."""
 
 
-class NcclCollectives:
+class NcclExchange:
     """Runs in the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
 
     name, scales = "nccl", False
@@ -89,7 +89,7 @@ class NcclCollectives:
             return first
 
 
-class StagedCollectives:
+class StagedExchange:
     """Runs through the host's memory and a CPU transport, and blocks; for CPU tensors and shared GPUs."""
 
     name, scales = "staged", True
@@ -123,14 +123,14 @@ class StagedCollectives:
         pass  # its connections end with the transport
 
 
-def collectives_for(ranks: Ranks, device: torch.device, channel: int) -> Collectives:
-    """Return NCCL's collectives if every rank has a GPU of its own, else those through the host."""
+def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:
+    """Return NCCL's exchange if every rank has a GPU of its own, else the one through the host."""
     example = torch.empty(0, device=device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))
     if nccl_usable(names):
-        return NcclCollectives(private_group(ranks.process_set, channel, "cuda"))
+        return NcclExchange(private_group(ranks.process_set, channel, "cuda"))
     _, transport = make_transport("auto", ranks.process_set, channel, settings().timeout)
-    return StagedCollectives(transport)
+    return StagedExchange(transport)
 
 
 class PeerConnections:
@@ -160,7 +160,7 @@ class PeerConnections:
             self._poll.register(number, select.POLLIN)
 
     def problem(self) -> str | None:
-        """Return why the collectives of this rank cannot end, or None. Does not block."""
+        """Return why the exchanges of this rank cannot end, or None. Does not block."""
         with self._lock:
             if not self._peers:
                 return None  # closed

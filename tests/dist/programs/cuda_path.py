@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
 from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket
-from commsched.backends.nccl import Collectives
+from commsched.backends.nccl import Exchange
 from commsched.backends.ranks import Ranks
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
+from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
-from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 
 
 class Mixed(nn.Module):
@@ -245,10 +245,10 @@ class Done(Device):
 
 
 class MemoryOnPaper(RegisteredMemory):
-    def __init__(self, ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> None:
         self.pools: list[Pool] = []
         self.group = RegisteringGroup(ranks.rank, ranks.size)
-        super().__init__(self.group, collectives, Done(device.device), timeout)
+        super().__init__(self.group, exchange, Done(device.device), timeout)
 
     def _new_pool(self) -> Pool:
         self.pools.append(Pool())

@@ -12,7 +12,7 @@ import torch
 from commsched.backends import cuda
 from commsched.backends.cuda import RegisteredMemory, can_register
 from commsched.errors import CommError
-from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
+from tests.support.stream_device import FakeDevice, FakeExchange, Network, RegisteringGroup, run
 
 
 class Numbered(RegisteredMemory):
@@ -34,9 +34,9 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> None:
         self.device = FakeDevice()
         self.network = Network(1)
-        self.collectives = FakeCollectives(self.network, 0, self.device)
+        self.exchange = FakeExchange(self.network, 0, self.device)
         self.group = RegisteringGroup(check=self.nothing_travels)
-        self.memory = Numbered(self.group, self.collectives, self.device, timeout)
+        self.memory = Numbered(self.group, self.exchange, self.device, timeout)
         self.while_waiting(monkeypatch, lambda: run([self.device], seed=0))
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Scene:
 
     def travel(self) -> None:
         with self.device.on(self.device.comm):
-            self.collectives.reduce_scatter(torch.zeros(4), 1.0)
+            self.exchange.reduce_scatter(torch.zeros(4), 1.0)
 
 
 @pytest.fixture
