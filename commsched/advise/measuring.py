@@ -9,7 +9,7 @@ import torch
 
 from commsched.advise.forecast import Measurement, Times, slowdown_of
 from commsched.advise.observation import observe
-from commsched.backends.choice import backend_for
+from commsched.backends import backend_for
 from commsched.backends.interface import Backend
 from commsched.collectives.initialization import local_size
 from commsched.collectives.process_sets import global_process_set

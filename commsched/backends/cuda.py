@@ -1,27 +1,43 @@
 """The backend for buckets in a GPU's memory: streams and NCCL move them, and the host does not wait.
 
-The flags, which hold what every rank's host has done, stay on the host and a CPU backend sums them. So
-reading them never waits for the GPU, and the hosts notice a lost rank while their GPUs hang.
+- ``Device``: streams and events. ``CudaDevice`` uses torch's; ``Device`` itself serves CPU tensors.
+- ``Memory``: the memory of buckets, torch's or registered with NCCL (COMMSCHED_NCCL_REGISTER=1).
+- ``StreamSchedule``: the operations of a step on the communication stream, in the plan's order.
+- ``StreamBackend``: the backend. The flags, which hold what every rank's host has done, stay on the host and
+  a CPU backend sums them. So reading them never waits for the GPU, and the hosts notice a lost rank while
+  their GPUs hang.
+
+The host enqueues an operation once all earlier ones are enqueued and an event marks its input. The stream
+runs the operations one after the other, each after its input's event. A stream that needs a result waits for
+the result's event, so that the host never waits::
+
+    backward stream   B3 pack(0)* B2 pack(1)* B1
+                               |          |
+    comm stream                RS0 ...... RS1 AG1* AG0*
+                                                |    |
+    forward stream                 F0(waits AG0, update) F1(waits AG1, update)
 """
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
+from comm_core import OPS
 from comm_core.cuda import BucketCopy, Region
 from commsched.backends.cpu import engine_backend, new_channel
-from commsched.backends.cuda_collectives import Collectives, collectives_for
-from commsched.backends.cuda_device import Device, Stream, device_of
-from commsched.backends.cuda_memory import Memory, memory_for
-from commsched.backends.cuda_peers import PeerConnections
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
 from commsched.backends.interface import Backend, StepWork
+from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
+from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.private_groups import data_connections
 from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
@@ -30,10 +46,377 @@ from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
 from commsched.optimizer.layer_timing import Watch
 from commsched.process import failure_monitor
 
-_TIMED_EXCHANGES = 5
-# Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
+Stream = Any
+Event = Any
+
+# Seconds. CUDA returns the time between two events in single precision, which is 0.2 ms after an hour.
+_LONGEST_SPAN = 5.0
+_LOOK_AGAIN = 1e-3
+# Seconds to wait for the GPU when registered memory is given back for good, and after an exception in the
+# script: other ranks may never join a collective.
+_PATIENCE_AT_THE_END = 5.0
 _PATIENCE_AFTER_AN_ERROR = 5.0
+_TIMED_EXCHANGES = 5
+_KEPT_OPERATIONS = 1 << 13
+
 _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
+_RECORD = np.dtype(
+    [
+        ("step", "i8"),
+        ("op", "i4"),
+        ("bucket", "i4"),
+        ("ready", "f8"),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("bytes", "i8"),
+    ]
+)
+
+
+class Device:
+    """One device with streams; this class is the CPU, where operations end when their calls return.
+
+    ``comm`` is the stream that all communication runs on. Tests have devices of their own, which run streams
+    in any legal order and report accesses that no event orders.
+    """
+
+    comm: Stream = "host"
+    asynchronous = False  # whether operations end later than their calls
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> Stream:
+        """Return the stream on which the calling thread computes."""
+        return "host"
+
+    def record(self, stream: Stream) -> Event:
+        """Put a mark behind all operations on the stream and return it."""
+        return time.monotonic()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Make later operations on the stream run after the mark. Does not block the host."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Return a context in which operations go onto this stream."""
+        return nullcontext()
+
+    def has_passed(self, event: Event) -> bool:
+        """Return whether everything before the mark is done."""
+        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
+
+    def finished(self, patience: float) -> bool:
+        """Wait until the communication stream has finished; False after ``patience`` seconds."""
+        end, latest = self.record(self.comm), time.monotonic() + patience
+        while self.asynchronous and not self.has_passed(end):
+            if time.monotonic() > latest:
+                return False
+            time.sleep(_LOOK_AGAIN)
+        return True
+
+    def moment(self, event: Event) -> float:
+        """Wait for the mark; return when it was passed, in seconds of ``time.monotonic()``."""
+        return float(event)
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do not reuse the tensor's memory before the stream has finished all operations it has now."""
+
+    def is_capturing(self) -> bool:
+        """Return whether operations are recorded into a CUDA graph and not run."""
+        return False
+
+
+class CudaDevice(Device):
+    """One GPU, with torch's streams."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        # High priority: a collective's few blocks start as soon as any block of the backward has ended.
+        self.comm = torch.cuda.Stream(self.device, priority=-1)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record(torch.cuda.current_stream(self.device))
+        self._start.synchronize()
+        self._began = time.monotonic()
+
+    def current(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def has_passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def moment(self, event: Event) -> float:
+        event.synchronize()
+        moment = self._began + self._start.elapsed_time(event) / 1e3
+        if moment > self._began + _LONGEST_SPAN:
+            self._start, self._began = event, moment
+        return moment
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def device_of(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else Device(device)
+
+
+class Memory:
+    """torch's memory, which needs no registration."""
+
+    def room(self) -> AbstractContextManager[Any]:
+        """Return the context in which the next plan's buckets are allocated."""
+        return nullcontext()
+
+    def take_over(self) -> None:
+        """Free the former plan's buckets, after those of the next plan were allocated."""
+
+    def forget(self) -> None:
+        """Drop the registrations, which ended when the group was aborted."""
+
+    def close(self) -> None:
+        """Free registered memory."""
+
+
+def can_register(group: Any, device: torch.device) -> bool:
+    """Return whether torch, NCCL and the GPU can register memory with the ``ProcessGroupNCCL``."""
+    known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
+    return known and bool(group.supports_tensor_alloc(device))
+
+
+class RegisteredMemory(Memory):
+    """Memory registered with ``group``, a ``ProcessGroupNCCL``.
+
+    NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
+    sums. Every rank must use the same places of its registered memory in a collective. So each plan has a
+    pool of its own, which is filled in the order of the plan's layout and therefore alike on all ranks.
+    """
+
+    def __init__(self, group: Any, exchange: Exchange, device: Device, timeout: float) -> None:
+        self._group, self._device, self._timeout = group, device, timeout
+        self._next: Any = None  # the pool that is being filled
+        self._registered: Any = None
+        # NCCL connects with the first collective and registers only once it is connected.
+        with device.on(device.comm), torch.no_grad():
+            exchange.all_gather(torch.zeros(group.size(), device=device.device))
+
+    def room(self) -> AbstractContextManager[Any]:
+        if self._next is None:
+            self._next = self._new_pool()
+        return self._within(self._next)
+
+    def take_over(self) -> None:
+        if not self._give_back(self._timeout):
+            raise CommError(
+                f"rank {self._group.rank()}: the GPU did not end its communication in {self._timeout:g} s,"
+                " so that a new plan cannot start; is another rank gone? (COMMSCHED_TIMEOUT sets the time)"
+            )
+        if self._next is not None:
+            self._group.register_mem_pool(self._next)
+        self._registered, self._next = self._next, None
+
+    def forget(self) -> None:
+        self._registered = None
+
+    def close(self) -> None:
+        # Wait briefly: after an exception other ranks may never join. Closing the group deregisters too.
+        self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
+
+    def _give_back(self, patience: float) -> bool:
+        """Free the former pool, but wait for the communication stream first, whose operations use it."""
+        if self._registered is None:
+            return True
+        if not self._device.finished(patience):
+            return False
+        self._group.deregister_mem_pool(self._registered)
+        self._registered = None
+        return True
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.MemPool(self._group.mem_allocator)
+
+    def _within(self, pool: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.use_mem_pool(pool, self._device.device)
+
+
+def memory_for(ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> Memory:
+    asked = settings().nccl_register == "1"
+    if not isinstance(exchange, NcclExchange):
+        if asked:
+            _warn_unregistered(f"buckets do not travel over NCCL, but {exchange.name}")
+        return Memory()
+    ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
+    if not asked:
+        return Memory()
+    able = ranks.all_values(can_register(exchange.group, device.device))
+    unable = [rank for rank, can in enumerate(able) if not can]
+    if unable:
+        _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
+        return Memory()
+    return RegisteredMemory(exchange.group, exchange, device, timeout)
+
+
+def _warn_unregistered(reason: str) -> None:
+    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)
+
+
+@dataclass
+class StreamBucket:
+    """``data`` is reduced (as ``wire``, if that has another type); ``gather``, else ``data``, is gathered."""
+
+    data: torch.Tensor
+    wire: torch.Tensor | None = None
+    gather: torch.Tensor | None = None
+    postscale: float = 1.0
+    events: dict[str, Event] = field(default_factory=dict)  # ready, reduced, updated, gathered
+
+    @property
+    def travels(self) -> torch.Tensor:
+        return self.data if self.wire is None else self.wire
+
+
+class StreamSchedule:
+    """Puts the operations of every step onto a device's communication stream, in one order."""
+
+    def __init__(self, device: Device, exchange: Exchange, rank: int, size: int) -> None:
+        self.device, self.exchange = device, exchange
+        self.rank, self.size = rank, size
+        self.order: list[tuple[str, int]] = []
+        self.buckets: list[StreamBucket] = []
+        self.step = 0
+        self._next = 0
+        self._last: Event | None = None  # the end of the operation before
+        self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
+
+    def install(self, order: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
+        """Replace the order of every step, between two steps."""
+        self.order, self.buckets = list(order), list(buckets)
+        self._next = len(self.order)
+
+    def begin_step(self) -> None:
+        if self.device.is_capturing():
+            raise CommError(
+                f"rank {self.rank}: a step with commsched cannot be captured into a CUDA graph: in every step"
+                " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
+                " capture the model's forward and backward without the optimizer's hooks, or use one rank"
+            )
+        if self._next < len(self.order):
+            op, bucket = self.order[self._next]
+            raise CommError(
+                f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
+            )
+        self.step += 1
+        self._next = 0
+        for bucket_ in self.buckets:
+            bucket_.events.clear()
+
+    # -- hand-overs, from the thread that computes -----------------------------------------------------------
+
+    def mark(self, bucket: int, what: str) -> None:
+        """Allow a ``ready`` or ``updated`` bucket to be sent behind all operations on the current stream."""
+        self.buckets[bucket].events[what] = self.device.record(self.device.current())
+        while self._next < len(self.order):
+            op, number = self.order[self._next]
+            gathers = "reduced" if self.buckets[number].gather is None else "updated"
+            event = self.buckets[number].events.get("ready" if op != "AG" else gathers)
+            if event is None:
+                return
+            self._next += 1
+            self._start(op, number, event)
+
+    def wait(self, bucket: int, what: str) -> None:
+        """Make the current stream wait until this rank's shard is ``reduced``, or the bucket ``gathered``."""
+        event = self.buckets[bucket].events.get(what)
+        if event is not None:
+            self.device.wait(self.device.current(), event)
+        elif self.step:  # before the first step everything is where it belongs
+            raise CommError(
+                f"rank {self.rank}: bucket {bucket} is waited for and is not {what} in step {self.step}:"
+                f" {self._next} of {len(self.order)} operations were started"
+            )
+
+    def gather_now(self, buffer: torch.Tensor) -> None:
+        """All-gather outside of the plan, behind all operations started so far. Collective."""
+        device, current = self.device, self.device.current()
+        device.wait(device.comm, device.record(current))
+        with device.on(device.comm), torch.no_grad():
+            self.exchange.all_gather(buffer)
+        device.wait(current, device.record(device.comm))
+        device.uses(buffer, device.comm)
+
+    def is_gathered(self, bucket: int) -> bool:
+        """Return whether the device has gathered the bucket."""
+        event = self.buckets[bucket].events.get("gathered")
+        return event is not None and self.device.has_passed(event)
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def _start(self, op: str, number: int, after: Event) -> None:
+        device, bucket = self.device, self.buckets[number]
+        device.wait(device.comm, after)
+        with device.on(device.comm), torch.no_grad():
+            if op != "AG":
+                self._reduce(bucket)
+            if op != "RS":
+                self._gather(bucket)
+            end = device.record(device.comm)
+        if op != "AG":
+            bucket.events["reduced"] = end
+        if op != "RS":
+            bucket.events["gathered"] = end
+        size = bucket.travels.numel() * bucket.travels.element_size()
+        self._log.append(
+            (self.step, op, number, after, after if self._last is None else self._last, end, size)
+        )
+        self._last = end
+
+    def _reduce(self, bucket: StreamBucket) -> None:
+        self.exchange.reduce_scatter(bucket.travels, bucket.postscale)
+        if bucket.wire is not None and bucket.gather is not None:
+            self._shard(bucket.data).copy_(self._shard(bucket.wire))
+
+    def _gather(self, bucket: StreamBucket) -> None:
+        if bucket.gather is not None:
+            self.exchange.all_gather(bucket.gather)
+            return
+        self.exchange.all_gather(bucket.travels)
+        if bucket.wire is not None:
+            bucket.data.copy_(bucket.wire)
+
+    def _shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor.numel() // self.size
+        return tensor.narrow(0, self.rank * part, part)
+
+    # -- the log ---------------------------------------------------------------------------------------------
+
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        """Return the operations of earlier steps like ``comm_core.Engine.events()``, in device times."""
+        done = [entry for entry in self._log if entry[0] < self.step]
+        rows = []
+        for step, op, bucket, *marks, size in done:
+            ready, before, end = map(self.device.moment, marks)
+            # An operation starts when the one before it ends: a mark of its own would cost the host time.
+            rows.append((step, OPS.index(op), bucket, ready, max(ready, before), end, size))
+        if clear:
+            for _ in done:
+                self._log.popleft()
+        return np.array(rows, _RECORD)
 
 
 class StreamBackend(Backend):
@@ -45,16 +428,16 @@ class StreamBackend(Backend):
         self,
         host: Backend,
         device: Device,
-        collectives: Collectives,
+        exchange: Exchange,
         memory: Memory | None = None,
         peers: PeerConnections | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.host, self.streams, self.collectives = host, device, collectives
+        self.host, self.streams, self.exchange = host, device, exchange
         self.ranks, self.device = host.ranks, device.device
-        self.name = f"{collectives.name}, flags over {host.name}"
+        self.name = f"{exchange.name}, flags over {host.name}"
         self.memory = memory or Memory()
-        self.schedule = StreamSchedule(device, collectives, self.ranks.rank, self.ranks.size)
+        self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
         self._failure: str | None = None
         self._offers: dict[int, torch.Tensor] = {}  # gradients to be packed, by parameter
@@ -72,7 +455,7 @@ class StreamBackend(Backend):
         self._failure = self._failure or reason
         self.host.abort(reason)
         self.memory.forget()
-        self.collectives.abort(reason)
+        self.exchange.abort(reason)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -142,7 +525,7 @@ class StreamBackend(Backend):
         piece = self._layout.slices[bucket]
         self._join_streams(piece.params)
         # Packing rounds to the wire's type; sums in it must come scaled before.
-        scale = self._scaling.before * (1.0 if self.collectives.scales else self._scaling.after)
+        scale = self._scaling.before * (1.0 if self.exchange.scales else self._scaling.after)
         cast = self.schedule.buckets[bucket].wire is not None
         if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
             with torch.no_grad():
@@ -217,14 +600,14 @@ class StreamBackend(Backend):
         """Return the mean duration of several consecutive exchanges."""
         unit = self.ranks.size * 64
         data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
-        device, collectives = self.streams, self.collectives
+        device, exchange = self.streams, self.exchange
         device.wait(device.comm, device.record(device.current()))
         with device.on(device.comm):
-            collectives.reduce_scatter(data, 1.0)
+            exchange.reduce_scatter(data, 1.0)
             start = device.record(device.comm)
             for _ in range(_TIMED_EXCHANGES):
-                collectives.reduce_scatter(data, 1.0)
-                collectives.all_gather(data)
+                exchange.reduce_scatter(data, 1.0)
+                exchange.all_gather(data)
             end = device.record(device.comm)
         began, ended = device.moment(start), device.moment(end)
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
@@ -261,17 +644,17 @@ class StreamBackend(Backend):
             if self._peers is not None:
                 self._peers.close(farewell=orderly and self._failure is None)
             self.host.close()
-            self.collectives.close()
+            self.exchange.close()
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
     """Return a backend over new connections; ``transport`` is for the flags. Collective."""
     host, timeout = engine_backend(process_set, transport), settings().timeout
     streams, channel = device_of(device), new_channel(process_set)
-    collectives = collectives_for(host.ranks, streams, channel)
-    memory = memory_for(host.ranks, collectives, streams, timeout)
+    exchange = exchange_for(host.ranks, device, channel)
+    memory = memory_for(host.ranks, exchange, streams, timeout)
     connections = data_connections(process_set, channel)
     peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
-    backend = StreamBackend(host, streams, collectives, memory, peers, timeout)
+    backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
     failure_monitor.register(backend, process_set.ranks or (), peers.problem)
     return backend

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.backends.choice import PLAIN, wanted_transport
+from commsched.backends import PLAIN, wanted_transport
 from commsched.collectives.compression import Compression
 from commsched.collectives.reductions import Adasum, Average, Sum
 from scheduler.ir.program import Program

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commsched.backends.choice import wanted_transport
+from commsched.backends import wanted_transport
 
 BLOCK = 256  # elements with one scale: comm_core's kQuantBlock
 SHARE = (BLOCK + 4) / (4 * BLOCK)  # of float32's bytes

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from commsched.backends.choice import backend_for
+from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank

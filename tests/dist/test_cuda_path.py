@@ -28,7 +28,7 @@ if hvd.rank() == 1:
     time.sleep(100)
 # As in loss.item(): the host waits for its GPU until the collectives are aborted.
 blocked, reasons = threading.Event(), []
-backend.collectives.abort = lambda reason: (reasons.append(reason), blocked.set())
+backend.exchange.abort = lambda reason: (reasons.append(reason), blocked.set())
 assert blocked.wait(30), "nobody aborted"
 # Its connections or the coordinator tell first.
 known = "rank 1 is gone", "rank 1 died"

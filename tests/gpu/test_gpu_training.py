@@ -129,7 +129,7 @@ if hvd.rank() == 1:
     time.sleep(100)
 with backend.streams.on(backend.streams.comm):
     data = torch.ones(1 << 20, device="cuda")
-    backend.collectives.reduce_scatter(data, 1.0)  # rank 1 never comes
+    backend.exchange.reduce_scatter(data, 1.0)  # rank 1 never comes
     data.sum().item()
 try:
     model(torch.ones(2, 64).cuda()).sum().backward()
@@ -198,13 +198,12 @@ def test_a_joined_rank_without_a_gpu() -> None:
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL
-from commsched.backends.cuda_collectives import NcclCollectives
-from commsched.backends.cuda_device import CudaDevice
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.cuda import CudaDevice, StreamBucket, StreamSchedule
+from commsched.backends.nccl import NcclExchange
 device = CudaDevice(torch.device("cuda", 0))
 torch.cuda.set_device(0)
 group = ProcessGroupNCCL(HashStore(), 0, 1, ProcessGroupNCCL.Options())
-plan = StreamSchedule(device, NcclCollectives(group), 0, 1)
+plan = StreamSchedule(device, NcclExchange(group), 0, 1)
 buckets = [StreamBucket(torch.zeros(1 << 20, device="cuda")) for _ in range(3)]
 plan.install([("RS", 0), ("RS", 1), ("AG", 0), ("RS", 2), ("AG", 2), ("AG", 1)], buckets)
 for step in range(1, 20):
@@ -258,7 +257,7 @@ print("masters kept")
 
 REGISTERED = """
 import torch, torch.nn as nn, commsched as hvd
-from commsched.backends.cuda_memory import RegisteredMemory
+from commsched.backends.cuda import RegisteredMemory
 hvd.init()
 torch.cuda.set_device(0)
 found = []

@@ -13,20 +13,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda_device import Device
-from commsched.backends.cuda_memory import RegisteredMemory
-from commsched.backends.cuda_streams import StreamBucket
+from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket
+from commsched.backends.nccl import Exchange
 from commsched.backends.ranks import Ranks
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_collectives import Collectives
-from commsched.env import settings
 from commsched.collectives.private_groups import private_group
+from commsched.env import settings
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
+from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
-from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 
 
 class Mixed(nn.Module):
@@ -248,10 +245,10 @@ class Done(Device):
 
 
 class MemoryOnPaper(RegisteredMemory):
-    def __init__(self, ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> None:
         self.pools: list[Pool] = []
         self.group = RegisteringGroup(ranks.rank, ranks.size)
-        super().__init__(self.group, collectives, Done(device.device), timeout)
+        super().__init__(self.group, exchange, Done(device.device), timeout)
 
     def _new_pool(self) -> Pool:
         self.pools.append(Pool())
@@ -305,11 +302,11 @@ class Ending(Device):
 def over_nccl_on_paper() -> ExitStack:
     """Buckets travel over groups that count themselves, through the code that is for NCCL."""
     stack = ExitStack()
-    stack.enter_context(patch("commsched.backends.cuda_collectives.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.backends.nccl.nccl_usable", lambda names: True))
     stack.enter_context(patch("commsched.backends.cuda.device_of", Ending))
     stack.enter_context(
         patch(
-            "commsched.backends.cuda_collectives.private_group",
+            "commsched.backends.nccl.private_group",
             lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
         )
     )
@@ -349,7 +346,7 @@ def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
 def registering_without_nccl_is_told(me: Me) -> None:
     model = seeded(Mixed)
     asked = replace(settings(), nccl_register="1")
-    with patch("commsched.backends.cuda_memory.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
+    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
     text = [str(warning.message) for warning in told]

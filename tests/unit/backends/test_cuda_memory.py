@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.backends import cuda_device as device
-from commsched.backends.cuda_memory import RegisteredMemory, can_register
+from commsched.backends import cuda
+from commsched.backends.cuda import RegisteredMemory, can_register
 from commsched.errors import CommError
-from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
+from tests.support.stream_device import FakeDevice, FakeExchange, Network, RegisteringGroup, run
 
 
 class Numbered(RegisteredMemory):
@@ -34,20 +34,20 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> None:
         self.device = FakeDevice()
         self.network = Network(1)
-        self.collectives = FakeCollectives(self.network, 0, self.device)
+        self.exchange = FakeExchange(self.network, 0, self.device)
         self.group = RegisteringGroup(check=self.nothing_travels)
-        self.memory = Numbered(self.group, self.collectives, self.device, timeout)
+        self.memory = Numbered(self.group, self.exchange, self.device, timeout)
         self.while_waiting(monkeypatch, lambda: run([self.device], seed=0))
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-        monkeypatch.setattr(device.time, "sleep", lambda seconds: act())
+        monkeypatch.setattr(cuda.time, "sleep", lambda seconds: act())
 
     def nothing_travels(self) -> None:
         assert not self.device.comm.queue, "memory that NCCL is using was given back"
 
     def travel(self) -> None:
         with self.device.on(self.device.comm):
-            self.collectives.reduce_scatter(torch.zeros(4), 1.0)
+            self.exchange.reduce_scatter(torch.zeros(4), 1.0)
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import commsched
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_device import Device
+from commsched.backends.cuda import Device, StreamBackend
 from commsched.env import Settings
 from commsched.optimizer import prometheus
 from commsched.optimizer.drift import NOTICED, SETTLE, StepTimes
