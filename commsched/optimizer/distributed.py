@@ -109,6 +109,7 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = optimizer.__dict__
     wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
+    wrapped._session, wrapped._unplanned, wrapped._closed, wrapped._released = None, None, False, False
     # One rank alone needs a session for master weights only.
     if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
         if one_by_one:
@@ -135,7 +136,7 @@ def _keep_together(wrapped: Any) -> None:
         owner = this()
         if owner is None or owner._session is None:
             return
-        if optimizer is not owner and owner._options.gather == "parameters":
+        if not isinstance(optimizer, DistributedMethods) and owner._options.gather == "parameters":
             raise ValueError(
                 "with gather='parameters' the state is spread over the ranks; call state_dict() and"
                 " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"

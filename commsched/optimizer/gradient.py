@@ -59,6 +59,7 @@ class Gradient:
         "param",
         "payload",
         "pends",
+        "seen",
         "sparse",
         "sum",
         "touched",
@@ -71,7 +72,7 @@ class Gradient:
         self.number, self.param, self.name = number, param, name
         self.pends = can_pend(param)  # whether the parameter can complete itself when it is read
         self.hook = -1  # the id of our hook among the parameter's
-        self.twice = False  # two gradients have come in one backward: it is sent at the end of each from then on
+        self.twice = False  # two have come in one backward: from then on it is taken at the end of each
 
         # By plan. Without elements there is no slot: nothing travels.
         self.view: torch.Tensor | None = None  # the slot, in the shape of the parameter; user code never sees it
@@ -82,6 +83,7 @@ class Gradient:
 
         # By round.
         self.filled = -1  # the last round into which a gradient was put
+        self.seen = -1  # the last round in which one was left in p.grad until the end of the backward
         self.exposed = True  # the sum, and the update that waited for it, are complete
         self.sparse: torch.Tensor | None = None  # reduced at step time, if its rank has put a sparse gradient
         self.late: torch.Tensor | None = None  # came after its bucket was sent, in the same backward

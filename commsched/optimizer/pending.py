@@ -99,13 +99,10 @@ class PendingParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        complete(self)
-        return nn.Parameter.__deepcopy__(self, memo)
+        return _copied(self, lambda: nn.Parameter.__deepcopy__(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        complete(self)
-        with ordinary([self]):
-            return self.__reduce_ex__(protocol)
+        return _copied(self, lambda: nn.Parameter.__reduce_ex__(self, protocol))
 
 
 class PendingGradient(PendingParameter):
@@ -150,6 +147,18 @@ def complete(parameter: nn.Parameter) -> None:
     elif type(parameter) is not CompiledParameter:
         # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
+
+
+def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
+    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+    if id(parameter) not in _only_gradients:
+        complete(parameter)
+    kind: Any = type(parameter)
+    parameter.__class__ = nn.Parameter
+    try:
+        return copy()
+    finally:
+        parameter.__class__ = kind
 
 
 def keep_class(parameter: torch.Tensor) -> None:

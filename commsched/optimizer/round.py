@@ -185,7 +185,7 @@ class Round:
         self.running = 0  # ends of backwards that have not come: that backward, and those inside of it
         self._backward = -1  # autograd's number of the backward that the last gradient came from
         self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
-        self._passes = 0  # early passes since the last round
+        self._passes = 0  # early passes since the last step
         self._additions = 1  # backwards since the last sum
         self.backward_passes = 1  # so many are accumulated before the gradients are reduced
         self.local_only = False  # within no_sync()
@@ -195,7 +195,8 @@ class Round:
 
         # The present round.
         self.number = 0
-        self.send_at_end = True  # so in the first round, to see what comes twice in a backward
+        self._is_first = True  # in the first round gradients stay in p.grad, to see which come twice
+        self.send_at_end = True
         self._missing: list[int] = []  # by bucket: gradients that have not come
         self._sent: list[bool] = []
         self.done: list[bool] = []  # by bucket: somebody has waited for it
@@ -311,6 +312,10 @@ class Round:
             if len(hooks) > 1 and next(reversed(hooks)) != gradient.hook:
                 self._hooked_after.append(gradient)  # they are to see p.grad, and may change it
                 return
+            if self._is_first or gradient.twice:
+                gradient.twice = gradient.twice or gradient.seen == self.number
+                gradient.seen = self.number  # autograd adds to p.grad until the end of the backward
+                return
             if gradient.filled == self.number:
                 self._put_second(gradient, grad)
                 return
@@ -398,7 +403,7 @@ class Round:
         if unawaited:  # no parameter has waited for these
             self.complete_buckets(unawaited)
         layout = self.buffers.layout
-        self.deferred, self._dirty, self._passes = None, False, 0
+        self.deferred, self._dirty = None, False
         self.votes = self.used[self.places.votes] if self.number and self.used else 0
         self.number += 1
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
@@ -594,7 +599,7 @@ class Round:
             self._missing = [1] * self.flags_bucket
             self._send(unsent)
             self._send_flags()
-            self.state, self.send_at_end, self._additions = State.SENT, False, 0
+            self.state, self.send_at_end, self._is_first, self._additions = State.SENT, False, False, 0
             self.pending = len(self.travelling)
             unguarded = []
             for gradient in self.travelling:
@@ -742,7 +747,8 @@ class Round:
             self.mode.reduce_outside(late, sparse)
 
     def _check_raised(self, raised: list[int]) -> None:
-        if raised and not self.abandoned:
+        cleared = all(g.touched and raw_grad(g.param) is None for g in self.travelling)
+        if raised and not self.abandoned and not cleared:
             self.mode.finish_round()
             raise CommError(
                 f"rank {self.ranks.rank}: the backward of {ranks_text(raised)} raised an exception, so this"
@@ -880,6 +886,7 @@ class Round:
             if self.state is State.RAISED:
                 self._abandon()
             if self.state is State.SENT:
+                self.abandoned = True
                 self.mode.discard()
             self._passes, self.samples, self._dirty = 0, 0, False
             for gradient in self.gradients:

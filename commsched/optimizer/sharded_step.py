@@ -21,7 +21,6 @@ ones, and those that share memory with another one (``a.data = b.data``), whose 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -77,8 +76,7 @@ class ShardedStep(StepMode):
         if optimizer._base not in WHOLE:
             check_elementwise(optimizer._base)
         self.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
-        # The optimizer owns this object: a strong reference back would be a cycle that delays their end.
-        self._optimizer, self._masters = weakref.proxy(optimizer), masters
+        self._optimizer, self._masters = optimizer, masters  # a weak proxy: the optimizer owns this object
         self._gathered = False  # synchronize() has gathered this round's sums
         self._updated = False  # the last round ended with an update
         self._kept = False  # its gradients had been gathered, and stay
@@ -450,10 +448,14 @@ class ShardedStep(StepMode):
 
     def whole_state(self, state: OptimizerState) -> OptimizerState:
         self.check_none_joined("state_dict()")
-        return super().whole_state({**state, **self._gathered_shards()})
+        whole = {**state, **self._gathered_shards()}
+        ordered = {p: whole[p] for p in self._optimizer._every_param() if p in whole}
+        return super().whole_state({**ordered, **whole})
 
     def _gathered_shards(self) -> OptimizerState:
         self.round.settle()
+        if self.round.state is State.SENT:
+            self._wait_all_reduced()  # the engine must not need the connections: it waits for the update then
         return self.shards.gathered_state(self.ranks.all_values, self.backend.gather_now)
 
     def keep_shards(self) -> None:

@@ -57,6 +57,12 @@ def forward_to_wrapped(cls: type, methods: type) -> None:
             setattr(cls, name, _Forwarded(name))
 
 
+def _plain(cls: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    return optimizer
+
+
 class DistributedMethods(Optimizer):
     """Mixed in before the wrapped optimizer's class.
 
@@ -363,9 +369,7 @@ class DistributedMethods(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let copies and pickles be plain optimizers of the wrapped class."""
-        plain = self._base.__new__(self._base)
-        plain.__dict__.update(self.__dict__, state=self._whole_state())
-        return plain.__reduce_ex__(protocol)
+        return _plain, (self._base, {**self._base.__getstate__(self), "state": self._whole_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()

@@ -296,7 +296,7 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
     1,
     lambda dice, o: {**draw_loss(dice, o), "rank": dice.randrange(o["ranks"]), "then": dice.choice(["step", "sync"])},
     ("backward", "step"),
-    legal=lambda w: all(b.passes == 1 for b in w.books),
+    legal=lambda w: all(b.passes == 1 and not b.fresh for b in w.books),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:

@@ -68,10 +68,17 @@ ROWS = (
         ("op=Sum", "zero_grad()"),
     ),
     Row(
+        "backward raised",
+        ("read", "backward", "step", "synchronize"),
+        lambda book: book.raised,
+        ValueError,
+        ("raised", "clear", "zero_grad()"),
+    ),
+    Row(
         "closed",
         ("step", "synchronize", "backward"),
         lambda book: book.closed,
-        ValueError,
+        CommError,
         ("close",),
     ),
 )

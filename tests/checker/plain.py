@@ -45,6 +45,7 @@ class Book:
     vague: bool = False
     closed: bool = False
     paused: bool = False
+    raised: bool = False  # a backward that would have been averaged has raised, and nobody has cleared since
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -80,6 +81,8 @@ class PlainMethods(Optimizer):
         book.local = book.local or touched
         if touched:
             book.gathered = False
+        if not whole and touched and not (book.closed or book.paused) and book.done + 1 >= book.passes:
+            book.raised = True
         if book.closed or book.paused or not whole:
             return
         book.done += touched
@@ -159,7 +162,7 @@ class PlainMethods(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._base.zero_grad(self, set_to_none)
-        self.book.done, self.book.vague = 0, False
+        self.book.done, self.book.vague, self.book.raised = 0, False, False
         self.look()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -177,7 +180,7 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.local = book.ungathered = book.gathered = book.consumed = book.changed = book.fresh = False
+            book.raised = book.local = book.ungathered = book.gathered = book.consumed = book.changed = book.fresh = False
             book.common.clear()
 
     def __reduce__(self) -> Any:

@@ -244,6 +244,9 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
     if [path for path, _ in left] != [path for path, _ in right]:
         return f"it is {_short(mine)}, plain has {_short(plain)}"
     pairs = [(path, a, b) for (path, a), (_, b) in zip(left, right)]
+    for path, a, b in pairs:
+        if (a is None) != (b is None):
+            return f"{path or 'it'} is {_short(a)}, plain has {_short(b)}"
     numbers = [(path, _number(a), _number(b)) for path, a, b in pairs if isinstance(b, (float, torch.Tensor))]
     largest = max((float(b.abs().max()) for _, _, b in numbers if b.numel()), default=0.0)
     scale = max(largest, 1e-2)

@@ -18,9 +18,8 @@ import torch
 
 import comm_core
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_collectives import StagedCollectives
-from commsched.backends.cuda_device import Device
+from commsched.backends.cuda import Device, StreamBackend
+from commsched.backends.nccl import StagedExchange
 from commsched.backends.interface import Backend, StepWork
 from commsched.backends.ranks import Ranks
 from commsched.errors import CommError
@@ -238,7 +237,7 @@ def late_backend(
         if not stream:
             return host
         device = Device(torch.device("cpu"))
-        return StreamBackend(host, device, StagedCollectives(transport(), device), timeout=patience)
+        return StreamBackend(host, device, StagedExchange(transport()), timeout=patience)
 
     return LateBackend(make, ranks, lateness, dice)
 
