@@ -145,12 +145,17 @@ def _keep_together(wrapped: Any) -> None:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         owner: Any = this()
+        if owner is None:
+            raise ValueError(
+                "the optimizer that DistributedOptimizer returned does not exist any more; keep it, and call its"
+                " step()"
+            )
         owner._opt_called = True
         return type(owner).step(owner, *args, **kwargs)
 
     wrapped.register_state_dict_pre_hook(settle)
     wrapped.register_load_state_dict_pre_hook(settle)
-    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        wrapped.__dict__["step"] = step
+    # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the instance,
+    # unless it finds one that counts.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapped.__dict__["step"] = step

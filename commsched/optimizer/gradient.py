@@ -51,7 +51,6 @@ class Gradient:
         "clear",
         "exposed",
         "filled",
-        "hook",
         "late",
         "local",
         "name",
@@ -71,7 +70,6 @@ class Gradient:
     def __init__(self, number: int, param: nn.Parameter, name: str) -> None:
         self.number, self.param, self.name = number, param, name
         self.pends = can_pend(param)  # whether the parameter can complete itself when it is read
-        self.hook = -1  # the id of our hook among the parameter's
         self.twice = False  # two have come in one backward: from then on it is taken at the end of each
 
         # By plan. Without elements there is no slot: nothing travels.
@@ -133,6 +131,12 @@ class Gradient:
             shown = self.alias.detach()
         set_raw_grad(self.param, shown)
 
+    def show_zeros(self) -> None:
+        """Let ``p.grad`` be zeros, if it is None: its sum was cleared with ``set_to_none=False``."""
+        if raw_grad(self.param) is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                set_raw_grad(self.param, torch.zeros_like(self.param, requires_grad=False))
+
     def free(self) -> None:
         """Let the slot be written: those who hold an earlier gradient keep its values in memory of their own."""
         alias = self.alias
@@ -161,7 +165,7 @@ class Gradient:
 
     def is_in_place(self, grad: torch.Tensor) -> bool:
         """Return whether a dense gradient is the slot's memory."""
-        return self.view is not None and grad.data_ptr() == self.view.data_ptr()
+        return self.view is not None and not grad.is_sparse and grad.data_ptr() == self.view.data_ptr()
 
     def _is_slot(self, grad: torch.Tensor) -> bool:
         view = self.view

@@ -174,7 +174,6 @@ class Hooks:
         self._round, self._last = -1, -1
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._on_grads: dict[int, RemovableHandle] = {}
         # A module, or a piece of a compiled graph (None), and the layers that it is.
         self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
         for number, (module, params) in enumerate(modules):
@@ -184,18 +183,9 @@ class Hooks:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         for i, param in enumerate(now.params):
             if param.requires_grad:
-                self._follow(i)
-        now.rehook = self._follow
+                self._handles.append(param.register_post_accumulate_grad_hook(partial(now.on_grad, i)))
         self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
         self.graphs_wait = compiled_graphs.follow(self, now.params)
-
-    def _follow(self, i: int) -> None:
-        """Let our hook be the last one of a parameter, so that user code's hooks see and change ``p.grad``."""
-        if i in self._on_grads:
-            self._on_grads[i].remove()
-        param = self.round.params[i]
-        handle = param.register_post_accumulate_grad_hook(partial(self.round.on_grad, i))
-        self._on_grads[i], self.round.gradients[i].hook = handle, handle.id
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""
@@ -263,7 +253,6 @@ class Hooks:
     def remove(self) -> None:
         compiled_graphs.unfollow(self)
         self._tied.remove()
-        for handle in (*self._handles, *self._on_grads.values()):
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._on_grads.clear()

@@ -190,8 +190,6 @@ class Round:
         self.backward_passes = 1  # so many are accumulated before the gradients are reduced
         self.local_only = False  # within no_sync()
         self._dirty = False  # local gradients have come since the round was sent
-        self._hooked_after: list[Gradient] = []  # taken at the end of the backward: user hooks follow ours
-        self.rehook: Callable[[int], None] = lambda i: None
 
         # The present round.
         self.number = 0
@@ -309,18 +307,16 @@ class Round:
             if self.state is not State.FILLING:
                 grad = self._open(gradient, grad)
             hooks: Any = param._post_accumulate_grad_hooks
-            if len(hooks) > 1 and next(reversed(hooks)) != gradient.hook:
-                self._hooked_after.append(gradient)  # they are to see p.grad, and may change it
-                return
-            if self._is_first or gradient.twice:
+            if self._is_first or gradient.twice or len(hooks) > 1:
+                # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
                 gradient.twice = gradient.twice or gradient.seen == self.number
-                gradient.seen = self.number  # autograd adds to p.grad until the end of the backward
+                gradient.seen = self.number
                 return
             if gradient.filled == self.number:
                 self._put_second(gradient, grad)
                 return
             early = self._put(gradient, grad)
-            if early and not self.send_at_end and not gradient.twice:
+            if early and not self.send_at_end:
                 self._send(gradient.payload.buckets)
             # Else the end of the backward sends it.
 
@@ -535,7 +531,6 @@ class Round:
         with self.lock:
             self._backward, local = -1, self._is_local
             self._is_local = False
-            self._hooked_after.clear()
             if local or self.state is not State.FILLING or self.closed:
                 return
             self.state = State.RAISED
@@ -582,10 +577,6 @@ class Round:
         with self.lock:
             if self.state not in (State.FILLING, State.RAISED):
                 self._begin()
-            if self._hooked_after:
-                for gradient in self._hooked_after:
-                    self.rehook(gradient.number)  # from now on ours is the last hook
-                self._hooked_after.clear()
             for gradient in self.travelling:
                 if gradient.filled != self.number:
                     grad = raw_grad(gradient.param)
@@ -747,8 +738,7 @@ class Round:
             self.mode.reduce_outside(late, sparse)
 
     def _check_raised(self, raised: list[int]) -> None:
-        cleared = all(g.touched and raw_grad(g.param) is None for g in self.travelling)
-        if raised and not self.abandoned and not cleared:
+        if raised and not self.abandoned and not self._all_cleared():
             self.mode.finish_round()
             raise CommError(
                 f"rank {self.ranks.rank}: the backward of {ranks_text(raised)} raised an exception, so this"
@@ -861,7 +851,7 @@ class Round:
         with self.lock:
             gradient = self.gradients[i]
             if self.state is State.IDLE and not gradient.exposed:
-                gradient.clear = set_to_none
+                gradient.clear = set_to_none or gradient.clear is True
                 return True
             zeros = None if set_to_none else torch.zeros_like(gradient.param, requires_grad=False)
             return self.replaced(i, zeros)
@@ -883,17 +873,22 @@ class Round:
         with self.lock:
             if self.state is State.FILLING:
                 self._leave_filling()
+            there: list[Gradient] = []  # gradients that plain PyTorch would show now
             if self.state is State.RAISED:
+                there = [gradient for gradient in self.travelling if gradient.unclear]
                 self._abandon()
-            if self.state is State.SENT:
+            elif self.state is State.SENT:
                 self.abandoned = True
                 self.mode.discard()
+                there = [g for g in self.travelling if self.used[g.number] and not g.touched]
             self._passes, self.samples, self._dirty = 0, 0, False
             for gradient in self.gradients:
-                gradient.clear, gradient.local = set_to_none, None
+                gradient.clear, gradient.local = set_to_none or gradient.clear is True, None
                 if gradient.exposed:
                     gradient.apply_clear()
-            self.mode.cleared()
+            self.mode.cleared(set_to_none)
+            for gradient in there if not set_to_none else ():
+                gradient.show_zeros()
 
     def finish_step(self, stepped: bool = True) -> None:
         """End the step, also one that was left out: later gradients belong to the next one. IDLE."""
@@ -917,13 +912,26 @@ class Round:
                 self.gradients[i].sum = gradient.sum
                 set_raw_grad(self.params[i], gradient.sum.shown)
 
-    def drain(self) -> None:
-        """Apply pending updates and let the backend finish the last round, before the end."""
+    def leave_cleared(self) -> None:
+        """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
         with self.lock:
-            if self.state is State.IDLE:
-                self.complete_all()
-            elif self.state is State.SENT:
-                self.mode.finish_round()
+            if self.state is State.RAISED:
+                self._leave_raised()
+            elif self.state is State.SENT and self._all_cleared():
+                self.abandoned = True
+                self.mode.discard()
+
+    def _all_cleared(self) -> bool:
+        return all(g.touched and raw_grad(g.param) is None for g in self.travelling)
+
+    def drain(self) -> None:
+        """Apply pending updates and show the last sums, before the end."""
+        with self.lock:
+            if self.state is State.RAISED:
+                self._abandon()
+            if self.state is State.SENT:
+                self.mode.end_round()
+            self.complete_all()
 
     def close(self) -> None:
         """Make the parameters ordinary again, and give the buckets back; pending results are lost."""

@@ -200,7 +200,11 @@ class ShardedStep(StepMode):
             assert gradient.view is not None
             with torch._C.DisableTorchFunctionSubclass():
                 gradient.param.copy_(gradient.view)
-        if not self._kept and gradient.clear is None and not gradient.touched:
+        if self._kept or gradient.touched:
+            return
+        if gradient.clear is False:
+            gradient.show_zeros()
+        elif gradient.clear is None:
             self._gone.add(i)
             access = Access(partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i))
             mark_pending(gradient.param, access, only_grad=True)
@@ -222,9 +226,9 @@ class ShardedStep(StepMode):
         zeros = None if set_to_none else torch.zeros_like(self.round.params[i], requires_grad=False)
         return self._replace(i, zeros)
 
-    def cleared(self) -> None:
+    def cleared(self, set_to_none: bool) -> None:
         for i in list(self._gone):
-            self._replace(i, None)
+            self._clear(i, set_to_none)
 
     def refuse_early(self, what: str) -> None:
         if self._early is not None:
@@ -358,6 +362,12 @@ class ShardedStep(StepMode):
         now.guard()
         now.complete(now.readable_unnoticed())
 
+    def end_round(self) -> None:
+        if self._early is None:
+            self.gather_gradients()
+            self.round.keep_values()
+        self.discard()
+
     def discard(self) -> None:
         """End the round without an update."""
         if self._early is not None:
@@ -373,10 +383,9 @@ class ShardedStep(StepMode):
         self.round.complete_all()
 
     def finish_all(self) -> None:
+        self.round.leave_cleared()
         if self.round.state is not State.IDLE:
-            self.gather_gradients()
-            self.round.keep_values()
-            self.discard()
+            self.end_round()
         self.round.settle()
         self.keep_shards()
         self.round.residuals.keep()
@@ -448,6 +457,7 @@ class ShardedStep(StepMode):
 
     def whole_state(self, state: OptimizerState) -> OptimizerState:
         self.check_none_joined("state_dict()")
+        self.round.leave_cleared()
         whole = {**state, **self._gathered_shards()}
         ordered = {p: whole[p] for p in self._optimizer._every_param() if p in whole}
         return super().whole_state({**ordered, **whole})

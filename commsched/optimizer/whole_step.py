@@ -185,6 +185,10 @@ class StepMode(ABC):
         """Wait until no other rank needs this rank for the round."""
 
     @abstractmethod
+    def end_round(self) -> None:
+        """End a round before the optimizer's end; its sums are shown. Collective."""
+
+    @abstractmethod
     def discard(self) -> None:
         """End a round without using its result."""
 
@@ -192,7 +196,7 @@ class StepMode(ABC):
     def finish_all(self) -> None:
         """Complete all pending work, so that another round can take over; gradients stay."""
 
-    def cleared(self) -> None:
+    def cleared(self, set_to_none: bool) -> None:
         """React to the user's ``zero_grad()``."""
 
     def refuse_early(self, what: str) -> None:
@@ -232,6 +236,7 @@ class StepMode(ABC):
         """Return the optimizer's state with everything that belongs into a state dict."""
         if self.round.residuals.params:
             self.check_none_joined("state_dict()")
+            self.round.leave_cleared()
         self._finish_residuals()
         return self.round.residuals.added_to(state)
 
@@ -382,6 +387,9 @@ class WholeStep(StepMode):
     def finish_round(self) -> None:
         for bucket in range(self.round.flags_bucket):
             self.backend.wait_gathered(bucket)
+
+    def end_round(self) -> None:
+        self.round.complete_all()
 
     def discard(self) -> None:
         self.round.complete_all()

@@ -171,7 +171,11 @@ class PlainMethods(Optimizer):
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
     def close(self, wait: bool = True) -> None:
-        self.book.closed = True
+        book = self.book
+        if book.consumed and not book.closed:
+            for param in self.every_param():  # shards are all there is
+                param.grad = None
+        book.closed = True
 
     def look(self) -> None:
         """Notice that the user has cleared all gradients, in whichever way."""
@@ -180,7 +184,10 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.raised = book.local = book.ungathered = book.gathered = book.consumed = book.changed = book.fresh = False
+            book.raised = book.local = book.ungathered = book.gathered = book.fresh = False
+            if not book.sums or all(g is None for g in grads):  # whoever zeroes a sum changes it
+                book.changed = False
+            book.consumed = False
             book.common.clear()
 
     def __reduce__(self) -> Any:

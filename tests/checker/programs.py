@@ -280,7 +280,7 @@ def _number(value: Any) -> torch.Tensor:
 
 def _leaves(value: Any, path: str) -> Any:
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key, item in sorted(value.items(), key=lambda pair: str(pair[0])):
             yield from _leaves(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         yield path + " length", len(value)
