@@ -114,7 +114,7 @@ class StagedCollectives:
         self._transport.abort(reason)
 
     def close(self) -> None:
-        pass  # its connections end with the transport
+        self._transport.close("the optimizer is closed")
 
 
 def collectives_for(ranks: Ranks, device: Device, channel: int) -> Collectives:

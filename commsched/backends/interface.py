@@ -2,7 +2,7 @@
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
-are gathered) and gathered. The flags are further buckets, numbered behind those of the layout: small int32
+are gathered) and gathered. The flags are further buckets, numbered behind those of the layout: small int64
 tensors on the host that are summed over the ranks in every step.
 """
 
@@ -70,7 +70,7 @@ def step_work(
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
-    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
+    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int64) for length in lengths]
     return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals, changed)
 
 

@@ -22,10 +22,11 @@ from commsched.optimizer.corrections import Corrections
 from commsched.optimizer.pending import clear_raw_grad, raw_grad, set_raw_grad
 from commsched.optimizer.residuals import Residuals
 
-# A parameter's entry in the flags that every round sums over the ranks.
+# A parameter's entry in the flags that every round sums over the ranks: in an int64, three counts of ranks of
+# 20 bits each, so that up to 1,048,575 ranks are told apart.
 DENSE = 1
-SPARSE = 1 << 10
-LATE = 1 << 20
+SPARSE = 1 << 20
+LATE = 1 << 40
 
 JOINED = 1 << 10  # in the place of a rank's count of steps: it has joined and takes part with zeros
 
