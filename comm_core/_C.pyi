@@ -157,6 +157,9 @@ class Transport:
     def size(self) -> int: ...
     def set_timeout(self, seconds: float) -> None: ...
     def abort(self, reason: str) -> None: ...
+    def close(self, reason: str = "the transport is closed") -> None:
+        """End operations in progress and give back connections and memory. Later operations raise the reason."""
+
     def reduce_scatter(
         self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
     ) -> None:
@@ -263,8 +266,11 @@ class Engine:
         """Block until all steps begun so far are finished."""
 
     def abort(self, reason: str) -> None: ...
-    def close(self) -> None:
-        """End the thread and abort operations in flight. Never hangs."""
+    def close(self, reason: str = "the engine is closed") -> None:
+        """Abort operations in flight; give back the thread, the connections and the buckets' memory.
+
+        Never raises and never hangs. Later calls raise the reason; buckets that have arrived stay readable.
+        """
 
     def error(self) -> str | None: ...
     def events(self, clear: bool = True) -> npt.NDArray[np.void]:

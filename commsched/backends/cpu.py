@@ -159,7 +159,11 @@ class EngineBackend(Backend):
         self.engine.abort(reason)
 
     def close(self, orderly: bool = True) -> None:
-        self.engine.close()
+        failure_monitor.unregister(self)
+        self.engine.close(
+            f"rank {self.ranks.rank}: the optimizer is closed, and its connections with it: make a new"
+            " DistributedOptimizer to train on"
+        )
 
 
 def choose(name: str | None, size: int) -> str:

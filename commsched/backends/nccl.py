@@ -120,7 +120,7 @@ class StagedExchange:
         self._transport.abort(reason)
 
     def close(self) -> None:
-        pass  # its connections end with the transport
+        self._transport.close("the optimizer is closed")
 
 
 def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:

@@ -158,4 +158,5 @@ def _keep_together(wrapped: Any) -> None:
     # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the instance,
     # unless it finds one that counts.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapped._plain_step = wrapped.__dict__.get("step")
     wrapped.__dict__["step"] = step

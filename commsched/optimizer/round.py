@@ -863,8 +863,7 @@ class Round:
         with self.lock:
             if self.state is State.FILLING:
                 self._leave_filling()
-            if self.state is State.RAISED:
-                self._leave_raised()
+            self.leave_cleared()
             if self.state is State.IDLE or self._dirty:
                 self.seal()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,7 @@ class DistributedMethods(Optimizer):
     _synchronized = False
     _samples = 0  # counted on a rank alone
     _released = _closed = False
+    _plain_step: Any = None  # the step() that a scheduler had put into the instance before it was wrapped
     backward_passes_per_step = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -348,7 +349,7 @@ class DistributedMethods(Optimizer):
             return own
         if not self._closed:
             return session.mode.whole_state(own)
-        if session.mode.spreads_state:
+        if session.mode.spreads_state and not own:
             raise CommError(
                 f"rank {session.backend.ranks.rank}: this optimizer is closed, and each rank has a part of its"
                 " state; call state_dict() on all ranks before close(), or release() in its place"
@@ -394,9 +395,16 @@ class DistributedMethods(Optimizer):
 
         The parameters can be read afterwards, whatever has failed before. Never raises.
         """
-        if self._session is not None:
+        if self._session is not None and not self._closed:
+            if wait:
+                with suppress(Exception):  # of ranks that are gone; what is here is kept
+                    self._session.mode.finish_all()
             self._session.close(wait)
             self._closed = True
+            # The wrapped optimizer steps by itself again.
+            self.__dict__.pop("step", None)
+            if self._plain_step is not None:
+                self.__dict__["step"] = self._plain_step
 
     def release(self, wait: bool = True) -> None:
         """Apply the last update and step locally from now on, with the whole state. Every rank must call.

@@ -132,7 +132,7 @@ def _options(dice: random.Random, ranks: int) -> dict[str, Any]:
         "predivide": dice.choice([1.0, 1.0, 1.0, 2.0]) if not sums else 1.0,
         "compression": "none",
         "row_sparse": dice.choice(["auto", "auto", False]),
-        "stream": dice.random() < 0.25,
+        "stream": dice.random() < 0.25,  # of one optimizer: exchanges of two would wait for each other
         "lateness": dice.choice([0.0, 0.8, 0.8]),
         "early_model": False,
         "model": True,

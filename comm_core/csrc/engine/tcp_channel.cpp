@@ -15,6 +15,7 @@ constexpr uint64_t kMessage = 0x636f6d6d73636864;   // an ordinary message
 constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // the sender leaves; tag.bucket is the rank at fault, a text follows
 constexpr int kPieces = 16;                         // pieces of memory per system call
 constexpr size_t kMaxText = 400;
+constexpr size_t kMostDiscarded = 64 << 20;  // bytes: a peer may send faster than they are discarded
 constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
 // Poll again after this time: poll() can miss readable bytes when SO_RCVLOWAT changes under it.
 constexpr auto kLongestSleep = std::chrono::milliseconds(200);
@@ -278,6 +279,30 @@ void TcpChannel::abort(const std::string& reason) noexcept {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_.fd(), &one, sizeof(one));
   say_farewell(reason);
+}
+
+// Discards what has arrived: closing a socket with unread bytes resets the connection, and the farewell may get lost.
+void TcpChannel::discard_arrived(int fd) noexcept {
+  std::array<char, 1 << 16> scratch;
+  for (size_t left = kMostDiscarded; left > 0;) {
+    const ssize_t got = ::recv(fd, scratch.data(), std::min(left, scratch.size()), MSG_DONTWAIT);
+    if (got <= 0 && (got == 0 || errno != EINTR)) return;
+    left -= std::max<ssize_t>(got, 0);
+  }
+}
+
+void TcpChannel::close() noexcept {
+  if (!owned_.here()) return;
+  abort(rank_name(rank_) + " closed its engine");
+  const std::lock_guard lock(mutex_);
+  for (Peer& peer : peers_) {
+    if (!peer.connection.data) continue;
+    discard_arrived(peer.fd());
+    peer.connection.data.close();
+    peer.connection.keepalive.close();
+  }
+  for (pollfd& entry : polled_) entry.fd = -1;
+  wake_.close();
 }
 
 // Sends a farewell with the reason to each peer, if no message is half sent. Otherwise the peer sees the connection close.

@@ -33,6 +33,7 @@ class TcpChannel : public Channel {
   Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override;
   void wait(const Request& request) override;
   void abort(const std::string& reason) noexcept override;
+  void close() noexcept override;
   int max_in_flight() const override { return kSlots; }
   void set_timeout(double seconds) override { timeout_ = to_duration(seconds); }
 
@@ -87,6 +88,7 @@ class TcpChannel : public Channel {
   [[noreturn]] void lose(int peer, const std::string& why);
   [[noreturn]] void hear_farewell(int peer, const Header& header);
   void say_farewell(const std::string& reason) noexcept;
+  static void discard_arrived(int fd) noexcept;
 
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
