@@ -9,7 +9,7 @@ from typing import Any
 from comm_core.engine import OPS
 from commsched.collectives.compression import block_code
 from commsched.optimizer.metrics import Metrics, metrics_of, milliseconds
-from commsched.optimizer.quantised import SHARE
+from commsched.optimizer.model_layers import SHARE
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 

@@ -7,7 +7,7 @@ parameters. A master is valid as long as it rounds to the parameter: where the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -16,28 +16,6 @@ from torch import nn
 
 KEY = "master_weight"
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: bool, included: bool) -> None:
-    """Raise for options with which ``master_weights=True`` is not possible."""
-    if gather != "parameters":
-        raise ValueError(
-            "master_weights=True keeps float32 weights for each rank's shards, and with"
-            f" gather={gather!r} there are none; use gather='parameters'"
-        )
-    if not any(param.dtype in HALVES for param in params):
-        found = ", ".join(sorted({str(param.dtype) for param in params}))
-        raise ValueError(
-            "master_weights=True is for float16 and bfloat16 parameters, and these are all"
-            f" {found}; leave it out"
-        )
-    if not planned:
-        raise ValueError(
-            "master_weights=True needs buckets, and Adasum, compressors of your own, transport='plain' and"
-            " parameters on several devices are reduced one by one; leave it out"
-        )
-    if not included:
-        raise ValueError("master_weights=True on a rank outside of process_set, which has no shards")
 
 
 def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:

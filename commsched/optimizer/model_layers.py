@@ -19,12 +19,24 @@ from commsched.backends.interface import Scaling
 from commsched.collectives.compression import block_code
 from commsched.optimizer.bucket_layout import Layout, build_layout
 from commsched.optimizer.profiling import Sample
-from commsched.optimizer.quantised import BLOCK, SHARE, travels_quantised
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
 OUTSIDE = "(between iterations)"
+
+BLOCK = 256
+"""Elements of a quantised gradient with one scale: comm_core's ``kQuantBlock``."""
+
+SHARE = (BLOCK + 4) / (4 * BLOCK)
+"""Bytes of a quantised gradient, as a share of float32's."""
+
+_FEWEST = 2048  # smaller tensors, and those of one dimension (norms, biases), are few bytes
+
+
+def travels_quantised(param: torch.Tensor) -> bool:
+    """Return whether ``Compression.int8`` and ``fp8`` quantise this parameter's gradient."""
+    return param.dtype == torch.float32 and param.dim() > 1 and param.numel() >= _FEWEST
 
 
 class Rows(NamedTuple):

@@ -19,8 +19,7 @@ from commsched.optimizer.driver import Driver
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.imitations import forward_to_wrapped
 from commsched.optimizer.master_weights import load_unrounded
-from commsched.optimizer.options import Options
-from commsched.optimizer.parameter_names import later_names
+from commsched.optimizer.options import Options, later_names
 from commsched.optimizer.pending import ordinary
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.weighted_loss import divide_alone, weighted_loss

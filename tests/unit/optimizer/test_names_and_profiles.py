@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from commsched.optimizer.model_layers import Model
-from commsched.optimizer.parameter_names import checked_names, group_indices
+from commsched.optimizer.options import checked_names, group_indices
 from commsched.optimizer.planning import Plan
 from commsched.optimizer.profiling import Sample
 from scheduler.ir.buckets import Bucket, Piece
