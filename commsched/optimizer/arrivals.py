@@ -14,7 +14,7 @@ from commsched.backends.interface import Backend
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
 from commsched.optimizer.gathering import Gathering
-from commsched.optimizer.layer_timing import Watch, profiled
+from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.pending import can_pend, clear_pending, has_alias, mark_pending
 from commsched.optimizer.step_state import JOINED, LATE, SPARSE, Phase, StepState
 

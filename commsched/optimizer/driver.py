@@ -24,16 +24,23 @@ from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.closing import close, close_at_exit
-from commsched.optimizer.drift import StepTimes, disturbed
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.joining import Joining
+from commsched.optimizer.measuring import (
+    Sample,
+    StepTimes,
+    across_ranks,
+    combine,
+    disturbed,
+    iteration_times,
+    spread,
+)
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
-from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.step_reports import StepReports

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.drift import StepTimes
+from commsched.optimizer.measuring import StepTimes
 from commsched.optimizer.planning import Plan
 
 
@@ -93,23 +93,17 @@ def metrics(optimizer: Any) -> Metrics | None:
 
 def metrics_of(times: StepTimes, plan: Plan, ranks: Ranks, simulated: bool = True) -> Metrics:
     """Return the figures of a plan; the plan's predictions are None unless ``simulated``."""
-    measured, predicted = times.measured(), plan.prediction if simulated else None
+    predicted = plan.prediction if simulated else None
     return Metrics(
-        steps=measured.steps,
         rank=ranks.rank,
         ranks=ranks.size,
         policy=plan.program.policy,
-        step=measured.period,
-        exposed=measured.exposed,
-        bytes=measured.bytes,
-        link_rate=measured.link_rate,
-        link_busy=measured.utilisation,
-        waits=measured.waits,
         predicted_step=predicted.period if predicted else None,
         predicted_exposed=predicted.exposed if predicted else None,
         predicted_link_busy=predicted.utilisation if predicted else None,
         ddp_step=predicted.ddp_period if predicted else None,
         ddp_exposed=predicted.ddp_exposed if predicted else None,
+        **vars(times.measured()),
     )
 
 

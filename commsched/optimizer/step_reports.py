@@ -9,7 +9,7 @@ import time
 from commsched.backends.ranks import Ranks
 from commsched.env import Settings
 from commsched.optimizer import prometheus
-from commsched.optimizer.drift import StepTimes
+from commsched.optimizer.measuring import StepTimes
 from commsched.optimizer.metrics import metrics_of
 from commsched.optimizer.planning import Plan
 

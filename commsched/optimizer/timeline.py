@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from comm_core import OPS, Traffic, link_gate
-from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.measuring import Watch
 
 _PATIENCE = 10.0  # seconds that rank 0 waits at its exit for the other ranks' parts
 _WORTH_SHOWING = 1e-5  # seconds

@@ -19,7 +19,7 @@ from commsched.backends.cuda import StreamBackend
 from commsched.backends.cuda_device import Device
 from commsched.env import Settings
 from commsched.optimizer import prometheus
-from commsched.optimizer.drift import NOTICED, SETTLE, StepTimes
+from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
 from commsched.optimizer.metrics import Metrics, metrics_of
 from commsched.optimizer.planning import Plan
 from commsched.optimizer.step_reports import StepReports
