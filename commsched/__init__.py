@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.errors import *
     from commsched.optimizer.deferred_updates import *
     from commsched.optimizer.distributed import *
-    from commsched.optimizer.explanation import *
-    from commsched.optimizer.metrics import *
+    from commsched.optimizer.reports import *
     from commsched.optimizer.shards import *
     from commsched.optimizer.whole_matrix import *
 
@@ -54,8 +53,7 @@ _HOMES = {
     "commsched.errors": "CommError HorovodInternalError",
     "commsched.optimizer.deferred_updates": "register_separable",
     "commsched.optimizer.distributed": "DistributedOptimizer",
-    "commsched.optimizer.explanation": "explain operations",
-    "commsched.optimizer.metrics": "Metrics log_metrics metrics",
+    "commsched.optimizer.reports": "Metrics explain log_metrics metrics operations",
     "commsched.optimizer.shards": "register_elementwise",
     "commsched.optimizer.whole_matrix": "register_whole_matrix",
 }

@@ -14,8 +14,7 @@ from commsched.backends.interface import Backend
 from commsched.errors import CommError
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.reducer import Reducer
-from commsched.optimizer.step_reports import StepReports
-from commsched.optimizer.timeline import Timeline
+from commsched.optimizer.reports import StepReports, Timeline
 
 
 class Closable(Protocol):

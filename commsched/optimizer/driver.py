@@ -42,11 +42,10 @@ from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
 from commsched.optimizer.reducer import Reducer
+from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.residuals import residuals_of
-from commsched.optimizer.step_reports import StepReports
 from commsched.optimizer.step_state import StepState
 from commsched.optimizer.tied_weights import TiedWeights
-from commsched.optimizer.timeline import Timeline
 from commsched.optimizer.whole_matrix import owners_of
 from scheduler.ir.profile import Profile
 
