@@ -40,7 +40,7 @@ from commsched.optimizer.measuring import (
 )
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
-from commsched.optimizer.planning import Plan, Planner
+from commsched.optimizer.planner import Plan, Planner
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.residuals import residuals_of

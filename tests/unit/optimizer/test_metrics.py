@@ -19,7 +19,7 @@ from commsched.backends.cuda import StreamBackend
 from commsched.backends.cuda_device import Device
 from commsched.env import Settings
 from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
-from commsched.optimizer.planning import Plan
+from commsched.optimizer.planner import Plan
 from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_of
 from scheduler import policies
 from scheduler.ir.link import Link
