@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.collectives.sync_batch_norm import *
     from commsched.errors import *
     from commsched.optimizer.distributed import *
-    from commsched.optimizer.explanation import *
-    from commsched.optimizer.metrics import *
+    from commsched.optimizer.reports import *
     from commsched.optimizer.sharded_step import *
     from commsched.optimizer.whole_matrix import *
     from commsched.optimizer.whole_step import *
@@ -53,8 +52,7 @@ _HOMES = {
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
     "commsched.errors": "CommError HorovodInternalError",
     "commsched.optimizer.distributed": "DistributedOptimizer",
-    "commsched.optimizer.explanation": "explain operations",
-    "commsched.optimizer.metrics": "Metrics log_metrics metrics",
+    "commsched.optimizer.reports": "Metrics explain log_metrics metrics operations",
     "commsched.optimizer.sharded_step": "register_elementwise",
     "commsched.optimizer.whole_matrix": "register_whole_matrix",
     "commsched.optimizer.whole_step": "register_separable",

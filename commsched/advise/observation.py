@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import commsched
 from commsched.backends.cuda import device_of
 from commsched.optimizer.hooks import forward_order, owners
-from commsched.optimizer.layer_timing import Watch
-from commsched.optimizer.profiling import Sample, combine, iteration_times
+from commsched.optimizer.measuring import Sample, Watch, combine, iteration_times
 
 WARM_UP = 2  # DDP arranges its buckets anew after the first step
 ALONE = 4  # steps without communication, of which the first is ignored

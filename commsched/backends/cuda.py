@@ -43,7 +43,7 @@ from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
-from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.measuring import Watch
 from commsched.process import failure_monitor
 
 Stream = Any

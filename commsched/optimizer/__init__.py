@@ -6,6 +6,7 @@ A gradient passes ``hooks`` (autograd and forward), ``reducer`` and ``filling`` 
 wrapped optimizer, bucket by bucket), and ``pending`` (completes values before they are read). Of weights that
 are ``tied_weights``, a part comes first, and ``corrections`` follow.
 
-``planning`` agrees on a program, ``drift`` decides when to plan again, ``driver`` owns all of these.
+``options`` checks the arguments, ``measuring`` times layers and steps, ``planner`` agrees on a program, and
+``reports`` tells the user what it costs. ``driver`` owns all of these and decides when to plan again.
 ``wrapper`` has the methods of the wrapped optimizer; ``unplanned`` reduces without buckets.
 """

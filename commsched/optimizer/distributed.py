@@ -16,18 +16,19 @@ from torch.optim import Optimizer
 from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.process_sets import ProcessSet, global_process_set
 from commsched.collectives.reductions import Adasum, Average
-from commsched.optimizer.session import Session
-from commsched.optimizer.master_weights import check_master_weights
 from commsched.optimizer.options import (
     Options,
+    check_master_weights,
+    checked_names,
     checked_row_sparse,
+    group_indices,
     in_bytes,
     is_sum,
     needs_plain,
     tell_ignored,
+    transport_for_blocks,
 )
-from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.quantised import transport_for_blocks
+from commsched.optimizer.session import Session
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.wrapper import DistributedMethods
 from scheduler.ir.profile import Profile

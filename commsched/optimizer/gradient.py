@@ -73,7 +73,9 @@ class Gradient:
         self.twice = False  # two have come in one backward: from then on it is taken at the end of each
 
         # By plan. Without elements there is no slot: nothing travels.
-        self.view: torch.Tensor | None = None  # the slot, in the shape of the parameter; user code never sees it
+        self.view: torch.Tensor | None = (
+            None  # the slot, in the shape of the parameter; user code never sees it
+        )
         self.alias: torch.Tensor | None = None  # the same memory, with the storage of what user code sees
         self._home: Any = None  # the flat buffer, and the slot's first element in it
         self.buckets: Sequence[int] = ()

@@ -1,8 +1,8 @@
-"""Maps the parameters to the scheduler's layers: in forward order, behind one layer without bytes.
+"""Maps the parameters to the scheduler's layers: in forward order, after one layer without bytes.
 
 That layer represents the time between two iterations (data loading, the optimizer's own work). A weight tied
 to an output matrix, the head, has two layers: one where the embedding is, and one where the head is. Layers
-are named by parameter; the heads' are numbered behind the parameters.
+are named by parameter; the heads' are numbered after the parameters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,25 @@ from torch import nn
 from commsched.backends.interface import Scaling
 from commsched.collectives.compression import block_code
 from commsched.optimizer.bucket_layout import Layout, build_layout
-from commsched.optimizer.profiling import Sample
-from commsched.optimizer.quantised import BLOCK, SHARE, travels_quantised
+from commsched.optimizer.measuring import Sample
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
 OUTSIDE = "(between iterations)"
+
+BLOCK = 256
+"""Elements of a quantised gradient with one scale: comm_core's ``kQuantBlock``."""
+
+SHARE = (BLOCK + 4) / (4 * BLOCK)
+"""Bytes of a quantised gradient, as a share of float32's."""
+
+_FEWEST = 2048  # smaller tensors, and those of one dimension (norms, biases), are few bytes
+
+
+def travels_quantised(param: torch.Tensor) -> bool:
+    """Return whether ``Compression.int8`` and ``fp8`` quantise this parameter's gradient."""
+    return param.dtype == torch.float32 and param.dim() > 1 and param.numel() >= _FEWEST
 
 
 class Rows(NamedTuple):
@@ -76,16 +88,13 @@ class Model:
         return replace(self, rows={i: rows for i, rows in self.rows.items() if i not in self.heads})
 
     @property
-    def _kinds(self) -> list[tuple[torch.dtype, bool]]:
-        return [(self.dtypes[self.param(i)], i in self.quantised) for i in self.layers]
-
-    @property
     def groups(self) -> list[int]:
         """The group of each layer: one bucket holds one dtype, quantised or not, or one parameter that
         travels by rows.
         """
-        kinds = list(dict.fromkeys(self._kinds))
-        return [len(kinds) + i if i in self.rows else kinds.index(kind) for i, kind in enumerate(self._kinds)]
+        by_layer = [(self.dtypes[self.param(i)], i in self.quantised) for i in self.layers]
+        kinds = list(dict.fromkeys(by_layer))
+        return [len(kinds) + i if i in self.rows else kinds.index(kind) for i, kind in enumerate(by_layer)]
 
     def kind(self, group: int) -> torch.dtype:
         return self.dtypes[self.param(self.groups.index(group))]
@@ -154,22 +163,19 @@ class Model:
         times = Sample([t / 3 for t in each], [2 * t / 3 for t in each], 0.0)
         return self.profile(order, times, "a guess from the sizes")
 
-    def _has(self, i: int, size: int) -> bool:
-        """Return whether a user's profile may give parameter ``i`` so many bytes."""
-        return size == self.bytes(i) or (i in self.rows and size < self.bytes(i))
-
     def fitted(self, profile: Profile, order: Sequence[int]) -> tuple[Profile, list[int]]:
         """Return a user's profile of this model, checked, and the parameter of each layer (-1: none)."""
         index = {name: i for i, name in enumerate(self.names)}
-        found = [index.get(layer.name) for layer in profile.layers if layer.bytes]
+        with_bytes = [layer.name for layer in profile.layers if layer.bytes]
         missing = sorted(set(self.names) - {layer.name for layer in profile.layers})
-        strange = [layer.name for layer in profile.layers if layer.bytes and layer.name not in index]
-        wrong = [
-            f"{layer.name} has {layer.bytes} bytes there and {self.bytes(index[layer.name])} here"
-            for layer in profile.layers
-            if layer.name in index and not self._has(index[layer.name], layer.bytes)
-        ]
-        if missing or strange or wrong or len(found) != len(set(found)):
+        strange = [name for name in with_bytes if name not in index]
+        wrong = []
+        for layer in profile.layers:
+            i = index.get(layer.name, -1)
+            fewer = i in self.rows and layer.bytes < self.bytes(i)
+            if i >= 0 and layer.bytes != self.bytes(i) and not fewer:
+                wrong.append(f"{layer.name} has {layer.bytes} bytes there and {self.bytes(i)} here")
+        if missing or strange or wrong or len(with_bytes) != len(set(with_bytes)):
             raise ValueError(
                 f"profile {profile.name!r} is of another model: {wrong[:3] or ''} parameters without a layer:"
                 f" {missing[:3]}, layers without a parameter: {strange[:3]}; write one with"
@@ -178,10 +184,7 @@ class Model:
         if profile.layers[0].bytes:
             profile = replace(profile, layers=(Layer(OUTSIDE, 0.0, 0.0, 0), *profile.layers))
         groups = self.groups
-        profile = replace(
-            profile,
-            layers=tuple(
-                replace(la, group=groups[index[la.name]]) if la.name in index else la for la in profile.layers
-            ),
-        )
-        return profile, [index.get(layer.name, -1) for layer in profile.layers[1:]]
+        layers = [
+            replace(la, group=groups[index[la.name]]) if la.name in index else la for la in profile.layers
+        ]
+        return replace(profile, layers=tuple(layers)), [index.get(layer.name, -1) for layer in layers[1:]]

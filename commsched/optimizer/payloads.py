@@ -22,7 +22,9 @@ from commsched.optimizer.bucket_layout import Buffers, Slice
 class Payload:
     """The gradient of one parameter in one plan."""
 
-    def __init__(self, number: int = -1, view: torch.Tensor | None = None, buckets: Sequence[int] = ()) -> None:
+    def __init__(
+        self, number: int = -1, view: torch.Tensor | None = None, buckets: Sequence[int] = ()
+    ) -> None:
         self.number, self.view = number, view
         self.buckets = buckets  # complete when the gradient is there
         self.zeros = False  # the slot holds nothing but zeros
@@ -77,9 +79,7 @@ State = dict[Any, dict[str, Any]]
 class Blocks(Payload):
     """A gradient quantised in blocks: the residuals of rounding are sent with the next one."""
 
-    def __init__(
-        self, number: int, view: torch.Tensor, buckets: Sequence[int], residuals: Residuals
-    ) -> None:
+    def __init__(self, number: int, view: torch.Tensor, buckets: Sequence[int], residuals: Residuals) -> None:
         super().__init__(number, view, buckets)
         self._residuals = residuals
 
@@ -303,7 +303,9 @@ class Tied(Payload):
             changed[0] = 0
 
 
-def payload_of(number: int, view: torch.Tensor, buffers: Buffers, like: torch.Tensor, residuals: Residuals) -> Payload:
+def payload_of(
+    number: int, view: torch.Tensor, buffers: Buffers, like: torch.Tensor, residuals: Residuals
+) -> Payload:
     """Return the payload of a parameter that has a slot."""
     layout = buffers.layout
     buckets, whole = layout.slots[number].buckets, layout.corrections.get(number)

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 
-
 class Access(NamedTuple):
     """What to do before a pending parameter, or its gradient, is accessed."""
 

@@ -45,8 +45,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,7 +60,7 @@ from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers, Slice
 from commsched.optimizer.gradient import Gradient, Sum, overlapping
-from commsched.optimizer.layer_timing import Watch, profiled
+from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.payloads import Payload, Residuals, Tied, payload_of
 from commsched.optimizer.pending import (
     Access,

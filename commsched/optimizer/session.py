@@ -33,18 +33,24 @@ from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.drift import StepTimes, disturbed
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
 from commsched.optimizer.joining import Joining
+from commsched.optimizer.measuring import (
+    Sample,
+    StepTimes,
+    across_ranks,
+    combine,
+    disturbed,
+    iteration_times,
+    spread,
+)
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.payloads import Residuals
-from commsched.optimizer.planning import Plan, Planner
-from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times, spread
+from commsched.optimizer.planner import Plan, Planner
+from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.round import Round
 from commsched.optimizer.sharded_step import ShardedStep
-from commsched.optimizer.step_reports import StepReports
-from commsched.optimizer.timeline import Timeline
 from commsched.optimizer.whole_matrix import owners_of
 from commsched.optimizer.whole_step import StepMode, WholeStep
 from scheduler.ir.profile import Profile
@@ -145,7 +151,9 @@ class Session:
         quantised = {i: params[i] for i in sorted(model.quantised)}
         group = model.groups[min(quantised)] if quantised else 0
         # A strong reference to the optimizer would be a cycle that delays its end.
-        residuals = Residuals(quantised, group, ranks, after, not sharded, lambda: optimizer.__dict__["state"])
+        residuals = Residuals(
+            quantised, group, ranks, after, not sharded, lambda: optimizer.__dict__["state"]
+        )
         self.round = Round(
             params,
             names,

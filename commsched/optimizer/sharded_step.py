@@ -39,6 +39,7 @@ from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.master_weights import HALVES, KEY, take_written
 from commsched.optimizer.payloads import State as OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.round import State
@@ -206,7 +207,9 @@ class ShardedStep(StepMode):
             gradient.show_zeros()
         elif gradient.clear is None:
             self._gone.add(i)
-            access = Access(partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i))
+            access = Access(
+                partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i)
+            )
             mark_pending(gradient.param, access, only_grad=True)
 
     def _refuse(self, gradient: Gradient) -> None:
@@ -316,7 +319,9 @@ class ShardedStep(StepMode):
                     gradient.move_out()
         elif shards.whole:
             shards.scale_gradients()
-            for bucket in {b for i in shards.whole for b in now.gradients[i].buckets if not now.gradients[i].touched}:
+            for bucket in {
+                b for i in shards.whole for b in now.gradients[i].buckets if not now.gradients[i].touched
+            }:
                 self._gather(bucket)
         for bucket in self._buckets:
             if not (changed or shards.whole):
@@ -566,34 +571,6 @@ class EarlyUpdates:
             self._idle.set()
 
 
-# -- master weights ------------------------------------------------------------------------------------------
-
-# ``master_weights=True``: float32 weights for half-precision parameters, each rank's for its own shards. They are
-# part of the optimizer's state, under this key, once the first update has made them differ from the parameters. A
-# master is valid as long as it rounds to the parameter: where the parameter got another value (a broadcast, a
-# loaded model, ``p.mul_()``), that value replaces it.
-KEY = "master_weight"
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
-    """Load a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
-    given: dict[str, Any] = {}
-    hook = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
-    try:
-        load()
-    finally:
-        hook.remove()
-    names = chain.from_iterable(group["params"] for group in given["param_groups"])
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    state = optimizer.__dict__["state"]
-    for name, param in zip(names, params, strict=True):
-        for key, value in given["state"].get(name, {}).items():
-            rounded = state[param][key]
-            if isinstance(value, torch.Tensor) and rounded.dtype in HALVES:
-                state[param][key] = value.to(rounded.device)
-
-
 # -- shards --------------------------------------------------------------------------------------------------
 
 
@@ -619,8 +596,7 @@ class ShardView:
         self.bind()
         self.leaf.grad = self.grad if self.master is None else self.grad.float()
         if self.master is not None:
-            master, weight = self.master, self.weight
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+            take_written(self.master, self.weight)
 
     def end_update(self) -> None:
         """Put the updated weight where the all-gather takes it from."""
@@ -686,7 +662,11 @@ class Shards:
         self.parts = [
             [part for part in parts if part.gradient.number not in self.whole] for parts in self.owned
         ]
-        self.whole_parts = [self._part(g, 0, g.param.numel(), _view(g), whole=True) for g in travelling if g.number in self.whole]
+        self.whole_parts = [
+            self._part(g, 0, g.param.numel(), _view(g), whole=True)
+            for g in travelling
+            if g.number in self.whole
+        ]
         self.state: dict[Any, Any] = defaultdict(dict)
         # The update multiplies gradients by this factor, which clipping sets; on the device.
         self.factor: torch.Tensor | None = None
@@ -832,7 +812,9 @@ class Shards:
         for part in chain(*self.parts):
             for key, value in self.state.get(part.leaf, {}).items():
                 whole = _by_element(key, value, part.leaf)
-                described.setdefault(part.gradient.number, {})[key] = _ByElement(value.dtype) if whole else value
+                described.setdefault(part.gradient.number, {})[key] = (
+                    _ByElement(value.dtype) if whole else value
+                )
         if self._ranks.rank == 0:
             for part in self.whole_parts:
                 described[part.gradient.number] = dict(self.state.get(part.leaf, {}))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.backends.interface import Backend
+from commsched.backends.ranks import ranks_text
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
 from commsched.optimizer.bucket_layout import Buffers
@@ -25,7 +26,6 @@ from commsched.optimizer.gradient import Gradient, Sum
 from commsched.optimizer.payloads import State as OptimizerState
 from commsched.optimizer.pending import ordinary, set_raw_grad
 from commsched.optimizer.round import SPARSE, Round, State, Update
-from commsched.backends.ranks import ranks_text
 from scheduler.ir.program import Program
 
 # -- optimizers that can be updated bucket by bucket ----------------------------------------------------------
@@ -305,7 +305,9 @@ class WholeStep(StepMode):
 
     def _sum_of_misfit(self, gradient: Gradient) -> torch.Tensor:
         mine = gradient.sparse
-        total = torch.zeros_like(gradient.param, requires_grad=False) if mine is None else mine.to_dense().clone()
+        total = (
+            torch.zeros_like(gradient.param, requires_grad=False) if mine is None else mine.to_dense().clone()
+        )
         self.ranks.add_up(total, f"commsched.converted.{gradient.name}")
         return total if self.round.sums else total.div_(self.ranks.size)
 

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from commsched.collectives.reductions import Adasum
 from commsched.errors import CommError
-from commsched.optimizer.options import Options
-from commsched.optimizer.parameter_names import later_names
+from commsched.optimizer.master_weights import load_unrounded
+from commsched.optimizer.options import Options, later_names
 from commsched.optimizer.pending import ordinary
 from commsched.optimizer.round import State
 from commsched.optimizer.session import Session
-from commsched.optimizer.sharded_step import ShardedStep, load_unrounded
+from commsched.optimizer.sharded_step import ShardedStep
 from commsched.optimizer.unplanned import Unplanned
 from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
@@ -430,4 +430,3 @@ class DistributedMethods(Optimizer):
                 " several ranks"
             )
         return self._session.profile.whole()
-

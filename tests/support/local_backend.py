@@ -17,7 +17,7 @@ from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.model_layers import Model
-from commsched.optimizer.planning import Plan
+from commsched.optimizer.planner import Plan
 from commsched.optimizer.reducer import Reducer
 from commsched.optimizer.residuals import residuals_of
 from commsched.optimizer.step_state import StepState

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.quantised import travels_quantised
+from commsched.optimizer.model_layers import travels_quantised
 from commsched.optimizer.residuals import KEY
 from commsched.optimizer.shards import memory_order
 from tests.support.cases import Me, main

@@ -17,11 +17,9 @@ import torch
 import commsched
 from commsched.backends.cuda import Device, StreamBackend
 from commsched.env import Settings
-from commsched.optimizer import prometheus
-from commsched.optimizer.drift import NOTICED, SETTLE, StepTimes
-from commsched.optimizer.metrics import Metrics, metrics_of
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.step_reports import StepReports
+from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
+from commsched.optimizer.planner import Plan
+from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_of
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -186,7 +184,7 @@ def test_texts_and_dictionaries() -> None:
 def test_a_summary_writer_gets_every_scalar(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     seen: dict[str, float] = {}
-    monkeypatch.setattr("commsched.optimizer.metrics.metrics", lambda optimizer: FIGURES)
+    monkeypatch.setattr("commsched.optimizer.reports.metrics", lambda optimizer: FIGURES)
     recorder = SimpleNamespace(add_scalar=lambda name, value, step: seen.update({f"{name} {step}": value}))
     commsched.log_metrics(None, recorder, 7)
     assert seen["commsched/exposed 7"] == 0.02 and len(seen) == len(FIGURES.to_scalars())
@@ -213,8 +211,8 @@ def page_of(port: int) -> str:
 def test_the_optimizers_of_a_process_share_one_port() -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
-    one, first = prometheus.endpoint(port, 3)
-    two, second = prometheus.endpoint(port, 3)
+    one, first = endpoint(port, 3)
+    two, second = endpoint(port, 3)
     assert one is two
     one.show(first, FIGURES.to_scalars())
     two.show(second, {"exposed": 0.5})
@@ -226,7 +224,7 @@ def test_the_optimizers_of_a_process_share_one_port() -> None:
     two.remove(second)
     with pytest.raises(OSError):
         page_of(port)
-    prometheus.endpoint(port, 3)[0].remove(0)  # the port is free again
+    endpoint(port, 3)[0].remove(0)  # the port is free again
 
 
 def test_a_taken_port_is_named() -> None:
@@ -236,13 +234,13 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"rank 1 cannot serve its metrics on port {port}"):
-            prometheus.endpoint(port, 1)
+            endpoint(port, 1)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install commsched\[metrics\]"):
-        prometheus.endpoint(free_port(), 0)
+        endpoint(free_port(), 0)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from commsched.optimizer.measuring import Sample
 from commsched.optimizer.model_layers import Model
-from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.profiling import Sample
+from commsched.optimizer.options import checked_names, group_indices
+from commsched.optimizer.planner import Plan
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from commsched.optimizer.layer_timing import Watch
-from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
+from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 
 # Three modules; the second owns two parameters.
 OWNERS: Any = [(None, (0,)), (None, (1, 2)), (None, (3,))]

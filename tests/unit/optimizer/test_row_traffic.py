@@ -15,7 +15,7 @@ from commsched.optimizer.bucket_layout import Buffers, build_layout
 from commsched.optimizer.hooks import owners
 from commsched.optimizer.model_layers import Model, Rows
 from commsched.optimizer.options import Options
-from commsched.optimizer.planning import Plan
+from commsched.optimizer.planner import Plan
 from commsched.optimizer.row_traffic import Sent, counted_rows, first_rows, sent_by_rows, tied_heads
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from commsched.optimizer import planner_process
-from commsched.optimizer.planner_process import plan_in_child
+from commsched.optimizer import planner
+from commsched.optimizer.planner import plan_in_child
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 
@@ -18,13 +18,13 @@ PROFILE = profiles.shipped("resnet50")
 
 def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
     monkeypatch.setattr(policies, "_ADDED", {})
-    monkeypatch.setattr(planner_process.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
     policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
     assert plan_in_child(PROFILE, LINK, "mine", {}).policy == "wfbp"
 
 
 def test_no_child_is_started_where_the_compiler_is_loaded(monkeypatch):
-    monkeypatch.setattr(planner_process.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
     importlib.import_module("numba")
     assert plan_in_child(PROFILE, LINK, "dear", {}).policy == "dear"
 
@@ -51,7 +51,7 @@ def test_the_answer_of_a_child_is_the_error(monkeypatch, tmp_path):
 def test_the_asking_process_does_not_load_the_compiler():
     code = """
 import sys
-from commsched.optimizer.planner_process import plan_in_child
+from commsched.optimizer.planner import plan_in_child
 from scheduler import profiles
 from scheduler.ir.link import Link
 plan_in_child(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})
@@ -74,7 +74,7 @@ assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
 
 def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    monkeypatch.setattr(planner_process.sys, "executable", "/no/such/interpreter")
+    monkeypatch.setattr(planner.sys, "executable", "/no/such/interpreter")
     with caplog.at_level(logging.WARNING, logger="commsched"):
         program = plan_in_child(PROFILE, LINK, "dear", {"ranks": 4})
     assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash

@@ -1,33 +1,98 @@
-"""The choice of a program: from measured times, on rank 0, the same on every rank."""
+"""Plans of one optimizer: the link is timed, rank 0 makes a program from measured times, every rank takes it.
+
+``Planner`` makes a policy's arguments of what was measured (``measuring``), of the parameters as layers
+(``model_layers``) and of the embeddings that travel by rows (``row_traffic``). The policy runs in a child
+process: the compiler that it needs would stay in the training process's memory.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch import nn
 
+import scheduler
 from commsched.backends.interface import Backend
+from commsched.env import settings
 from commsched.optimizer.bucket_layout import Layout
-from commsched.optimizer.link_timing import TimedLink, times_of_buckets
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
-from commsched.optimizer.planner_process import plan_in_child, predict_in_child
 from commsched.optimizer.row_traffic import Owner, counted_rows, first_rows, sent_by_rows, tied_heads
 from commsched.optimizer.whole_matrix import BUCKET_BYTES, whole_buckets
 from scheduler import policies
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.policies.prediction import Prediction
+from scheduler.policies.prediction import Prediction, predict
+from scheduler.validate import validate
 
-# Bytes of a bucket of parameters that are in none of the user's groups.
-_UNGROUPED = 8 << 20
+_log = logging.getLogger("commsched")
+
+_UNGROUPED = 8 << 20  # bytes of a bucket of parameters that are in none of the user's groups
+
+# -- the child process ---------------------------------------------------------------------------------------
+
+_FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
+# Uses this very package, wherever it lies and whatever lies in the current folder.
+_CODE = f"""
+import sys
+sys.path.insert(0, {_FOLDER!r})
+from scheduler.policies.planner_process import serve
+serve()
+"""
+
+
+def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
+    """Return or raise what ``policies.plan`` does, from a child process if the policy needs a compiler.
+
+    Policies without a compiler, also the user's own, run here.
+    """
+    if policies.needs_compiler(policy):
+        answer = _answer_of_child("plan", profile, link, policy, dict(options))
+        if answer is not None:
+            assert isinstance(answer, Program)
+            return answer
+    return policies.plan(profile, link, policy, **options)
+
+
+def _answer_of_child(*request: Any) -> Any:
+    """Return or raise a child's answer; None where this process must do the work itself: the compiler is
+    loaded already, or no child can be started.
+    """
+    if "numba" in sys.modules:
+        return None
+    try:
+        # The search uses one processor; other jobs may share the host.
+        child = subprocess.run(
+            [sys.executable, "-c", _CODE],
+            input=pickle.dumps(request),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=settings().timeout,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("the planning process failed, so this training process does its work: %s", error)
+        return None
+    answer = pickle.loads(child.stdout)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+# -- a plan --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,14 +108,15 @@ class Plan:
     @cached_property
     def prediction(self) -> Prediction:
         """The simulated times of the program; the first access takes about a second."""
-        return predict_in_child(self.program, self.profile, self.link, self._dense() if self.whole else None)
-
-    def _dense(self) -> Profile:
-        """Return the profile with whole gradients, as DDP sends them."""
-        layers = list(self.profile.whole().layers)
-        for place, size in self.whole.items():
-            layers[place] = replace(layers[place], bytes=size)
-        return replace(self.profile, layers=tuple(layers))
+        dense = None  # the profile with whole gradients, as DDP sends them
+        if self.whole:
+            layers = list(self.profile.whole().layers)
+            for place, size in self.whole.items():
+                layers[place] = replace(layers[place], bytes=size)
+            dense = replace(self.profile, layers=tuple(layers))
+        request = self.program, self.profile, self.link, dense
+        answer: Prediction | None = _answer_of_child("predict", *request)
+        return answer or predict(*request)
 
     @property
     def is_predicted(self) -> bool:
@@ -62,25 +128,78 @@ class Plan:
 
         They are cut between elements, or between rows, which a bucket gets by its share of the bytes sent.
         """
-        sizes = self.profile.sizes
-        found = []
-        for bucket in self.program.buckets:
-            pieces = (_cut(model, self.layers[p.layer], p, sizes[p.layer]) for p in bucket.pieces)
-            found.append(Bucket(tuple(pieces), bucket.group))
-        return found
+        sizes, itemsizes = self.profile.sizes, model.itemsizes
 
+        def cut(piece: Piece) -> Piece:
+            param, sent = self.layers[piece.layer], sizes[piece.layer]
+            unit = itemsizes[param] * (model.rows[param].elements if param in model.rows else 1)
+            units = model.bytes(param) // unit
+            return Piece(param, piece.start * units // sent * unit, piece.stop * units // sent * unit)
 
-def _cut(model: Model, param: int, piece: Piece, sent: int) -> Piece:
-    """Return the bytes of a parameter that are sent as bytes ``[start, stop)`` of ``sent``."""
-    unit = model.itemsizes[param] * (model.rows[param].elements if param in model.rows else 1)
-    units = model.bytes(param) // unit
-    return Piece(param, piece.start * units // sent * unit, piece.stop * units // sent * unit)
+        return [Bucket(tuple(map(cut, bucket.pieces)), bucket.group) for bucket in self.program.buckets]
 
 
 def _has_parts(program: Program, profile: Profile) -> bool:
     """Return whether a program sends parts of gradients early; else it is for ``profile.whole()``."""
     parts = {place for place, layer in enumerate(profile.layers) if layer.needed_by >= 0}
     return any(parts.intersection(bucket.layers) for bucket in program.buckets)
+
+
+# -- the link ------------------------------------------------------------------------------------------------
+
+
+_SMALLEST, _LARGEST = 1 << 12, 1 << 21  # bytes of the messages: six sizes, up to the model's own size
+
+
+class TimedLink:
+    """Start-up and rate of the backend's link, fitted to timed RS and AG. Its methods are collective."""
+
+    def __init__(self, backend: Backend, model_bytes: int, wire_share: float = 1.0) -> None:
+        """``wire_share``: the part of a gradient's bytes that its messages have. Rates are per own byte."""
+        self._backend = backend
+        largest = min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
+        sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
+        self._messages = self._mean(
+            [(size, backend.exchange_seconds(round(size * wire_share))) for size in sizes]
+        )
+        self.link = self._fit(self._messages)
+
+    def refined(self, operations: Sequence[tuple[int, float]]) -> Link:
+        """Return the link fitted to these operations' bytes and seconds too, which are larger messages.
+
+        A shaped link sends small messages at full speed, so their times only show the start-up.
+        """
+        buckets = self._mean(operations)
+        fitted = self._fit(self._messages + buckets)
+        rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
+        total = sum(size for size, _ in buckets)
+        return replace(fitted, beta=rest / total) if rest > 0 and total else fitted
+
+    def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        rows = [row for row in self._backend.ranks.all_values(list(mine)) if row]
+        return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
+
+    def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
+        sizes, seconds = zip(*messages, strict=True)
+        return fit(sizes, seconds, name=f"{self._backend.name}, measured")
+
+
+def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of the RS and AG of each bucket that is sent whole.
+
+    A joined rank has none: its operations last until the others have computed.
+    """
+    times: list[tuple[int, float]] = []
+    whole = [(number, bucket) for number, bucket in enumerate(buckets) if not layout.slices[number].row]
+    for number, bucket in whole:
+        for op in (0, 1):
+            took = events[(events["bucket"] == number) & (events["op"] == op)]
+            if len(took):
+                times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
+    return times
+
+
+# -- the planner ---------------------------------------------------------------------------------------------
 
 
 class Planner:
@@ -241,8 +360,6 @@ class Planner:
                 f"the program is for {program.ranks} ranks, this job has {self.ranks.size}; plan it for"
                 f" {self.ranks.size}"
             )
-        from scheduler.validate import validate
-
         validate(program, profile)
         if any(a.kind is Kind.AR for a in program.link) and self.options["gather"] == "parameters":
             raise ValueError(
