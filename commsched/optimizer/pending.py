@@ -218,7 +218,7 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
         return True
     if grad.grad_fn is not None:
         grad.detach_()
-    else:
+    elif grad.requires_grad:
         grad.requires_grad_(False)
     grad.zero_()
     return True

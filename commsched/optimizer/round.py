@@ -368,7 +368,9 @@ class Round:
     def _keep_in_slot(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let the next pass of a local accumulation add into the slot itself: one memory less."""
         hooks: Any = gradient.param._post_accumulate_grad_hooks
-        if gradient.view is None or len(hooks) > 1 or grad.requires_grad or gradient.is_in_place(grad):
+        if gradient.view is None or len(hooks) > 1 or grad.requires_grad or gradient.misfits():
+            return
+        if gradient.is_in_place(grad):
             return
         gradient.free()
         gradient.payload.zeros = False
@@ -385,6 +387,7 @@ class Round:
         if not gradient.exposed:
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
+        self.leave_cleared()
         self._begin()
         grad_now = raw_grad(gradient.param)
         assert grad_now is not None
@@ -619,10 +622,14 @@ class Round:
                 self._leave_filling()
             if self.state is State.RAISED:
                 self._leave_raised()
-            if self.state is State.SENT:
+            wanted = list(params)
+            if self.state is State.SENT and not self.mode.readable:
+                self.wait_for_flags()
+                if not any(self.used[i] for i in wanted):
+                    return  # no rank has a gradient of these
                 self.mode.check_readable()
             if self.pending:
-                self.complete_buckets(bucket for i in params for bucket in self.gradients[i].buckets)
+                self.complete_buckets(bucket for i in wanted for bucket in self.gradients[i].buckets)
 
     def _leave_filling(self) -> None:
         """Seal a round whose backward has ended unnoticed, after that of an inner one."""
@@ -653,7 +660,7 @@ class Round:
 
         Its gradient becomes what plain PyTorch shows, and the deferred update is applied to it.
         """
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
             self.wait_for_flags()
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
             for bucket in buckets:
@@ -843,6 +850,7 @@ class Round:
             set_raw_grad(gradient.param, grad)  # raises where the gradient does not fit, as torch does
             clear_pending(gradient.param)
             gradient.unclear, gradient.sum, gradient.touched = False, None, True
+            gradient.local = None
             return True
 
     def cleared(self, i: int, set_to_none: bool) -> bool:
@@ -920,7 +928,11 @@ class Round:
                 self.mode.discard()
 
     def _all_cleared(self) -> bool:
-        return all(g.touched and raw_grad(g.param) is None for g in self.travelling)
+        """Return whether user code has cleared every gradient that it trains, since the round was sent."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                g.param.grad is None and (g.touched or not g.param.requires_grad) for g in self.travelling
+            )
 
     def drain(self) -> None:
         """Apply pending updates and show the last sums, before the end."""

@@ -49,7 +49,7 @@ from commsched.optimizer.options import Options
 from commsched.optimizer.payloads import Residuals
 from commsched.optimizer.planner import Plan, Planner
 from commsched.optimizer.reports import StepReports, Timeline
-from commsched.optimizer.round import Round
+from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
 from commsched.optimizer.whole_matrix import owners_of
 from commsched.optimizer.whole_step import StepMode, WholeStep
@@ -188,6 +188,8 @@ class Session:
     def refresh(self, in_step: bool = False) -> None:
         """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
         optimizer = self._optimizer
+        if not in_step and self.round.state is not State.IDLE:
+            return  # the next step does it
         trained = _trained(optimizer)
         same = _kinds(self.round.params) == self._made_for
         planned = {id(param) for param in self.round.params}
