@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 from tests.checker import programs
-from tests.checker.programs import Failure, Program, draw, run_on_threads, shrink
+from tests.checker.programs import Failure, Program, Tally, draw, run_on_threads, shrink
 
 
 def warm_up() -> None:
@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="reduce failing programs")
     parser.add_argument("--show", type=int, default=1, help="failing programs to print of each class (default 1)")
     parser.add_argument("--set", action="append", default=[], help="fix an option, such as gather=parameters")
+    parser.add_argument("--tally", action="store_true", help="print which actions ran")
+    parser.add_argument("--findings", help="write failures by class, each with its smallest program, to this file")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -45,15 +47,18 @@ def main() -> int:
     seeds = [asked.replay] if asked.replay is not None else range(seed, seed + asked.programs)
     only = [name for name in asked.only.split(",") if name]
     classes: Counter[str] = Counter()
+    tally, findings = Tally(), Findings()
     failed, start = 0, time.monotonic()
     for count, each in enumerate(seeds, 1):
         program = draw(each, asked.ranks, only, fixed)
-        failure = run_on_threads(program)
+        failure = run_on_threads(program, tally=tally)
         if failure is not None:
             failed += 1
-            name = f"{failure.kind}: {failure.sort[:90]}"
-            classes[name] += 1
-            if classes[name] <= asked.show:
+            classes[failure.name] += 1
+            if asked.findings:
+                findings.add(program, failure)
+                findings.write(asked.findings)
+            elif classes[failure.name] <= asked.show:
                 report(program, failure, asked.shrink)
             if asked.stop:
                 break
@@ -63,7 +68,36 @@ def main() -> int:
     print(f"{count} programs from seed {seeds[0]}, {failed} failed, {time.monotonic() - start:.1f} s, cpu {time.process_time():.1f}")
     for name, number in classes.most_common():
         print(f"{number:6} {name}")
+    if asked.tally:
+        print(f"{tally.listed} programs ended with a listed error; close(wait=False) raised {tally.closing} times")
+        for what in ("ran", "skipped", "stopped"):
+            print(what, dict(getattr(tally, what).most_common()))
     return 1 if failed else 0
+
+
+class Findings:
+    """Failures, put together where their smallest programs have the same actions and options."""
+
+    def __init__(self) -> None:
+        self.classes: dict[str, list[tuple[Program, Failure]]] = {}
+
+    def add(self, program: Program, failure: Failure) -> None:
+        seed = program.seed
+        program, failure = shrink(program, failure, lambda each: run_on_threads(each, 3.0))
+        options = {k: v for k, v in program.options.items() if programs.PLAINEST.get(k) != v}
+        actions = [name for name, *_ in program.steps]
+        key = f"{failure.name.split(':')[0]} | {' '.join(actions)} | {programs.arguments(options)}"
+        self.classes.setdefault(key, []).append((program, failure))
+        print(f"seed {seed}: {key}", flush=True)
+
+    def write(self, path: str) -> None:
+        with open(path, "w") as file:
+            for key, cases in sorted(self.classes.items(), key=lambda item: -len(item[1])):
+                seeds = ", ".join(str(program.seed) for program, _ in cases[:8])
+                detail = str(cases[0][1]).splitlines()
+                shown = [*detail[:3], *detail[-2:]] if len(detail) > 5 else detail
+                text = "\n    ".join(line[:300] for line in shown)
+                file.write(f"{len(cases)} x {key}\n    seeds {seeds}\n{cases[0][0]}\n    {text}\n\n")
 
 
 def report(program: Program, failure: Failure, reduce: bool) -> None:

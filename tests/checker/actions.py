@@ -296,7 +296,7 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
     1,
     lambda dice, o: {**draw_loss(dice, o), "rank": dice.randrange(o["ranks"]), "then": dice.choice(["step", "sync"])},
     ("backward", "step"),
-    legal=lambda w: all(b.passes == 1 for b in w.books),
+    legal=lambda w: all(b.passes == 1 and not b.local and not b.backwards for b in w.books),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
@@ -343,7 +343,8 @@ def failing_backward(w: World, salt: int, loss: Args, bomb: int, clear: str | No
         "clear": dice.choice(["optimizer", "model", "none", "del"]),
     },
     ("backward",),
-    legal=lambda w: all(b.passes == 1 for b in w.books),
+    # At least one gradient comes before the bomb: else nothing tells the others of this backward.
+    legal=lambda w: all(b.passes == 1 for b in w.books) and all(p.requires_grad for p in w.params()),
     local=False,
 )
 def failing_rank(w: World, salt: int, loss: Args, bomb: int, rank: int, clear: str) -> Any:
@@ -1025,7 +1026,7 @@ def close(w: World) -> None:
     w.optimizers = list(w.bases)
 
 
-@action(0.4, local=False, legal=lambda w: not any(b.local for b in w.books))
+@action(0.4, local=False, legal=lambda w: not any(b.local or b.ungathered or b.consumed for b in w.books))
 def close_and_go_on(w: World, salt: int) -> Any:
     """Train on without communication, with the optimizer that was wrapped."""
     close(w)

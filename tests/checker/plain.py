@@ -27,7 +27,8 @@ class Book:
     ``local``: some were accumulated on this rank alone. ``ungathered``: with ``gather="parameters"``, they
     have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
     synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
-    every rank had a backward, so that all must call step() or synchronize(). ``vague``: which backward is the
+    every rank had a backward, so that all must call step() or synchronize(). ``backwards``: since the last
+    step() or zero_grad(). ``vague``: which backward is the
     k-th depends on how gradients were cleared.
     """
 
@@ -43,6 +44,7 @@ class Book:
     fresh: bool = False
     uneven: bool = False
     vague: bool = False
+    backwards: int = 0
     closed: bool = False
     paused: bool = False
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
@@ -82,13 +84,14 @@ class PlainMethods(Optimizer):
             book.gathered = False
         if book.closed or book.paused or not whole:
             return
-        book.done += touched
-        everyone = self._exchange((touched, book.done >= book.passes))
-        if all(each for each, _ in everyone) and all(enough for _, enough in everyone):
+        everyone = self._exchange(touched)
+        book.done += any(everyone)
+        book.backwards += 1
+        if not all(everyone):
+            book.uneven = book.uneven or any(everyone)
+        elif book.done >= book.passes:
             self.average()
             book.ungathered = book.sharded and any(p.grad is not None for p in params)
-        elif any(each for each, _ in everyone) and not all(each for each, _ in everyone):
-            book.uneven = True
 
     @torch.no_grad()
     def average(self) -> None:
@@ -134,7 +137,8 @@ class PlainMethods(Optimizer):
         self.average()
         result = self._base.step(self)
         book.consumed = book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
-        book.done, book.ungathered, book.gathered, book.vague, book.fresh = 0, False, False, False, False
+        book.done = book.backwards = 0
+        book.ungathered = book.gathered = book.vague = book.fresh = False
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -159,7 +163,7 @@ class PlainMethods(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._base.zero_grad(self, set_to_none)
-        self.book.done, self.book.vague = 0, False
+        self.book.done, self.book.backwards, self.book.vague = 0, 0, False
         self.look()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -78,5 +78,5 @@ class ThreadWorld(World):
             try:
                 wrapped.close(wait=False)
             except Exception:
-                self.job.close_failures = getattr(self.job, "close_failures", 0) + 1
+                self.job.close_failures += 1
         self.every.clear()
