@@ -19,6 +19,7 @@ def warm_up() -> None:
     """Load what the first program would wait for, and let later searches pass over it."""
     import numba  # noqa: F401
 
+    sys.setswitchinterval(2e-4)  # ranks wait for each other many times in a program
     run_on_threads(Program(0, dict(programs.PLAINEST), (("train", 0, False, dict(loss={}, steps=1, clear="optimizer", first=True)),)), 300.0)
     gc.collect()
     gc.freeze()

@@ -101,6 +101,7 @@ def clear(w: World, how: str) -> None:
         w.model.zero_grad()
     elif how == "model zero":
         w.reading()
+        w.changing_grads()
         w.model.zero_grad(set_to_none=False)
     elif how == "none":
         for p in params:
@@ -110,10 +111,10 @@ def clear(w: World, how: str) -> None:
             del p.grad
     elif how == "zero_":
         w.reading()
+        w.changing_grads()
         for p in params:
             if p.grad is not None:
                 p.grad.zero_()
-        w.changing_grads()
     elif how == "none where set":
         w.reading()
         for p in params:
@@ -127,6 +128,14 @@ def draw_loss(dice: random.Random, options: Args) -> Args:
 
 def copies(tensors: Any) -> list[Any]:
     return [None if t is None else t.detach().clone() for t in tensors]
+
+
+def cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cloned(item) for item in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def part(w: World, place: int) -> nn.Module:
@@ -296,7 +305,7 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
     1,
     lambda dice, o: {**draw_loss(dice, o), "rank": dice.randrange(o["ranks"]), "then": dice.choice(["step", "sync"])},
     ("backward", "step"),
-    legal=lambda w: all(b.passes == 1 and not b.local and not b.backwards for b in w.books),
+    legal=lambda w: all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
@@ -501,8 +510,10 @@ def optimizer_state(w: World, salt: int, load: bool) -> Any:
     """``optimizer.state_dict()``, and maybe load it again."""
     seen = []
     for optimizer in w.optimizers:
-        state = copy.deepcopy(optimizer.state_dict())
-        seen.append({"state": state["state"], "groups": [group["params"] for group in state["param_groups"]]})
+        state = optimizer.state_dict()
+        seen.append(
+            {"state": cloned(state["state"]), "groups": [group["params"] for group in state["param_groups"]]}
+        )
         if load:
             optimizer.load_state_dict(copy.deepcopy(state))
     return seen

@@ -163,12 +163,16 @@ class PlainMethods(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._base.zero_grad(self, set_to_none)
+        self.book.changed = False
         self.book.done, self.book.backwards, self.book.vague = 0, 0, False
         self.look()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        self._event("synchronize", self.book)
+        book = self.book
+        self._event("synchronize", book)
         self.average()
+        if book.sharded and not book.gathered:
+            book.ungathered = any(p.grad is not None for p in self.every_param())
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
     def close(self, wait: bool = True) -> None:
@@ -181,7 +185,8 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.local = book.ungathered = book.gathered = book.consumed = book.changed = book.fresh = False
+            book.local = book.ungathered = book.gathered = book.consumed = book.fresh = False
+            book.changed = book.changed and any(g is not None for g in grads)
             book.common.clear()
 
     def __reduce__(self) -> Any:

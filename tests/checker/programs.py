@@ -260,8 +260,7 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
         if type(a) is not type(b):
             return f"{path or 'it'} is {_short(a)}, plain has {_short(b)}"
     numbers = [(path, _number(a), _number(b)) for path, a, b in pairs if isinstance(b, (float, torch.Tensor))]
-    largest = max((float(b.abs().max()) for _, _, b in numbers if b.numel()), default=0.0)
-    scale = max(largest, 1e-2)
+    scale = 0.0
     for path, a, b in pairs:
         if isinstance(b, (float, torch.Tensor)):
             continue
@@ -270,8 +269,9 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
     for path, a, b in numbers:
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{path} is {a.dtype} {tuple(a.shape)}, plain has {b.dtype} {tuple(b.shape)}"
-        if not a.numel():
+        if not a.numel() or torch.equal(a, b):
             continue
+        scale = scale or max(1e-2, *(float(each.abs().max()) for _, _, each in numbers if each.numel()))
         bound = rounding(a.dtype, _TERMS, depth) * scale if a.is_floating_point() else 0.0
         # An exact match includes infinities and NaN in the same places.
         off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a, dtype=torch.float64),
