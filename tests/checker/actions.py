@@ -1058,6 +1058,30 @@ def wrap_again(w: World, salt: int, gather: str) -> Any:
     w.wrap()
 
 
+@action(
+    1,
+    lambda dice, o: {**draw_loss(dice, o), "steps": dice.randint(1, 2), "more": dice.sample(range(3), o["ranks"])},
+    ("backward", "step"),
+    legal=lambda w: not any(b.local or b.ungathered or b.gathered or b.fresh for b in w.books)
+    and all(b.passes == 1 for b in w.books)
+    and all(p.grad is None for p in w.trained())
+    and w.options["optimizer"] != "lbfgs",
+    local=False,
+)
+def join(w: World, salt: int, loss: Args, steps: int, more: list[int]) -> Any:
+    """Ranks have different numbers of batches and then join."""
+    mine, most = steps + more[w.rank], steps + max(more)
+    for number in range(most if isinstance(w, PlainWorld) else mine):
+        if isinstance(w, PlainWorld):
+            w.step_with_zeros(loss, salt, number < mine)
+        else:
+            w.backward(w.loss(loss, salt))
+            w.step()
+            w.zero_grad()
+    w.join()
+    return copies(w.params())
+
+
 @action(0)
 def close_at_end(w: World, salt: int) -> Any:
     close(w)

@@ -41,6 +41,14 @@ class Program:
     options: dict[str, Any]
     steps: tuple[Step, ...]
 
+    def to_json(self) -> list[Any]:
+        return [self.seed, self.options, self.steps]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Program:
+        seed, options, steps = value
+        return cls(seed, options, tuple((name, salt, defy, args) for name, salt, defy, args in steps))
+
     def __str__(self) -> str:
         unusual = {k: v for k, v in self.options.items() if PLAINEST.get(k) != v}
         lines = [f"Program of seed {self.seed}: {arguments(unusual)}"]
@@ -95,15 +103,29 @@ PLAINEST: dict[str, Any] = {
     "lateness": 0.8,
     "early_model": False,
     "model": True,
+    "processes": False,
+    "transport": "direct",
 }
 """The options that a failing program is reduced to, one by one."""
 
 
-def draw(seed: int, ranks: int, only: Sequence[str] = (), fixed: dict[str, Any] | None = None) -> Program:
-    """Return the program of this seed."""
+def draw(
+    seed: int,
+    ranks: int,
+    only: Sequence[str] = (),
+    fixed: dict[str, Any] | None = None,
+    processes: bool = False,
+) -> Program:
+    """Return the program of this seed; ``processes``: with what only processes can do."""
     dice = random.Random(seed)
-    options = {**_options(dice, ranks), **(fixed or {})}
+    options = {**_options(dice, ranks), "processes": processes, "transport": "direct"}
+    if processes:
+        transports = ["direct", "direct", "ring", "gloo"] + ["stream"] * (not options["two"])
+        options |= {"transport": random.Random(f"transport {seed}").choice(transports), "stream": False}
+    options |= fixed or {}
     names = [name for name, action in ACTIONS.items() if action.weight and (not only or name in only)]
+    if not processes:
+        names = [name for name in names if name != "join"]
     # Each program uses about half of the actions, so that rare ones meet each other.
     chosen = [name for name in names if only or dice.random() < 0.45] or names
     always = [name for name in ("train", "backward", "step", "read_params") if name not in chosen]
@@ -351,7 +373,7 @@ def shrink(program: Program, failure: Failure, run: Run, seconds: float = 60.0) 
                 break
             size //= 2
         for key, plainest in PLAINEST.items():
-            if program.options.get(key) != plainest and key not in ("ranks",):
+            if program.options.get(key) != plainest and key not in ("ranks", "processes"):
                 still(replace(program, options={**program.options, key: plainest}))
         for place in range(len(program.steps)):
             for simpler in _simpler(program.steps[place]):
@@ -482,7 +504,7 @@ class ThreadJob:
             backend.abort("the program has failed")
 
     def run(self, rank: int, records: Sequence[Record]) -> None:
-        from tests.checker.thread_world import ThreadWorld
+        from tests.checker.distributed import ThreadWorld
 
         world = None
         try:
@@ -500,7 +522,9 @@ class ThreadJob:
             if self.ended and not self.aborted:
                 self.abort()
         if world is not None:
-            world.end()
+            raised = world.end()
+            with self._lock:
+                self.close_failures += raised
 
     def _stopped(self, rank: int, failure: Failure | None) -> None:
         with self._lock:

@@ -134,8 +134,8 @@ class World:
     def changing_grads(self) -> None:
         """Announce that the action has changed gradients."""
 
-    def fail_on(self, rank: int) -> bool:
-        return self.rank == rank
+    def join(self) -> None:
+        """Wait until all ranks have no data left."""
 
 
 class PlainWorld(World):
@@ -180,6 +180,18 @@ class PlainWorld(World):
             raise
         for optimizer, mark in zip(wrapped, marks, strict=True):
             optimizer.after_backward(mark)
+
+    def step_with_zeros(self, loss: dict[str, Any], salt: Any, has_data: bool) -> None:
+        """Take a step of a job in which some ranks have joined: these contribute zeros."""
+        if has_data:
+            value = self.loss(loss, salt)
+            for optimizer in self.wrapped:
+                optimizer.before_backward()
+            torch.autograd.backward(value)
+        for optimizer in self.wrapped:
+            optimizer.average()
+        self.step()
+        self.zero_grad()
 
     def reading(self) -> None:
         for book in self.books:
