@@ -22,7 +22,14 @@ def warm_up() -> None:
     import numba  # noqa: F401
 
     sys.setswitchinterval(2e-4)  # ranks wait for each other many times in a program
-    run_on_threads(Program(0, dict(programs.PLAINEST), (("train", 0, False, dict(loss={}, steps=1, clear="optimizer", first=True)),)), 300.0)
+    run_on_threads(
+        Program(
+            0,
+            dict(programs.PLAINEST),
+            (("train", 0, False, dict(loss={}, steps=1, clear="optimizer", first=True)),),
+        ),
+        300.0,
+    )
     gc.collect()
     gc.freeze()
 
@@ -33,14 +40,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the first program (default: a fresh one)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each program (default 2)")
     parser.add_argument("--processes", action="store_true", help="on real ranks, over the real transports")
-    parser.add_argument("--only", default="", help="actions to draw, with commas; training and reading always are")
+    parser.add_argument(
+        "--only", default="", help="actions to draw, with commas; training and reading always are"
+    )
     parser.add_argument("--replay", type=int, default=None, help="run the program of this seed alone")
     parser.add_argument("--shrink", action="store_true", help="reduce failing programs")
-    parser.add_argument("--show", type=int, default=1, help="failing programs to print of each class (default 1)")
+    parser.add_argument(
+        "--show", type=int, default=1, help="failing programs to print of each class (default 1)"
+    )
     parser.add_argument("--set", action="append", default=[], help="fix an option, such as gather=parameters")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the programs (default 1)")
     parser.add_argument("--tally", action="store_true", help="print which actions ran")
-    parser.add_argument("--findings", help="write failures by class, each with its smallest program, to this file")
+    parser.add_argument(
+        "--findings", help="write failures by class, each with its smallest program, to this file"
+    )
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -77,12 +90,19 @@ def main() -> int:
                 break
         if count % 50 == 0:
             gc.collect()
-            print(f"{count} programs from seed {seed}, {failed} failed, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"{count} programs from seed {seeds[0]}, {failed} failed, {time.monotonic() - start:.1f} s, cpu {time.process_time():.1f}")
+            print(
+                f"{count} programs from seed {seed}, {failed} failed, {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+    print(
+        f"{count} programs from seed {seeds[0]}, {failed} failed, {time.monotonic() - start:.1f} s, cpu {time.process_time():.1f}"
+    )
     for name, number in classes.most_common():
         print(f"{number:6} {name}")
     if asked.tally:
-        print(f"{tally.listed} programs ended with a listed error; close(wait=False) raised {tally.closing} times")
+        print(
+            f"{tally.listed} programs ended with a listed error; close(wait=False) raised {tally.closing} times"
+        )
         for what in ("ran", "skipped", "stopped"):
             print(what, dict(getattr(tally, what).most_common()))
     return 1 if failed else 0

@@ -136,7 +136,9 @@ class PlainMethods(Optimizer):
         self._event("step", book)
         self.average()
         result = self._base.step(self)
-        book.consumed = book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
+        book.consumed = (
+            book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
+        )
         book.done = book.backwards = 0
         book.ungathered = book.gathered = book.vague = book.fresh = False
         return result if closure is None else loss
@@ -213,7 +215,11 @@ def added(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def plain_optimizer(
-    base: Optimizer, exchange: Exchange, ranks: int, event: Callable[[str, Book], None], options: dict[str, Any]
+    base: Optimizer,
+    exchange: Exchange,
+    ranks: int,
+    event: Callable[[str, Book], None],
+    options: dict[str, Any],
 ) -> Any:
     """Return ``base`` with the methods of a distributed optimizer; both share all state."""
     kind = type(base)

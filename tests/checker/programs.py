@@ -79,7 +79,9 @@ class Failure:
         return f"{self.kind}: {sort[:100]}"
 
     def __str__(self) -> str:
-        return f"{self.kind} at step {self.step} ({self.action}) on rank {self.rank}: {self.sort}\n{self.detail}"
+        return (
+            f"{self.kind} at step {self.step} ({self.action}) on rank {self.rank}: {self.sort}\n{self.detail}"
+        )
 
 
 # -- drawing -------------------------------------------------------------------------------------------------------
@@ -264,7 +266,9 @@ def run_distributed(world: World, program: Program, records: Sequence[Record]) -
 def _raised(error: Exception, rank: int, place: int, name: str) -> Failure:
     text = str(error).strip().splitlines() or [""]
     sort = f"{type(error).__name__}: {text[0]}"
-    kind = "hangs" if "in vain" in sort or "within" in sort and "s" in sort and "CommError" in sort else "raises"
+    kind = (
+        "hangs" if "in vain" in sort or "within" in sort and "s" in sort and "CommError" in sort else "raises"
+    )
     trace = "".join(traceback.format_exception(error)[-6:])
     return Failure(kind, sort, rank, place, name, trace)
 
@@ -296,8 +300,11 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
         scale = scale or max(1e-2, *(float(each.abs().max()) for _, _, each in numbers if each.numel()))
         bound = rounding(a.dtype, _TERMS, depth) * scale if a.is_floating_point() else 0.0
         # An exact match includes infinities and NaN in the same places.
-        off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a, dtype=torch.float64),
-                          (a - b).abs().double())
+        off = torch.where(
+            (a == b) | (a.isnan() & b.isnan()),
+            torch.zeros_like(a, dtype=torch.float64),
+            (a - b).abs().double(),
+        )
         worst = float(off.max())
         if not worst <= bound:
             return (

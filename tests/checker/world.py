@@ -141,9 +141,7 @@ class World:
 class PlainWorld(World):
     """``allowed``: the listed errors that this action may end with."""
 
-    def __init__(
-        self, seed: int, options: dict[str, Any], rank: int, size: int, exchange: Exchange
-    ) -> None:
+    def __init__(self, seed: int, options: dict[str, Any], rank: int, size: int, exchange: Exchange) -> None:
         self.exchange = exchange
         self.allowed: set[str] = set()
         self.diverged = False
