@@ -59,9 +59,7 @@ def action(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(act: Callable[..., Any]) -> Callable[..., Any]:
         name = act.__name__.rstrip("_")
-        ACTIONS[name] = Action(
-            name, act, weight, draw, events, legal, settles, local, reads_after_backward
-        )
+        ACTIONS[name] = Action(name, act, weight, draw, events, legal, settles, local, reads_after_backward)
         return act
 
     return register
@@ -101,6 +99,7 @@ def clear(w: World, how: str) -> None:
         w.model.zero_grad()
     elif how == "model zero":
         w.reading()
+        w.changing_grads()
         w.model.zero_grad(set_to_none=False)
     elif how == "none":
         for p in params:
@@ -110,10 +109,10 @@ def clear(w: World, how: str) -> None:
             del p.grad
     elif how == "zero_":
         w.reading()
+        w.changing_grads()
         for p in params:
             if p.grad is not None:
                 p.grad.zero_()
-        w.changing_grads()
     elif how == "none where set":
         w.reading()
         for p in params:
@@ -127,6 +126,14 @@ def draw_loss(dice: random.Random, options: Args) -> Args:
 
 def copies(tensors: Any) -> list[Any]:
     return [None if t is None else t.detach().clone() for t in tensors]
+
+
+def cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cloned(item) for item in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def part(w: World, place: int) -> nn.Module:
@@ -197,7 +204,10 @@ def backward(w: World, salt: int, loss: Args) -> Any:
 
 @action(
     1,
-    lambda dice, o: {**draw_loss(dice, o), "way": dice.choice(["one by one", "retained", "together", "graph"])},
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "way": dice.choice(["one by one", "retained", "together", "graph"]),
+    },
     ("backward",),
 )
 def two_losses(w: World, salt: int, loss: Args, way: str) -> Any:
@@ -294,9 +304,13 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
 
 @action(
     1,
-    lambda dice, o: {**draw_loss(dice, o), "rank": dice.randrange(o["ranks"]), "then": dice.choice(["step", "sync"])},
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "rank": dice.randrange(o["ranks"]),
+        "then": dice.choice(["step", "sync"]),
+    },
     ("backward", "step"),
-    legal=lambda w: all(b.passes == 1 and not b.fresh for b in w.books),
+    legal=lambda w: all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
@@ -343,7 +357,8 @@ def failing_backward(w: World, salt: int, loss: Args, bomb: int, clear: str | No
         "clear": dice.choice(["optimizer", "model", "none", "del"]),
     },
     ("backward",),
-    legal=lambda w: all(b.passes == 1 for b in w.books),
+    # At least one gradient comes before the bomb: else nothing tells the others of this backward.
+    legal=lambda w: all(b.passes == 1 for b in w.books) and all(p.requires_grad for p in w.params()),
     local=False,
 )
 def failing_rank(w: World, salt: int, loss: Args, bomb: int, rank: int, clear: str) -> Any:
@@ -363,7 +378,10 @@ def failing_rank(w: World, salt: int, loss: Args, bomb: int, rank: int, clear: s
 
 @action(
     1.5,
-    lambda dice, o: {**draw_loss(dice, o), "way": dice.choice(["input", "params", "create_graph", "grad only"])},
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "way": dice.choice(["input", "params", "create_graph", "grad only"]),
+    },
     ("backward",),
 )
 def penalty(w: World, salt: int, loss: Args, way: str) -> Any:
@@ -418,11 +436,13 @@ def use_graph(w: World, salt: int) -> Any:
     0.8,
     lambda dice, o: {**draw_loss(dice, o), "samples": dice.randint(1, 4)},
     ("backward",),
-    legal=lambda w: not w.options["op"] == "sum"
-    and not any(b.local or b.ungathered or b.gathered or b.done for b in w.books)
-    and all(b.passes == 1 for b in w.books)
-    and all(p.grad is None for p in w.trained())
-    and len(w.books) == 1,
+    legal=lambda w: (
+        not w.options["op"] == "sum"
+        and not any(b.local or b.ungathered or b.gathered or b.done for b in w.books)
+        and all(b.passes == 1 for b in w.books)
+        and all(p.grad is None for p in w.trained())
+        and len(w.books) == 1
+    ),
     local=False,
 )
 def weighted(w: World, salt: int, loss: Args, samples: int) -> Any:
@@ -500,14 +520,25 @@ def optimizer_state(w: World, salt: int, load: bool) -> Any:
     """``optimizer.state_dict()``, and maybe load it again."""
     seen = []
     for optimizer in w.optimizers:
-        state = copy.deepcopy(optimizer.state_dict())
-        seen.append({"state": state["state"], "groups": [group["params"] for group in state["param_groups"]]})
+        state = optimizer.state_dict()
+        seen.append(
+            {"state": cloned(state["state"]), "groups": [group["params"] for group in state["param_groups"]]}
+        )
         if load:
             optimizer.load_state_dict(copy.deepcopy(state))
     return seen
 
 
-EVALUATIONS = ("no_grad", "inference_mode", "eval", "part", "functional", "functional_call", "own weights", "vmap")
+EVALUATIONS = (
+    "no_grad",
+    "inference_mode",
+    "eval",
+    "part",
+    "functional",
+    "functional_call",
+    "own weights",
+    "vmap",
+)
 
 
 @action(2.5, lambda dice, o: {"how": dice.choice(EVALUATIONS), "place": dice.randrange(LAYERS)})
@@ -573,7 +604,10 @@ CHANGES = ("assign", "data", "set_", "mul_", "copy_", "swap", "none", "clone", "
 
 @action(
     3,
-    lambda dice, o: {"how": dice.choice(CHANGES), "places": sorted(dice.sample(range(14), dice.choice([1, 3])))},
+    lambda dice, o: {
+        "how": dice.choice(CHANGES),
+        "places": sorted(dice.sample(range(14), dice.choice([1, 3]))),
+    },
     lambda args: () if args["how"] in ("assign", "none") else ("read",),
     legal=lambda w: dense(w) and calm(w) and fresh(w) and not any(b.vague for b in w.books),
 )
@@ -616,7 +650,9 @@ def change_grads(w: World, salt: int, how: str, places: list[int]) -> Any:
     1.2,
     lambda dice, o: {**draw_loss(dice, o), "clear": dice.choice(["optimizer", "model", "none", "del"])},
     ("backward",),
-    legal=lambda w: dense(w) and calm(w) and not any(b.vague for b in w.books) and all(b.passes == 1 for b in w.books),
+    legal=lambda w: (
+        dense(w) and calm(w) and not any(b.vague for b in w.books) and all(b.passes == 1 for b in w.books)
+    ),
     reads_after_backward=True,
 )
 def keep_old_grads(w: World, salt: int, loss: Args, clear: str) -> Any:
@@ -663,7 +699,10 @@ WRITES = ("data", "mul_", "clamp_", "copy_", "vector", "state_dict", "set_", "in
 
 @action(
     3,
-    lambda dice, o: {"how": dice.choice(WRITES), "places": sorted(dice.sample(range(14), dice.choice([1, 3])))},
+    lambda dice, o: {
+        "how": dice.choice(WRITES),
+        "places": sorted(dice.sample(range(14), dice.choice([1, 3]))),
+    },
     legal=lambda w: "graph" not in w.kept,
 )
 def change_params(w: World, salt: int, how: str, places: list[int]) -> Any:
@@ -734,7 +773,11 @@ def use_alias(w: World, salt: int, how: str) -> Any:
     return copies(w.kept["alias"])
 
 
-@action(0.5, lambda dice, o: {"places": sorted(dice.sample(range(LAYERS), 2))}, legal=lambda w: "graph" not in w.kept)
+@action(
+    0.5,
+    lambda dice, o: {"places": sorted(dice.sample(range(LAYERS), 2))},
+    legal=lambda w: "graph" not in w.kept,
+)
 def tie_data(w: World, salt: int, places: list[int]) -> Any:
     """Two parameters share their memory from now on."""
     first, second = (w.model.body[place].linear.weight for place in places)
@@ -762,11 +805,15 @@ def model_state(w: World, salt: int, how: str) -> Any:
         state = w.model.right.state_dict()
         torch.save(state, file)
         needed = sum(t.numel() * t.element_size() for t in state.values())
-        return "as large as it must be" if file.tell() < needed + 2000 else f"{file.tell()} bytes for {needed}"
+        return (
+            "as large as it must be" if file.tell() < needed + 2000 else f"{file.tell()} bytes for {needed}"
+        )
     return None
 
 
-@action(0.4, lambda dice, o: {"again": dice.random() < 0.7}, local=False, legal=lambda w: not w.options["tied"])
+@action(
+    0.4, lambda dice, o: {"again": dice.random() < 0.7}, local=False, legal=lambda w: not w.options["tied"]
+)
 def load_assign(w: World, salt: int, again: bool) -> Any:
     """``load_state_dict(assign=True)`` makes new parameters; ``again``: the script makes new optimizers."""
     w.kept.pop("graph", None)
@@ -793,7 +840,11 @@ def group_params(optimizer: Any) -> list[nn.Parameter]:
 
 @action(
     2.5,
-    lambda dice, o: {"place": dice.randrange(9), "what": dice.choice(["module", "module", "one"]), "on": dice.random() < 0.5},
+    lambda dice, o: {
+        "place": dice.randrange(9),
+        "what": dice.choice(["module", "module", "one"]),
+        "on": dice.random() < 0.5,
+    },
     legal=lambda w: "graph" not in w.kept,
 )
 def freeze(w: World, salt: int, place: int, what: str, on: bool) -> Any:
@@ -810,7 +861,9 @@ def unfreeze(w: World, salt: int) -> Any:
         p.requires_grad_(True)
 
 
-@action(0.6, legal=lambda w: not w.model.uses_late and w.options["optimizer"] != "lbfgs" and "graph" not in w.kept)
+@action(
+    0.6, legal=lambda w: not w.model.uses_late and w.options["optimizer"] != "lbfgs" and "graph" not in w.kept
+)
 def add_group(w: World, salt: int) -> Any:
     w.optimizers[0].add_param_group({"params": list(w.model.late.parameters()), "lr": 0.01})
     w.model.uses_late = True
@@ -839,7 +892,12 @@ def schedule_rate(w: World, salt: int, base: bool) -> Any:
     return [group["lr"] for o in w.optimizers for group in o.param_groups]
 
 
-@action(0.7, lambda dice, o: {"last": dice.random() < 0.7}, ("read",), legal=lambda w: w.model.kind == "image" and "graph" not in w.kept)
+@action(
+    0.7,
+    lambda dice, o: {"last": dice.random() < 0.7},
+    ("read",),
+    legal=lambda w: w.model.kind == "image" and "graph" not in w.kept,
+)
 def to_format(w: World, salt: int, last: bool) -> Any:
     w.reading()
     w.model.to(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -904,8 +962,15 @@ def average_weights(w: World, salt: int) -> Any:
 @action(0.25, legal=lambda w: not w.hooks)
 def trace(w: World, salt: int) -> Any:
     with torch.no_grad():
-        w.kept["traced"] = torch.jit.trace(w.model, (models.batch(w.model.kind, 0).to(w.dtype)
-            if w.model.kind not in ("table", "sparse") else models.batch(w.model.kind, 0),), check_trace=False)
+        w.kept["traced"] = torch.jit.trace(
+            w.model,
+            (
+                models.batch(w.model.kind, 0).to(w.dtype)
+                if w.model.kind not in ("table", "sparse")
+                else models.batch(w.model.kind, 0),
+            ),
+            check_trace=False,
+        )
 
 
 @action(2, legal=lambda w: "traced" in w.kept)
@@ -1025,7 +1090,7 @@ def close(w: World) -> None:
     w.optimizers = list(w.bases)
 
 
-@action(0.4, local=False, legal=lambda w: not any(b.local for b in w.books))
+@action(0.4, local=False, legal=lambda w: not any(b.local or b.ungathered or b.consumed for b in w.books))
 def close_and_go_on(w: World, salt: int) -> Any:
     """Train on without communication, with the optimizer that was wrapped."""
     close(w)
@@ -1035,15 +1100,47 @@ def close_and_go_on(w: World, salt: int) -> Any:
 @action(
     0.8,
     lambda dice, o: {"gather": dice.choice(["gradients", "gradients", "parameters"])},
-    legal=lambda w: not w.diverged
-    and not any(b.local or b.consumed or b.ungathered for b in w.books)
-    and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained())),
+    legal=lambda w: (
+        not w.diverged
+        and not any(b.local or b.consumed or b.ungathered for b in w.books)
+        and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained()))
+    ),
 )
 def wrap_again(w: World, salt: int, gather: str) -> Any:
     close(w)
     if w.model.kind != "sparse" and w.options["optimizer"] != "lbfgs":
         w.options["gather"] = gather
     w.wrap()
+
+
+@action(
+    1,
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "steps": dice.randint(1, 2),
+        "more": dice.sample(range(3), o["ranks"]),
+    },
+    ("backward", "step"),
+    legal=lambda w: (
+        not any(b.local or b.ungathered or b.gathered or b.fresh for b in w.books)
+        and all(b.passes == 1 for b in w.books)
+        and all(p.grad is None for p in w.trained())
+        and w.options["optimizer"] != "lbfgs"
+    ),
+    local=False,
+)
+def join(w: World, salt: int, loss: Args, steps: int, more: list[int]) -> Any:
+    """Ranks have different numbers of batches and then join."""
+    mine, most = steps + more[w.rank], steps + max(more)
+    for number in range(most if isinstance(w, PlainWorld) else mine):
+        if isinstance(w, PlainWorld):
+            w.step_with_zeros(loss, salt, number < mine)
+        else:
+            w.backward(w.loss(loss, salt))
+            w.step()
+            w.zero_grad()
+    w.join()
+    return copies(w.params())
 
 
 @action(0)

@@ -27,7 +27,8 @@ class Book:
     ``local``: some were accumulated on this rank alone. ``ungathered``: with ``gather="parameters"``, they
     have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
     synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
-    every rank had a backward, so that all must call step() or synchronize(). ``vague``: which backward is the
+    every rank had a backward, so that all must call step() or synchronize(). ``backwards``: since the last
+    step() or zero_grad(). ``vague``: which backward is the
     k-th depends on how gradients were cleared.
     """
 
@@ -43,9 +44,10 @@ class Book:
     fresh: bool = False
     uneven: bool = False
     vague: bool = False
+    backwards: int = 0
     closed: bool = False
     paused: bool = False
-    raised: bool = False  # a backward that would have been averaged has raised, and nobody has cleared since
+    raised: bool = False
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -85,13 +87,14 @@ class PlainMethods(Optimizer):
             book.raised = True
         if book.closed or book.paused or not whole:
             return
-        book.done += touched
-        everyone = self._exchange((touched, book.done >= book.passes))
-        if all(each for each, _ in everyone) and all(enough for _, enough in everyone):
+        everyone = self._exchange(touched)
+        book.done += any(everyone)
+        book.backwards += 1
+        if not all(everyone):
+            book.uneven = book.uneven or any(everyone)
+        elif book.done >= book.passes:
             self.average()
             book.ungathered = book.sharded and any(p.grad is not None for p in params)
-        elif any(each for each, _ in everyone) and not all(each for each, _ in everyone):
-            book.uneven = True
 
     @torch.no_grad()
     def average(self) -> None:
@@ -136,8 +139,11 @@ class PlainMethods(Optimizer):
         self._event("step", book)
         self.average()
         result = self._base.step(self)
-        book.consumed = book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
-        book.done, book.ungathered, book.gathered, book.vague, book.fresh = 0, False, False, False, False
+        book.consumed = (
+            book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
+        )
+        book.done = book.backwards = 0
+        book.ungathered = book.gathered = book.vague = book.fresh = False
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -162,20 +168,20 @@ class PlainMethods(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._base.zero_grad(self, set_to_none)
-        self.book.done, self.book.vague, self.book.raised = 0, False, False
+        self.book.changed = False
+        self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
         self.look()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        self._event("synchronize", self.book)
+        book = self.book
+        self._event("synchronize", book)
         self.average()
+        if book.sharded and not book.gathered:
+            book.ungathered = any(p.grad is not None for p in self.every_param())
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
     def close(self, wait: bool = True) -> None:
-        book = self.book
-        if book.consumed and not book.closed:
-            for param in self.every_param():  # shards are all there is
-                param.grad = None
-        book.closed = True
+        self.book.closed = True
 
     def look(self) -> None:
         """Notice that the user has cleared all gradients, in whichever way."""
@@ -184,10 +190,8 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.raised = book.local = book.ungathered = book.gathered = book.fresh = False
-            if not book.sums or all(g is None for g in grads):  # whoever zeroes a sum changes it
-                book.changed = False
-            book.consumed = False
+            book.raised = book.local = book.ungathered = book.gathered = book.consumed = book.fresh = False
+            book.changed = book.changed and any(g is not None for g in grads)
             book.common.clear()
 
     def __reduce__(self) -> Any:
@@ -214,7 +218,11 @@ def added(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def plain_optimizer(
-    base: Optimizer, exchange: Exchange, ranks: int, event: Callable[[str, Book], None], options: dict[str, Any]
+    base: Optimizer,
+    exchange: Exchange,
+    ranks: int,
+    event: Callable[[str, Book], None],
+    options: dict[str, Any],
 ) -> Any:
     """Return ``base`` with the methods of a distributed optimizer; both share all state."""
     kind = type(base)

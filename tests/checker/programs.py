@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +41,14 @@ class Program:
     options: dict[str, Any]
     steps: tuple[Step, ...]
 
+    def to_json(self) -> list[Any]:
+        return [self.seed, self.options, self.steps]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Program:
+        seed, options, steps = value
+        return cls(seed, options, tuple((name, salt, defy, args) for name, salt, defy, args in steps))
+
     def __str__(self) -> str:
         unusual = {k: v for k, v in self.options.items() if PLAINEST.get(k) != v}
         lines = [f"Program of seed {self.seed}: {arguments(unusual)}"]
@@ -62,8 +72,16 @@ class Failure:
     action: str
     detail: str
 
+    @property
+    def name(self) -> str:
+        """The class of failures, without numbers and names."""
+        sort = re.sub(r"gradient of [\w.]+", "gradient of X", re.sub(r"\d+", "N", self.sort))
+        return f"{self.kind}: {sort[:100]}"
+
     def __str__(self) -> str:
-        return f"{self.kind} at step {self.step} ({self.action}) on rank {self.rank}: {self.sort}\n{self.detail}"
+        return (
+            f"{self.kind} at step {self.step} ({self.action}) on rank {self.rank}: {self.sort}\n{self.detail}"
+        )
 
 
 # -- drawing -------------------------------------------------------------------------------------------------------
@@ -87,15 +105,29 @@ PLAINEST: dict[str, Any] = {
     "lateness": 0.8,
     "early_model": False,
     "model": True,
+    "processes": False,
+    "transport": "direct",
 }
 """The options that a failing program is reduced to, one by one."""
 
 
-def draw(seed: int, ranks: int, only: Sequence[str] = (), fixed: dict[str, Any] | None = None) -> Program:
-    """Return the program of this seed."""
+def draw(
+    seed: int,
+    ranks: int,
+    only: Sequence[str] = (),
+    fixed: dict[str, Any] | None = None,
+    processes: bool = False,
+) -> Program:
+    """Return the program of this seed; ``processes``: with what only processes can do."""
     dice = random.Random(seed)
-    options = {**_options(dice, ranks), **(fixed or {})}
+    options = {**_options(dice, ranks), "processes": processes, "transport": "direct"}
+    if processes:
+        transports = ["direct", "direct", "ring", "gloo"] + ["stream"] * (not options["two"])
+        options |= {"transport": random.Random(f"transport {seed}").choice(transports), "stream": False}
+    options |= fixed or {}
     names = [name for name, action in ACTIONS.items() if action.weight and (not only or name in only)]
+    if not processes:
+        names = [name for name in names if name != "join"]
     # Each program uses about half of the actions, so that rare ones meet each other.
     chosen = [name for name in names if only or dice.random() < 0.45] or names
     always = [name for name in ("train", "backward", "step", "read_params") if name not in chosen]
@@ -116,8 +148,8 @@ def _options(dice: random.Random, ranks: int) -> dict[str, Any]:
         optimizer = dice.choice(["sgd", "adagrad"])
     elif not sharded and dice.random() < 0.04:
         optimizer = "lbfgs"
-    sums = not sharded and dice.random() < 0.2 or sharded and dice.random() < 0.1
     two = optimizer != "lbfgs" and dice.random() < 0.12
+    sums = not sharded and dice.random() < 0.2 or sharded and dice.random() < 0.1
     return {
         "ranks": ranks,
         "kind": kind,
@@ -133,7 +165,7 @@ def _options(dice: random.Random, ranks: int) -> dict[str, Any]:
         "predivide": dice.choice([1.0, 1.0, 1.0, 2.0]) if not sums else 1.0,
         "compression": "none",
         "row_sparse": dice.choice(["auto", "auto", False]),
-        # Streams of threads exchange in the order of the calls, in which ranks with two optimizers may differ.
+        # The stream of a CPU blocks, and two streams would block each other.
         "stream": not two and dice.random() < 0.25,
         "lateness": dice.choice([0.0, 0.8, 0.8]),
         "early_model": False,
@@ -158,11 +190,16 @@ def run_plain(world: PlainWorld, program: Program) -> list[Record]:
     records = []
     for name, salt, defy, args in (*program.steps, *ENDING):
         action, world.allowed = ACTIONS[name], set()
+        for book in world.books:
+            if book.raised:  # whatever uses gradients or state
+                world.event("read", book)
         if not _is_legal(action, world, defy, args):
             records.append(Record("skipped"))
             continue
         try:
             value = action.act(world, salt, **args)
+        except threading.BrokenBarrierError:
+            raise
         except Exception:
             records.append(Record("stopped", traceback.format_exc()))
             break
@@ -232,7 +269,9 @@ def run_distributed(world: World, program: Program, records: Sequence[Record]) -
 def _raised(error: Exception, rank: int, place: int, name: str) -> Failure:
     text = str(error).strip().splitlines() or [""]
     sort = f"{type(error).__name__}: {text[0]}"
-    kind = "hangs" if "in vain" in sort or "within" in sort and "s" in sort and "CommError" in sort else "raises"
+    kind = (
+        "hangs" if "in vain" in sort or "within" in sort and "s" in sort and "CommError" in sort else "raises"
+    )
     trace = "".join(traceback.format_exception(error)[-6:])
     return Failure(kind, sort, rank, place, name, trace)
 
@@ -247,25 +286,28 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
         return f"it is {_short(mine)}, plain has {_short(plain)}"
     pairs = [(path, a, b) for (path, a), (_, b) in zip(left, right)]
     for path, a, b in pairs:
-        if (a is None) != (b is None):
+        if type(a) is not type(b):
             return f"{path or 'it'} is {_short(a)}, plain has {_short(b)}"
     numbers = [(path, _number(a), _number(b)) for path, a, b in pairs if isinstance(b, (float, torch.Tensor))]
-    largest = max((float(b.abs().max()) for _, _, b in numbers if b.numel()), default=0.0)
-    scale = max(largest, 1e-2)
+    scale = 0.0
     for path, a, b in pairs:
         if isinstance(b, (float, torch.Tensor)):
             continue
-        if type(a) is not type(b) or a != b:
+        if a != b:
             return f"{path or 'it'} is {_short(a)}, plain has {_short(b)}"
     for path, a, b in numbers:
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{path} is {a.dtype} {tuple(a.shape)}, plain has {b.dtype} {tuple(b.shape)}"
-        if not a.numel():
+        if not a.numel() or torch.equal(a, b):
             continue
+        scale = scale or max(1e-2, *(float(each.abs().max()) for _, _, each in numbers if each.numel()))
         bound = rounding(a.dtype, _TERMS, depth) * scale if a.is_floating_point() else 0.0
         # An exact match includes infinities and NaN in the same places.
-        off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a, dtype=torch.float64),
-                          (a - b).abs().double())
+        off = torch.where(
+            (a == b) | (a.isnan() & b.isnan()),
+            torch.zeros_like(a, dtype=torch.float64),
+            (a - b).abs().double(),
+        )
         worst = float(off.max())
         if not worst <= bound:
             return (
@@ -341,7 +383,7 @@ def shrink(program: Program, failure: Failure, run: Run, seconds: float = 60.0) 
                 break
             size //= 2
         for key, plainest in PLAINEST.items():
-            if program.options.get(key) != plainest and key not in ("ranks",):
+            if program.options.get(key) != plainest and key not in ("ranks", "processes"):
                 still(replace(program, options={**program.options, key: plainest}))
         for place in range(len(program.steps)):
             for simpler in _simpler(program.steps[place]):
@@ -370,12 +412,30 @@ def _simpler(step: Step) -> list[Step]:
 # -- ranks as threads ----------------------------------------------------------------------------------------------
 
 
-def run_on_threads(program: Program, patience: float = 8.0) -> Failure | None:
+@dataclass
+class Tally:
+    """What the programs of a run did: actions that ran, that had no meaning there, and early ends."""
+
+    ran: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    stopped: Counter[str] = field(default_factory=Counter)  # plain PyTorch raised an error
+    listed: int = 0
+    closing: int = 0  # errors of close(wait=False)
+
+    def note(self, program: Program, records: Sequence[Record]) -> None:
+        for (name, _, _, _), record in zip(program.steps, records):
+            which = {"done": self.ran, "skipped": self.skipped, "stopped": self.stopped}[record.done]
+            which[name] += 1
+
+
+def run_on_threads(program: Program, patience: float = 8.0, tally: Tally | None = None) -> Failure | None:
     """Run a program with ranks that are threads; return how it failed, if it did."""
     from tests.checker.threads import Hang, Meeting, run_threads
 
     size = program.options["ranks"]
     records = plain_records(program)
+    if tally is not None:
+        tally.note(program, records[0])
     broken = _plain_ranks_differ(program, records)
     if broken:
         raise AssertionError(f"the checker is wrong: {broken}\n{program}")
@@ -386,6 +446,9 @@ def run_on_threads(program: Program, patience: float = 8.0) -> Failure | None:
         job.abort()
         where = max(job.places.items(), key=lambda item: item[1], default=(0, 0))
         return Failure("hangs", str(error), where[0], where[1], "?", str(error))
+    if tally is not None:
+        tally.listed += bool(job.ended) and not job.failures
+        tally.closing += job.close_failures
     return job.verdict()
 
 
@@ -428,6 +491,7 @@ class ThreadJob:
     def __init__(self, program: Program, meeting: Any, patience: float) -> None:
         self.program, self.meeting, self.patience = program, meeting, patience
         self.failures: list[Failure] = []
+        self.close_failures = 0
         self.ended: list[int] = []  # ranks that a listed error has ended
         self.places: dict[int, int] = {}
         self.aborted = False
@@ -450,7 +514,7 @@ class ThreadJob:
             backend.abort("the program has failed")
 
     def run(self, rank: int, records: Sequence[Record]) -> None:
-        from tests.checker.thread_world import ThreadWorld
+        from tests.checker.distributed import ThreadWorld
 
         world = None
         try:
@@ -468,7 +532,9 @@ class ThreadJob:
             if self.ended and not self.aborted:
                 self.abort()
         if world is not None:
-            world.end()
+            raised = world.end()
+            with self._lock:
+                self.close_failures += raised
 
     def _stopped(self, rank: int, failure: Failure | None) -> None:
         with self._lock:

@@ -93,7 +93,9 @@ class ThreadRanks(Ranks):
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
-        present = [g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None]
+        present = [
+            g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None
+        ]
         total = present[0] if present[0].is_sparse else present[0].to_sparse(1)
         for other in present[1:]:
             total = total + (other if other.is_sparse else other.to_sparse(1))
@@ -108,7 +110,11 @@ class LateBackend(Backend):
     """
 
     def __init__(
-        self, make: Callable[[], Backend], ranks: Ranks, lateness: float = 0.0, dice: random.Random | None = None
+        self,
+        make: Callable[[], Backend],
+        ranks: Ranks,
+        lateness: float = 0.0,
+        dice: random.Random | None = None,
     ) -> None:
         self._make, self.ranks, self._lateness = make, ranks, lateness
         self._dice = dice or random.Random(0)
@@ -222,7 +228,12 @@ class LateBackend(Backend):
 
 
 def late_backend(
-    meeting: Meeting, rank: int, stream: bool, lateness: float, dice: random.Random, patience: float = PATIENCE
+    meeting: Meeting,
+    rank: int,
+    stream: bool,
+    lateness: float,
+    dice: random.Random,
+    patience: float = PATIENCE,
 ) -> LateBackend:
     """Return the backend of one optimizer of one thread; ``stream``: the GPU's way, for CPU tensors."""
     ranks, size = ThreadRanks(meeting, rank), meeting.size

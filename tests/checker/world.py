@@ -134,16 +134,14 @@ class World:
     def changing_grads(self) -> None:
         """Announce that the action has changed gradients."""
 
-    def fail_on(self, rank: int) -> bool:
-        return self.rank == rank
+    def join(self) -> None:
+        """Wait until all ranks have no data left."""
 
 
 class PlainWorld(World):
     """``allowed``: the listed errors that this action may end with."""
 
-    def __init__(
-        self, seed: int, options: dict[str, Any], rank: int, size: int, exchange: Exchange
-    ) -> None:
+    def __init__(self, seed: int, options: dict[str, Any], rank: int, size: int, exchange: Exchange) -> None:
         self.exchange = exchange
         self.allowed: set[str] = set()
         self.diverged = False
@@ -180,6 +178,18 @@ class PlainWorld(World):
             raise
         for optimizer, mark in zip(wrapped, marks, strict=True):
             optimizer.after_backward(mark)
+
+    def step_with_zeros(self, loss: dict[str, Any], salt: Any, has_data: bool) -> None:
+        """Take a step of a job in which some ranks have joined: these contribute zeros."""
+        if has_data:
+            value = self.loss(loss, salt)
+            for optimizer in self.wrapped:
+                optimizer.before_backward()
+            torch.autograd.backward(value)
+        for optimizer in self.wrapped:
+            optimizer.average()
+        self.step()
+        self.zero_grad()
 
     def reading(self) -> None:
         for book in self.books:

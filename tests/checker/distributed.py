@@ -1,8 +1,9 @@
-"""One distributed rank that is a thread."""
+"""One distributed rank of a program: a thread of this process, or a process."""
 
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import torch
@@ -51,32 +52,77 @@ def arguments(world: World, base: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-class ThreadWorld(World):
-    """``job`` has the meeting of the threads and ends them all when one has failed."""
+class DistributedWorld(World):
+    """Keeps all optimizers that it has wrapped, to close them at the end."""
 
-    def __init__(self, job: Any, rank: int) -> None:
-        self.job, self.every = job, []
-        program = job.program
+    def __init__(self, program: Any, rank: int) -> None:
+        self.every: list[Any] = []
         super().__init__(program.seed, program.options, rank, program.options["ranks"])
 
     def distributed(self, base: torch.optim.Optimizer) -> Any:
+        wrapped = commsched.DistributedOptimizer(base, **arguments(self, base), **self.place())
+        self.every.append(wrapped)
+        return wrapped
+
+    def place(self) -> dict[str, Any]:
+        """Return the arguments that say where the ranks are."""
+        raise NotImplementedError
+
+    def end(self) -> int:
+        """Close every optimizer, whatever has happened; return how many raised."""
+        raised = 0
+        for wrapped in self.every:
+            try:
+                wrapped.close(wait=False)
+            except Exception:
+                raised += 1
+        self.every.clear()
+        return raised
+
+
+class ThreadWorld(DistributedWorld):
+    """``job`` has the meeting of the threads and ends them all when one has failed."""
+
+    def __init__(self, job: Any, rank: int) -> None:
+        self.job = job
+        super().__init__(job.program, rank)
+
+    def place(self) -> dict[str, Any]:
         options, number = self.options, len(self.every)
         dice = random.Random(f"{self.seed} {self.rank} {number}")
         backend = late_backend(
             self.job.meeting, self.rank, options["stream"], options["lateness"], dice, self.job.patience
         )
         self.job.made(backend)
-        wrapped = commsched.DistributedOptimizer(
-            base, **arguments(self, base), process_set=backend.ranks.process_set, transport=backend
-        )
-        self.every.append(wrapped)
-        return wrapped
+        return {"process_set": backend.ranks.process_set, "transport": backend}
 
-    def end(self) -> None:
-        """Close every optimizer, whatever has happened."""
-        for wrapped in self.every:
-            try:
-                wrapped.close(wait=False)
-            except Exception:
-                self.job.close_failures = getattr(self.job, "close_failures", 0) + 1
-        self.every.clear()
+
+class ProcessWorld(DistributedWorld):
+    """Waits now and then, other times on every rank, so that messages are on their way when others read."""
+
+    def __init__(self, program: Any, rank: int) -> None:
+        self.delays = random.Random(f"delays {program.seed} {rank}")
+        super().__init__(program, rank)
+
+    def place(self) -> dict[str, Any]:
+        return {"transport": self.options["transport"]}
+
+    def pause(self) -> None:
+        if self.delays.random() < 0.3:
+            time.sleep(self.delays.random() * 0.004)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.pause()
+        return super().forward(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self.pause()
+        super().backward(*args, **kwargs)
+        self.pause()
+
+    def step(self) -> None:
+        self.pause()
+        super().step()
+
+    def join(self) -> None:
+        commsched.join()
