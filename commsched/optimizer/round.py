@@ -358,7 +358,7 @@ class Round:
 
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a gradient stay on this rank until the next round."""
-        if not gradient.exposed:
+        if not (gradient.exposed or self.mode.gathered):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
         elif self.state is State.IDLE and not self.pending and not self.sums and not grad.is_sparse:
@@ -384,7 +384,7 @@ class Round:
         A backward without a step since the last one adds to what that one has reduced: plain PyTorch
         accumulates.
         """
-        if not gradient.exposed:
+        if not (gradient.exposed or self.mode.gathered):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
         self.leave_cleared()

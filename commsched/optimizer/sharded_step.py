@@ -184,6 +184,10 @@ class ShardedStep(StepMode):
     def readable(self) -> bool:
         return self._gathered
 
+    @property
+    def gathered(self) -> bool:
+        return self._gathered
+
     def check_readable(self) -> None:
         if not self.readable:
             raise CommError(
@@ -323,12 +327,12 @@ class ShardedStep(StepMode):
                 b for i in shards.whole for b in now.gradients[i].buckets if not now.gradients[i].touched
             }:
                 self._gather(bucket)
+        shards.update_whole(now.used)  # before the engine may write into the slots again
         for bucket in self._buckets:
             if not (changed or shards.whole):
                 self._wait_reduced(bucket)
             shards.update(bucket, now.used)
             self.backend.mark_updated(bucket)
-        shards.update_whole(now.used)
 
     def _update_others(self, optimizer: Any) -> None:
         """Update frozen parameters that still have a gradient, because plain PyTorch does."""

@@ -160,6 +160,11 @@ class StepMode(ABC):
         """Whether a gradient that is being reduced can be read once it has arrived."""
         return True
 
+    @property
+    def gathered(self) -> bool:
+        """Whether p.grad holds the sums although parameters are still to come."""
+        return False
+
     @abstractmethod
     def show(self, gradient: Gradient) -> None:
         """Show the result of a completed parameter that some rank used."""
