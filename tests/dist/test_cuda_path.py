@@ -21,8 +21,8 @@ model = torch.nn.Linear(8, 8)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), transport="stream")
 model(torch.ones(2, 8)).sum().backward()
-backend = optimizer._driver.backend
-backend.wait_gathered(optimizer._driver.reducer.state.flags_bucket)
+backend = optimizer._session.backend
+backend.wait_gathered(optimizer._session.round.flags_bucket)
 print("sealed", flush=True)
 if hvd.rank() == 1:
     time.sleep(100)

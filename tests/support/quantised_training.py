@@ -10,8 +10,8 @@ from torch import nn
 
 import commsched as hvd
 from commsched.optimizer.model_layers import travels_quantised
-from commsched.optimizer.residuals import KEY
-from commsched.optimizer.shards import memory_order
+from commsched.optimizer.payloads import KEY
+from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, case
 from tests.support.oracle import Oracle, batch
 from tests.support.quantised import LARGEST, exchanged

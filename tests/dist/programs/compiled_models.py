@@ -90,7 +90,7 @@ def compare(me: Me, build: Callable[[], nn.Module], inputs: Inputs, backend: str
     options: Any = {"schedule": "dear", "bucket_mb": bucket_mb, "profile": some_profile(ours)}
     optimizer: Any = hvd.DistributedOptimizer(sgd(ours), ours.named_parameters(), **options)
     losses, made = trained(torch.compile(ours, backend=backend), optimizer, inputs, me.rank)
-    assert not optimizer._driver.synchronous
+    assert not optimizer._session.synchronous
     ddp = DistributedDataParallel(theirs, bucket_cap_mb=bucket_mb, broadcast_buffers=False)
     their_losses, their_graphs = trained(
         torch.compile(ddp, backend=backend), sgd(theirs), inputs, me.rank

@@ -54,9 +54,9 @@ loss = loss_of
 def every_policy_has_the_oracles_bits(me: Me) -> None:
     for policy in ("wfbp", "bytescheduler", "dear", "pipedap", "optimal"):
         twin = Twin(me, Mixed, schedule=policy, transport="stream", lag=0.0)
-        driver = twin.optimizer._driver
-        assert type(driver.backend) is StreamBackend
-        assert driver.backend.name.startswith("staged, flags over "), driver.backend.name
+        session = twin.optimizer._session
+        assert type(session.backend) is StreamBackend
+        assert session.backend.name.startswith("staged, flags over "), session.backend.name
         for step in range(4):
             twin.step(loss(step))
         twin.end()
@@ -78,7 +78,7 @@ def accumulation_and_gradients_to_read(me: Me) -> None:
 @case(ranks=(2,))
 def shards_learn_what_the_oracle_learns(me: Me) -> None:
     twin = Twin(me, mixed64, transport="stream", gather="parameters", lag=0.0)
-    assert type(twin.optimizer._driver.backend) is StreamBackend
+    assert type(twin.optimizer._session.backend) is StreamBackend
     for step in range(4):
         twin.step(loss(step))
     twin.compare(exact=False)
@@ -214,7 +214,7 @@ def measuring_on_the_way(me: Me) -> None:
         optimizer.zero_grad()
     profile = optimizer.profile()
     assert sum(layer.backward for layer in profile.layers) > 0
-    events = optimizer._driver.backend.events()
+    events = optimizer._session.backend.events()
     assert (
         len(events)
         and (events["end"] >= events["start"]).all()
@@ -276,7 +276,7 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         with patch("commsched.backends.cuda.memory_for", MemoryOnPaper):
             build = Mixed if "compression" in options else mixed64
             twin = Twin(me, build, schedule="auto", planned=False, transport="stream", lag=0.0, **options)
-        backend = twin.optimizer._driver.backend
+        backend = twin.optimizer._session.backend
         memory: MemoryOnPaper = backend.memory
         for step in range(8):
             twin.step(loss(step))
@@ -321,7 +321,7 @@ def communicators_end_with_their_optimizer(me: Me) -> None:
         groups = []
         for step in range(3):
             twin.step(loss(step))
-            assert twin.optimizer._driver.backend.name.startswith("nccl")
+            assert twin.optimizer._session.backend.name.startswith("nccl")
             assert len(GroupOnPaper.living) == 1, f"{len(GroupOnPaper.living)} communicators in step {step}"
             groups += GroupOnPaper.living
             twin.both(lambda m, step=step: m.image.weight.requires_grad_(bool(step % 2)))
@@ -379,7 +379,7 @@ def plain_reduces_at_step_time(me: Me) -> None:
     model = seeded(Mixed)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), transport="plain")
-    assert optimizer._driver is None
+    assert optimizer._session is None
     loss(0)(model, me.rank).backward()
     optimizer.step()
 

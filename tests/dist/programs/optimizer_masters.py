@@ -332,7 +332,7 @@ def each_rank_keeps_the_masters_of_its_shards(me: Me) -> None:
     twin = MasterTwin(me, even(), momentum)
     for step in range(2):
         twin.step(loss(step))
-    shards = twin.optimizer._driver.gathering.shards
+    shards = twin.optimizer._session.mode.shards
     here = sum(part.master.numel() for parts in shards.parts for part in parts)
     assert here == sum(p.numel() for p in twin.model.parameters()) / me.size, here
     release(twin.optimizer)

@@ -10,8 +10,8 @@ from torch import nn
 
 import commsched as hvd
 from commsched.optimizer.model_layers import travels_quantised
-from commsched.optimizer.residuals import KEY
-from commsched.optimizer.shards import memory_order
+from commsched.optimizer.payloads import KEY
+from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, main
 from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
 from tests.support.quantised_training import COMPRESSIONS, Ledger, Wide, case_of_each_code, loss_of, quantised
@@ -38,7 +38,7 @@ def new_plans_move_residuals_without_changing_a_bit(me: Me, code: str) -> None:
     seen = set()
     for step in range(14):
         twin.step(loss_of(step))
-        seen.add(twin.optimizer._driver.plan.program.hash)
+        seen.add(twin.optimizer._session.plan.program.hash)
         twin.compare(f"step {step}")
     assert len(seen) > 1, "the plan never changed, so nothing was moved"
     release(twin.optimizer)

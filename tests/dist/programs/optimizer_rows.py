@@ -54,9 +54,9 @@ def figures(
         options["profile"] = some_profile(model)
     optimizer: Any = hvd.DistributedOptimizer(make(model), model.named_parameters(), **options)
     by_rows = options["row_sparse"] is True
-    assert bool(optimizer._driver.planner.model.rows) == by_rows
+    assert bool(optimizer._session.planner.model.rows) == by_rows
     found = bits_of_steps(model, optimizer, lambda step: train(me, model, optimizer, step), steps)
-    assert bool(optimizer._driver.planner.model.rows) == by_rows
+    assert bool(optimizer._session.planner.model.rows) == by_rows
     release(optimizer)
     return found
 

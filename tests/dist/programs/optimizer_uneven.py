@@ -274,16 +274,16 @@ def plans_change_while_ranks_have_joined(me: Me) -> None:
     """Rank 0 joins before the first plan is made; the others measure, plan, and plan again."""
     for gather in GATHERS:
         pair = Pair(planned=False, schedule="auto", bucket_mb=None, gather=gather)
-        driver = pair.optimizer._driver
-        before = driver.plan.program.hash
+        session = pair.optimizer._session
+        before = session.plan.program.hash
         batches = [2] + [16] * (me.size - 1)
         epoch(me, pair, 0, batches)
-        assert driver.plan.program.hash != before and driver.profile is not None
-        assert driver.profile.source.startswith("measured"), driver.profile.source
+        assert session.plan.program.hash != before and session.profile is not None
+        assert session.profile.source.startswith("measured"), session.profile.source
         pair.compare(f"{gather}, planned")
-        hashes = me.everybody(driver.plan.program.hash)
+        hashes = me.everybody(session.plan.program.hash)
         assert len(set(hashes)) == 1, hashes
-        driver._start_measuring()
+        session._start_measuring()
         epoch(me, pair, 50, [3 + 9 * (rank == 0) for rank in range(me.size)])
         pair.end(f"{gather}, planned anew")
 
@@ -292,11 +292,11 @@ def plans_change_while_ranks_have_joined(me: Me) -> None:
 def votes_for_a_new_plan_work_while_ranks_have_joined(me: Me) -> None:
     pair = Pair(planned=False, schedule="auto", bucket_mb=None)
     epoch(me, pair, 0, [10] * me.size)
-    driver = pair.optimizer._driver
-    driver.times.has_drifted = lambda: True
-    patience = driver.times.patience
+    session = pair.optimizer._session
+    session.times.has_drifted = lambda: True
+    patience = session.times.patience
     epoch(me, pair, 20, [2] + [12] * (me.size - 1))
-    assert driver.times.patience > patience, "no new plan"
+    assert session.times.patience > patience, "no new plan"
     pair.end("voted")
 
 

@@ -86,7 +86,7 @@ def a_model_is_trained_again(me: Me) -> None:
             trainer = run("text_classification", *arguments(a), ours=ours)["trainer"]
             trainer.evaluate()
             trainer.train()
-            assert trainer.optimizer.optimizer._driver is None
+            assert trainer.optimizer.optimizer._session is None
             other = Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset, commsched=ours)
             other.train()
             total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()])
