@@ -158,7 +158,10 @@ class Transport:
     def set_timeout(self, seconds: float) -> None: ...
     def abort(self, reason: str) -> None: ...
     def close(self, reason: str = "the transport is closed") -> None:
-        """End operations in progress and give back connections and memory. Later operations raise the reason."""
+        """End operations in progress, and give back connections and memory.
+
+        Later operations raise the reason.
+        """
 
     def reduce_scatter(
         self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()

@@ -78,6 +78,7 @@ class TcpChannel : public Channel {
   bool write(int peer);
   bool read(int peer);
   void look_for_farewell(int peer);
+  void skip_to_farewell(int peer);
   size_t receive(int peer, msghdr& batch, int flags);
   void advance(int peer, Stream& stream, bool incoming, size_t bytes);
   void check_arrived(int peer, const Message& message);
@@ -88,7 +89,6 @@ class TcpChannel : public Channel {
   [[noreturn]] void lose(int peer, const std::string& why);
   [[noreturn]] void hear_farewell(int peer, const Header& header);
   void say_farewell(const std::string& reason) noexcept;
-  static void discard_arrived(int fd) noexcept;
 
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
