@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 import comm_core
-from commsched.backends.interface import Backend, StepWork
+from commsched.backends.interface import Backend, StepWork, as_real, write_into
 from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
@@ -61,6 +62,14 @@ class _EngineErrorsAsCommErrors:
 engine_errors_as_comm_errors = _EngineErrorsAsCommErrors()
 
 
+def closed_text(rank: int) -> str:
+    """Return the error of marks and waits after an orderly close()."""
+    return (
+        f"rank {rank}: this optimizer is closed, so its buckets are no longer sent and cannot be waited for;"
+        " wrap the optimizer again to train on"
+    )
+
+
 class EngineBackend(Backend):
     """The engine of one optimizer over one transport."""
 
@@ -71,8 +80,18 @@ class EngineBackend(Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
+        self._end, self._last_events = "", None  # once it is closed
         with engine_errors_as_comm_errors:
-            self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
+            self._engine: comm_core.Engine | None = comm_core.Engine(
+                transport, ranks.rank, ranks.size, timeout
+            )
+
+    @property
+    def engine(self) -> comm_core.Engine:
+        """The engine; ``CommError`` once the backend is closed."""
+        if self._engine is None:
+            raise CommError(self._end)
+        return self._engine
 
     def install(self, work: StepWork) -> None:
         engine, gathered, scaling = self.engine, work.gathered, work.scaling
@@ -84,16 +103,17 @@ class EngineBackend(Backend):
                 sent, sums = work.residuals.get(piece.number, (None, None))
                 # Parameters, another bucket's gradients that this one corrects, or (None) its own.
                 target = (work.buffers.corrected if gathered is None else gathered.bucket)(piece.number)
+                numbers = 2 if data.is_complex() else 1  # of an element
                 engine.add_bucket(
-                    data,
-                    gather=target,
+                    as_real(data),
+                    gather=None if target is None else as_real(target),
                     wire_dtype=scaling.wire_type(data.dtype) if sent is None else scaling.wire_dtype,
                     prescale=scaling.before,
                     postscale=scaling.after,
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
-                    ends=piece.ends,
-                    row=piece.row,
+                    ends=[end * numbers for end in piece.ends],
+                    row=piece.row * numbers,
                     sent_residual=sent,
                     sum_residual=sums,
                     changed=work.changed.get(piece.number),
@@ -107,8 +127,7 @@ class EngineBackend(Backend):
             self.engine.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        if grad.data_ptr() != slot.data_ptr():
-            slot.copy_(grad)
+        write_into(slot, grad)
 
     def mark_ready(self, bucket: int) -> None:
         try:
@@ -134,13 +153,18 @@ class EngineBackend(Backend):
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
+        self._check_open()
         self._outside += 1
+        numbers = 2 if buffer.is_complex() else 1
+        ends = [end * numbers for end in ends]
         with engine_errors_as_comm_errors:
-            self._transport.all_gather(buffer, step=-self._outside, ends=list(ends))
+            self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
+        self._check_open()
         transport, unit = self._transport, self.ranks.size * 64
-        data, filler = torch.zeros(-(-size // (4 * unit)) * unit), torch.zeros(self.ranks.size * _FILLER)
+        lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
+        data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:
             for _ in range(3):
@@ -153,13 +177,30 @@ class EngineBackend(Backend):
         return median(seconds)
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        if self._last_events is not None:
+            return self._last_events
         return self.engine.events(clear)
 
     def abort(self, reason: str) -> None:
-        self.engine.abort(reason)
+        if (engine := self._engine) is not None:
+            engine.abort(reason)
+
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise CommError(self._end)
 
     def close(self, orderly: bool = True) -> None:
-        self.engine.close()
+        engine = self._engine
+        if engine is None:
+            return
+        self._end = closed_text(self.ranks.rank)
+        with suppress(comm_core.EngineError):  # in a forked child
+            self._last_events = engine.events(clear=False)
+            self._end = engine.error() or self._end
+        # The sockets close with the last reference to the transport, the buckets' memory with the engine's.
+        self._engine = self._transport = None
+        engine.close()
+        failure_monitor.unregister(self)
 
 
 def choose(name: str | None, size: int) -> str:

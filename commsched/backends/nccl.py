@@ -75,12 +75,14 @@ class NcclExchange:
             work.wait()  # the current stream waits, not the host
 
     def abort(self, reason: str) -> None:
-        if self._ends_now() and hasattr(self.group, "abort"):
-            self.group.abort()
+        group = self.group  # close() may drop it meanwhile
+        if self._ends_now() and hasattr(group, "abort"):
+            group.abort()
 
     def close(self) -> None:
+        group, self.group = self.group, None
         if self._ends_now():
-            self.group.shutdown()
+            group.shutdown()
 
     def _ends_now(self) -> bool:
         """Return whether this is the first call: abort and close may come from two threads."""
@@ -117,10 +119,11 @@ class StagedExchange:
             bucket.copy_(staged)
 
     def abort(self, reason: str) -> None:
-        self._transport.abort(reason)
+        if (transport := self._transport) is not None:
+            transport.abort(reason)
 
     def close(self) -> None:
-        pass  # its connections end with the transport
+        self._transport = None  # its sockets close with the last reference to it
 
 
 def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:
@@ -193,3 +196,4 @@ class PeerConnections:
                 connection.data.close()
                 connection.host.keepalive.close()
             self._peers.clear()
+            self._other_failure = lambda: None  # it holds the engine
