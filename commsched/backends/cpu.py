@@ -80,7 +80,8 @@ class EngineBackend(Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
-        self._end, self._last_events = "", None  # once it is closed
+        self._end = ""  # once it is closed: the error of marks and waits
+        self._last_events: npt.NDArray[Any] | None = None
         with engine_errors_as_comm_errors:
             self._engine: comm_core.Engine | None = comm_core.Engine(
                 transport, ranks.rank, ranks.size, timeout

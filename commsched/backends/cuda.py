@@ -24,9 +24,10 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -626,7 +627,8 @@ class StreamBackend(Backend):
         self._no_plan()
 
     def _no_plan(self) -> None:
-        self._packing, self._first_flags = Packing(self.streams, _NO_BUFFERS, [], 1.0), 0
+        nowhere = Device(torch.device("cpu"))  # asks nothing of a GPU, which may have failed
+        self._packing, self._first_flags = Packing(nowhere, _NO_BUFFERS, [], 1.0), 0
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -819,33 +821,31 @@ class StreamBackend(Backend):
             return
         self._closed = True
         patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
-        rank = self.ranks.rank
-        if self._failure is None and not self._ends_within(patience):
-            self._fail(f"rank {rank}: the GPU did not end its communication within {patience:g} s")
+        rank, ended = self.ranks.rank, [False]
+        if self._failure is None:
+            self._attempt(lambda: ended.append(self.streams.finished(patience)))
+            if not any(ended):
+                reason = f"rank {rank}: the GPU did not end its communication within {patience:g} s"
+                self._attempt(partial(self._fail, reason))
         farewell = orderly and self._failure is None
         self._failure = self._failure or closed_text(rank)
         failure_monitor.unregister(self)
-        for end in (
-            self._release_after_use,
-            self.memory.close,
-            lambda: self._peers and self._peers.close(farewell),
-            self.host.close,
-            self.exchange.close,
-            self.schedule.close,
-            self._no_plan,
-        ):
-            try:
-                end()
-            except Exception:  # the others must still be given back
-                _log.exception("rank %d: a part of a closed optimizer could not be given back", rank)
+        self._attempt(self._release_after_use)
+        self._attempt(self.memory.close)
+        if self._peers is not None:
+            self._attempt(partial(self._peers.close, farewell))
+        self._attempt(self.host.close)
+        self._attempt(self.exchange.close)
+        self._attempt(self.schedule.close)
+        self._attempt(self._no_plan)
         self._peers = None
 
-    def _ends_within(self, patience: float) -> bool:
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        """Do a part of ``close()``. Its failure, that of a broken GPU say, must not keep the other parts."""
         try:
-            return self.streams.finished(patience)
-        except Exception:  # a device that has failed ends nothing
-            _log.exception("rank %d: the GPU has failed", self.ranks.rank)
-            return False
+            act()
+        except Exception:
+            _log.exception("rank %d: a part of a closed optimizer could not be given back", self.ranks.rank)
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,16 +29,26 @@ MAIN, COMM, SIDE = 0, 1, 2  # streams
 _LINE = 64  # bytes that are watched together; slots, shards and torch's tensors begin at multiples of it
 
 
-class Races(TorchDispatchMode):
-    """Watches all operations of the thread that enters it. ``found``: what was reported."""
+class Race(Exception):
+    pass
 
-    def __init__(self) -> None:
+
+class Races(TorchDispatchMode):
+    """Watches all operations of the thread that enters it; ``stop`` raises the first race that is found."""
+
+    def __init__(self, stop: bool = False) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.stop = stop
+        self._found: dict[str, None] = {}
         self.stream = MAIN
         self._handler = EventHandler()
         self._numbers = itertools.count(100)  # of events, and of streams that stand for an allocator
         self._storages: dict[int, tuple[StorageWeakRef, int, set[int], range]] = {}
+
+    def found(self) -> list[str]:
+        """Return the races so far, each once."""
+        self._collect()
+        return list(self._found)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
@@ -73,6 +84,8 @@ class Races(TorchDispatchMode):
             elif argument.alias_info.is_write:
                 writes.append(value)
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":  # the host waits
+            self._handler._handle_stream_synchronization(self.stream)
         if name.startswith("new_") or name.endswith("_like"):
             reads = []  # they look at sizes and types
         result = func(*args, **kwargs)
@@ -88,10 +101,13 @@ class Races(TorchDispatchMode):
         names = {line: [what] for line in reads | writes}
         for error in self._handler._handle_kernel_launch(stream, reads - writes, writes, set(), what, names):
             now, before = error.current_access, error.previous_access
-            self.found.append(
-                f"{now.operator} on stream {now.stream} {now.type} what {before.operator} on stream"
-                f" {before.stream} was {before.type}"
-            )
+            self._found[
+                f"{now.operator} on stream {now.stream} is {now.type} what {before.operator} on stream"
+                f" {before.stream} was {before.type}, at {_place(now)} and {_place(before)}"
+            ] = None
+            if self.stop:
+                self.stop = False
+                raise Race(next(iter(self._found)))
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -103,7 +119,9 @@ class Races(TorchDispatchMode):
         lines = range(start // _LINE, -(-(start + storage.nbytes()) // _LINE))
         self._storages[start] = StorageWeakRef(storage), self.stream, set(), lines
         for line in lines:
-            self._handler._handle_memory_allocation(line)
+            # Not _handle_memory_allocation(), which takes the stack each time.
+            self._handler.tensors_accessed.ensure_tensor_does_not_exist(line)
+            self._handler.tensors_accessed.create_tensor(line, None)
 
     def _collect(self) -> None:
         """Give freed memory to its next owners."""
@@ -155,6 +173,13 @@ class WatchedDevice(Device):
 
     def uses(self, tensor: torch.Tensor, stream: int) -> None:
         self.races.uses(tensor, stream)
+
+
+def _place(access: Any) -> str:
+    """Return the line of this project from which an operation came."""
+    frames = [frame for frame in access.stack_trace if "/torch/" not in frame.filename]
+    own = [frame for frame in frames if not frame.filename.endswith("races.py")]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -49,7 +49,11 @@ class Alike:
 
 
 class OneRank:
-    """A backend with the buckets of ``CUTS``; ``slots`` and ``params`` are views of their memory."""
+    """A backend with the buckets of ``CUTS``.
+
+    ``slots``: views of the gradients' memory; ``results``: of what is gathered, which is other memory if
+    ``sharded``.
+    """
 
     def __init__(
         self,
@@ -59,11 +63,12 @@ class OneRank:
         order: Sequence[tuple[str, int]] | None = None,
         scales: bool = True,
         cuts: Sequence[Sequence[tuple[int, int, int]]] = CUTS,
+        sharded: bool = False,
     ) -> None:
         ranks = OneProcess(emulated_ranks(SIZE))
         host = EngineBackend(ranks, "alone", comm_core.PythonTransport(HostLink(ranks, None)), 20.0)
         self.backend = StreamBackend(host, device or Device(torch.device("cpu")), Alike(scales))
-        self.dtype, self.scaling, self.cuts = dtype, scaling, cuts
+        self.dtype, self.scaling, self.cuts, self.sharded = dtype, scaling, cuts, sharded
         self.order = [(op, b) for op in ("RS", "AG") for b in range(len(cuts))] if order is None else order
         self.install()
 
@@ -76,10 +81,14 @@ class OneRank:
         with torch.inference_mode(False):
             flags = [torch.zeros(2 * 16, dtype=torch.int32)]
         order = [*self.order, ("AR", len(self.cuts))]
-        self.backend.install(StepWork(order, buffers, flags, None, self.scaling))
+        gathered = buffers.more() if self.sharded else None
+        self.backend.install(StepWork(order, buffers, flags, gathered, self.scaling))
         examples = [torch.empty(shape, dtype=self.dtype) for shape in SHAPES]
-        self.buffers = buffers
-        self.slots = [buffers.view(example, layout.slots[i]) for i, example in enumerate(examples)]
+        self.buffers, self.gathered = buffers, gathered or buffers
+        self.slots, self.results = (
+            [each.view(example, layout.slots[i]) for i, example in enumerate(examples)]
+            for each in (buffers, self.gathered)
+        )
 
     def gradient(self, param: int, value: float) -> torch.Tensor:
         """Return a gradient whose elements all differ."""
