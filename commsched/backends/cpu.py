@@ -11,7 +11,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -65,8 +64,8 @@ engine_errors_as_comm_errors = _EngineErrorsAsCommErrors()
 def closed_text(rank: int) -> str:
     """Return the error of marks and waits after an orderly close()."""
     return (
-        f"rank {rank}: this optimizer is closed, so its buckets are no longer sent and cannot be waited for;"
-        " wrap the optimizer again to train on"
+        f"rank {rank}: the optimizer is closed, and its connections with it: make a new DistributedOptimizer"
+        " to train on"
     )
 
 
@@ -80,19 +79,8 @@ class EngineBackend(Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
-        self._end = ""  # once it is closed: the error of marks and waits
-        self._last_events: npt.NDArray[Any] | None = None
         with engine_errors_as_comm_errors:
-            self._engine: comm_core.Engine | None = comm_core.Engine(
-                transport, ranks.rank, ranks.size, timeout
-            )
-
-    @property
-    def engine(self) -> comm_core.Engine:
-        """The engine; ``CommError`` once the backend is closed."""
-        if self._engine is None:
-            raise CommError(self._end)
-        return self._engine
+            self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
 
     def install(self, work: StepWork) -> None:
         engine, gathered, scaling = self.engine, work.gathered, work.scaling
@@ -154,7 +142,6 @@ class EngineBackend(Backend):
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
-        self._check_open()
         self._outside += 1
         numbers = 2 if buffer.is_complex() else 1
         ends = [end * numbers for end in ends]
@@ -162,7 +149,6 @@ class EngineBackend(Backend):
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
-        self._check_open()
         transport, unit = self._transport, self.ranks.size * 64
         lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
@@ -178,30 +164,14 @@ class EngineBackend(Backend):
         return median(seconds)
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        if self._last_events is not None:
-            return self._last_events
         return self.engine.events(clear)
 
     def abort(self, reason: str) -> None:
-        if (engine := self._engine) is not None:
-            engine.abort(reason)
-
-    def _check_open(self) -> None:
-        if self._engine is None:
-            raise CommError(self._end)
+        self.engine.abort(reason)
 
     def close(self, orderly: bool = True) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        self._end = closed_text(self.ranks.rank)
-        with suppress(comm_core.EngineError):  # in a forked child
-            self._last_events = engine.events(clear=False)
-            self._end = engine.error() or self._end
-        # The sockets close with the last reference to the transport, the buckets' memory with the engine's.
-        self._engine = self._transport = None
-        engine.close()
         failure_monitor.unregister(self)
+        self.engine.close()
 
 
 def choose(name: str | None, size: int) -> str:

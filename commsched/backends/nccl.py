@@ -128,7 +128,7 @@ class StagedExchange:
 
 def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:
     """Return NCCL's exchange if every rank has a GPU of its own, else the one through the host."""
-    example = torch.empty(0, device=device)
+    example = torch.empty(0, dtype=torch.uint8, device=device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))
     if nccl_usable(names):
         return NcclExchange(private_group(ranks.process_set, channel, "cuda"))

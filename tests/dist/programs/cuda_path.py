@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -372,6 +373,49 @@ def what_streams_cannot_do_is_refused(me: Me) -> None:
         assert "use early_step=False" in str(error)
     else:
         raise AssertionError("early_step was accepted")
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@case(ranks=(2,))
+def the_scripts_default_device_and_type_are_not_ours(me: Me) -> None:
+    """``with torch.device("meta")`` around everything, as scripts have it that build large models."""
+    batches = [torch.randn(4, 12) * (me.rank + 1) for _ in range(6)]
+    for transport in ("stream", "direct"):
+        results = []
+        for around in (nullcontext, lambda: torch.device("meta"), lambda: default_type(torch.float64)):
+            model = seeded(Mixed)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            with around():
+                optimizer = hvd.DistributedOptimizer(
+                    inner, model.named_parameters(), model=model, transport=transport, bucket_mb=0.002
+                )
+                backend = optimizer._driver.backend
+                for batch in batches:
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert all(p.isfinite().all() for p in model.parameters())  # now nothing is on its way
+                assert backend.exchange_seconds(1 << 12) > 0
+                numbers = backend.gather_scalars(torch.ones((), device="cpu"))
+                objects = hvd.allgather_object(me.rank)
+                rows = hvd.alltoall(batches[0], splits=[1, 3])[0]
+                ones = torch.sparse_coo_tensor([[me.rank]], [1.0], (3,), dtype=torch.float32, device="cpu")
+                total = hvd.synchronize(hvd.sparse_allreduce_async(ones, "ones", hvd.Sum)).to_dense()
+                optimizer.close()
+            assert numbers.tolist() == [1.0, 1.0] and objects == [0, 1] and rows.device.type == "cpu"
+            assert total.tolist() == [1.0, 1.0, 0.0]
+            results.append([p.detach().clone() for p in model.parameters()])
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), transport
 
 
 @case(ranks=(2,))

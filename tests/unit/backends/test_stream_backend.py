@@ -280,7 +280,7 @@ def test_after_its_end_marks_and_waits_say_that_it_is_closed() -> None:
     for _ in range(2):
         rank.backend.close()
     for call in marks_and_waits(rank):
-        with pytest.raises(CommError, match="rank 0: this optimizer is closed"):
+        with pytest.raises(CommError, match="rank 0: the optimizer is closed"):
             call()
     rank.backend.abort("a rank was lost after the end")
     assert len(rank.backend.events()) == 0
