@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket
-from commsched.backends.nccl import Exchange
+from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket, StreamSchedule
+from commsched.backends.nccl import Exchange, exchange_for
 from commsched.backends.ranks import Ranks
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings
@@ -23,6 +23,7 @@ from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
+from tests.support.races import Races, WatchedDevice
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
 
@@ -416,6 +417,85 @@ def the_scripts_default_device_and_type_are_not_ours(me: Me) -> None:
             results.append([p.detach().clone() for p in model.parameters()])
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), transport
+
+
+class WatchedExchange:
+    """An exchange through the host, whose reads and writes the race detector is told."""
+
+    name, scales = "watched", True
+
+    def __init__(self, inner: Exchange, races: Races) -> None:
+        self._inner, self._races = inner, races
+        self.abort, self.close = inner.abort, inner.close
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._races.touch("RS", [bucket], [bucket])
+        self._inner.reduce_scatter(bucket, postscale)
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._races.touch("AG", [bucket], [bucket])
+        self._inner.all_gather(bucket)
+
+
+def races_of_training(me: Me, stack: ExitStack, steps: int = 12, **options: Any) -> list[str]:
+    """Train in all sorts of ways, with all communication on a stream of its own; return the races."""
+    races = Races()
+    inner = exchange_for
+    stack.enter_context(patch("commsched.backends.cuda.device_of", lambda device: WatchedDevice(races)))
+    stack.enter_context(
+        patch("commsched.backends.cuda.exchange_for", lambda *args: WatchedExchange(inner(*args), races))
+    )
+    sharded = options.get("gather") == "parameters"
+    with stack, races:
+        model = seeded(Mixed)
+        inner_optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            inner_optimizer, model.named_parameters(), model=model, transport="stream", **options
+        )
+        for step in range(steps):
+            loss(step)(model, me.rank).backward()
+            if step % 3 == 1 and not sharded:
+                loss(step + 50)(model, me.rank).backward()  # adds to what was reduced
+                assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            if step % 4 == 2:
+                optimizer.clip_grad_norm_(1.0) if sharded else optimizer.synchronize()
+            optimizer.step()
+            if step % 3 == 0:
+                with torch.inference_mode():
+                    loss(step)(model, me.rank)
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            if step == 9:
+                model.twice.bias.requires_grad_(False)  # a new driver, and the memory of the old one is freed
+        optimizer.close()
+        return races.found()
+
+
+def check_no_race(me: Me, **options: Any) -> None:
+    found = races_of_training(me, ExitStack(), **options)
+    assert not found, "\n".join([str(options), *found])
+
+
+@case(ranks=(2,))
+def no_hand_over_of_the_optimizer_is_a_race(me: Me) -> None:
+    check_no_race(me, schedule="auto")
+
+
+@case(ranks=(), slow=(2,))
+def no_hand_over_is_a_race_whatever_the_options(me: Me) -> None:
+    check_no_race(me, schedule="bytescheduler", bucket_mb=0.002)
+    check_no_race(me, gather="parameters")
+    check_no_race(me, compression=hvd.Compression.fp16, gradient_predivide_factor=2.0)
+
+
+@case(ranks=(2,))
+def a_race_of_the_optimizer_is_noticed(me: Me) -> None:
+    def forgetful(self: StreamSchedule, *args: Any, plain: Any = StreamSchedule._start) -> None:
+        with patch.object(self.device, "wait", lambda stream, event: None):
+            plain(self, *args)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(StreamSchedule, "_start", forgetful))
+    assert races_of_training(me, stack, gather="parameters", steps=3)
 
 
 @case(ranks=(2,))
