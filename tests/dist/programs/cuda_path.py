@@ -19,6 +19,10 @@ from commsched.backends.nccl import Exchange, exchange_for
 from commsched.backends.ranks import Ranks
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings
+from scheduler.ir.buckets import fuse_by_bytes
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
@@ -496,6 +500,66 @@ def a_race_of_the_optimizer_is_noticed(me: Me) -> None:
     stack = ExitStack()
     stack.enter_context(patch.object(StreamSchedule, "_start", forgetful))
     assert races_of_training(me, stack, gather="parameters", steps=3)
+
+
+class LateNeighbour(nn.Module):
+    """The last layer is used in every second step only, and shares its bucket with a part of a large tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(40, 40)
+        self.seldom = nn.Linear(40, 4)
+        self.used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.large(torch.cat([x] * 4, 1)[:, :40])
+        return self.seldom(x) if self.used else x
+
+
+@case(ranks=(2,))
+def a_gradient_whose_later_bucket_is_sent_first(me: Me) -> None:
+    """Its memory was given back with the last of its buckets, and the first one was filled from old memory."""
+    layers = [Layer("(outside)", 1e-3, 0.0, 0)]
+    layers += [Layer(name, 1e-3, 2e-3, 4 * p.numel()) for name, p in LateNeighbour().named_parameters()]
+    buckets = fuse_by_bytes([layer.bytes for layer in layers], 2000, part=2000)
+    profile, link = Profile("given", tuple(layers)), Link(1e-4, 1e-7)
+    for gather in ("gradients", "parameters"):
+        program = plan(profile, link, "dear", ranks=2, buckets=buckets, gather=gather)
+        options = {"gather": gather, "transport": "stream", "lag": 0.0}
+        twin = Twin(me, LateNeighbour, schedule=program, bucket_mb=None, planned=False, **options)
+        slots = twin.optimizer._driver.reducer.state.slots
+        first, *later = slots[0].buckets
+        assert later and first in slots[3].buckets, "no tensor begins in its neighbour's bucket"
+        for step in range(6):
+            twin.both(lambda m, step=step: setattr(m, "used", step % 2 == 0))
+            twin.step(loss(step))
+            twin.compare(f"step {step}", exact=gather == "gradients")
+        release(twin.optimizer)
+
+
+class Rotation(nn.Module):
+    """Complex weights, whose gradients autograd may leave as conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.rotation = nn.Module()  # named_parameters() begins with a module's own
+        self.rotation.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+        self.rotation.shift = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(self.first(x).view(-1, 6, 2))
+        return torch.view_as_real(z @ self.rotation.turn.conj() + self.rotation.shift).flatten(1)
+
+
+@case(ranks=(2,))
+def complex_parameters(me: Me) -> None:
+    for transport in ("stream", "direct"):
+        twin = Twin(me, Rotation, transport=transport, lag=0.0)
+        for step in range(4):
+            twin.step(loss(step))
+            twin.compare(f"step {step} over {transport}")
+        release(twin.optimizer)
 
 
 @case(ranks=(2,))
