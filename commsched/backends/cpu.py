@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 import comm_core
-from commsched.backends.interface import Backend, StepWork
+from commsched.backends.interface import Backend, StepWork, as_real, write_into
 from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
@@ -61,6 +61,14 @@ class _EngineErrorsAsCommErrors:
 engine_errors_as_comm_errors = _EngineErrorsAsCommErrors()
 
 
+def closed_text(rank: int) -> str:
+    """Return the error of marks and waits after an orderly close()."""
+    return (
+        f"rank {rank}: the optimizer is closed, and its connections with it: make a new DistributedOptimizer"
+        " to train on"
+    )
+
+
 class EngineBackend(Backend):
     """The engine of one optimizer over one transport."""
 
@@ -84,16 +92,17 @@ class EngineBackend(Backend):
                 sent, sums = work.residuals.get(piece.number, (None, None))
                 # Parameters, another bucket's gradients that this one corrects, or (None) its own.
                 target = (work.buffers.corrected if gathered is None else gathered.bucket)(piece.number)
+                numbers = 2 if data.is_complex() else 1  # of an element
                 engine.add_bucket(
-                    data,
-                    gather=target,
+                    as_real(data),
+                    gather=None if target is None else as_real(target),
                     wire_dtype=scaling.wire_type(data.dtype) if sent is None else scaling.wire_dtype,
                     prescale=scaling.before,
                     postscale=scaling.after,
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
-                    ends=piece.ends,
-                    row=piece.row,
+                    ends=[end * numbers for end in piece.ends],
+                    row=piece.row * numbers,
                     sent_residual=sent,
                     sum_residual=sums,
                     changed=work.changed.get(piece.number),
@@ -107,8 +116,7 @@ class EngineBackend(Backend):
             self.engine.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        if grad.data_ptr() != slot.data_ptr():
-            slot.copy_(grad)
+        write_into(slot, grad)
 
     def mark_ready(self, bucket: int) -> None:
         try:
@@ -135,12 +143,15 @@ class EngineBackend(Backend):
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
         self._outside += 1
+        numbers = 2 if buffer.is_complex() else 1
+        ends = [end * numbers for end in ends]
         with engine_errors_as_comm_errors:
-            self._transport.all_gather(buffer, step=-self._outside, ends=list(ends))
+            self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
         transport, unit = self._transport, self.ranks.size * 64
-        data, filler = torch.zeros(-(-size // (4 * unit)) * unit), torch.zeros(self.ranks.size * _FILLER)
+        lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
+        data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:
             for _ in range(3):

@@ -20,22 +20,24 @@ the result's event, so that the host never waits::
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_core import OPS
+from comm_core import OPS, EngineError
 from comm_core.cuda import BucketCopy, Region
-from commsched.backends.cpu import engine_backend, new_channel
-from commsched.backends.interface import Backend, StepWork
+from commsched.backends.cpu import closed_text, engine_backend, new_channel
+from commsched.backends.interface import Backend, StepWork, as_real, is_in_slot, write_into
 from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
 from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.private_groups import data_connections
@@ -60,6 +62,11 @@ _TIMED_EXCHANGES = 5
 _KEPT_OPERATIONS = 1 << 13
 
 _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
+# What an exchange raises when another rank is gone or the backend was aborted.
+_FAILURES = (EngineError, torch.distributed.DistError, CommError)
+
+_log = logging.getLogger("commsched")
+
 _RECORD = np.dtype(
     [
         ("step", "i8"),
@@ -214,7 +221,7 @@ class RegisteredMemory(Memory):
         self._registered: Any = None
         # NCCL connects with the first collective and registers only once it is connected.
         with device.on(device.comm), torch.no_grad():
-            exchange.all_gather(torch.zeros(group.size(), device=device.device))
+            exchange.all_gather(torch.zeros(group.size(), dtype=torch.float32, device=device.device))
 
     def room(self) -> AbstractContextManager[Any]:
         if self._next is None:
@@ -239,9 +246,11 @@ class RegisteredMemory(Memory):
         self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
 
     def _give_back(self, patience: float) -> bool:
-        """Free the former pool, but wait for the communication stream first, whose operations use it."""
+        """Free the former pool, but wait first for the operations that use it."""
+        device = self._device
         if self._registered is None:
             return True
+        device.wait(device.comm, device.record(device.current()))  # which has read what has arrived
         if not self._device.finished(patience):
             return False
         self._group.deregister_mem_pool(self._registered)
@@ -309,6 +318,12 @@ class StreamSchedule:
         self.order, self.buckets = list(order), list(buckets)
         self._next = len(self.order)
 
+    def close(self) -> None:
+        """Drop the buckets, and the events of the log."""
+        self.install((), ())
+        self._log.clear()
+        self._last = None
+
     def begin_step(self) -> None:
         if self.device.is_capturing():
             raise CommError(
@@ -316,20 +331,29 @@ class StreamSchedule:
                 " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
                 " capture the model's forward and backward without the optimizer's hooks, or use one rank"
             )
-        if self._next < len(self.order):
-            op, bucket = self.order[self._next]
-            raise CommError(
-                f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
-            )
+        self.check_ended()
         self.step += 1
         self._next = 0
         for bucket_ in self.buckets:
             bucket_.events.clear()
 
+    def check_ended(self) -> None:
+        """Raise unless all operations of the step were started."""
+        if self._next < len(self.order):
+            op, bucket = self.order[self._next]
+            raise CommError(
+                f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
+            )
+
     # -- hand-overs, from the thread that computes -----------------------------------------------------------
 
     def mark(self, bucket: int, what: str) -> None:
-        """Allow a ``ready`` or ``updated`` bucket to be sent behind all operations on the current stream."""
+        """Allow a ``ready`` or ``updated`` bucket to be sent after all operations on the current stream."""
+        if what in self.buckets[bucket].events:
+            raise ValueError(
+                f"rank {self.rank}: a bucket is marked {what} once in each step, but bucket {bucket} was"
+                f" marked twice in step {self.step}"
+            )
         self.buckets[bucket].events[what] = self.device.record(self.device.current())
         while self._next < len(self.order):
             op, number = self.order[self._next]
@@ -419,8 +443,166 @@ class StreamSchedule:
         return np.array(rows, _RECORD)
 
 
+@dataclass(slots=True)
+class Offer:
+    """A gradient where autograd has written it, and how many buckets are still to be packed from it."""
+
+    grad: torch.Tensor
+    unread: int
+
+
+class Packing:
+    """Writes the gradients of a step into their buckets: one launch for all gradients of a bucket.
+
+    [Note: lifetime of a gradient]
+    A gradient is offered where autograd has written it, and each bucket that holds a part of it is packed
+    from there. A tensor may lie in several buckets, which are marked in any order::
+
+        put(t)              the offer holds the gradient; nothing is copied
+        mark_ready(1)       bucket 1 is packed from it on stream P, after the stream on which it was computed
+        mark_ready(0)       so is bucket 0, the last one: the offer is dropped
+
+    Dropping the last reference lets torch's allocator give the memory to a later operation on the stream of
+    the gradient. Where that is not P, ``Device.uses`` (record_stream) makes the allocator wait for P.
+
+    A gradient that cannot be packed as it lies in memory (another type or order, an unresolved conjugate, or
+    memory of the buckets themselves, which other buckets overwrite) is copied into its slot at once.
+
+    Slots and buckets are written on any stream, but not before the step before this one has done with them.
+    The stream that begins the step waits for that; each other stream waits for that moment before it first
+    writes here.
+    """
+
+    def __init__(
+        self, device: Device, buffers: Buffers, buckets: Sequence[StreamBucket], scale: float
+    ) -> None:
+        self._device, self._layout, self._scale = device, buffers.layout, scale
+        self._memory = {flat.untyped_storage().data_ptr() for flat in buffers.flat.values()}
+        self._slots = {
+            i: as_real(buffers.flat[slot.group].narrow(0, slot.offset, slot.numel))
+            for i, slot in buffers.layout.slots.items()
+        }
+        self._complex = {
+            i for i, slot in buffers.layout.slots.items() if buffers.flat[slot.group].is_complex()
+        }
+        self._copies = [self._copy_of(*pair) for pair in zip(buffers.layout.slices, buckets, strict=True)]
+        # Whether a bucket is packed even if all of its gradients are in their slots.
+        self._changes = [scale != 1.0 or bucket.wire is not None for bucket in buckets]
+        self._offers: dict[int, Offer] = {}
+        self._written_on: dict[int, Stream] = {}  # where each gradient was computed, or its slot written
+        self._packed: set[int] = set()
+        self._began_on: Stream = device.current()
+        self._begun: Event = device.record(self._began_on)
+        self._entered: set[Stream] = set()
+
+    def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
+        regions = []
+        for place, i in enumerate(piece.params):
+            slot, numbers = self._layout.slots[i], 2 if i in self._complex else 1
+            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
+            fields = start - slot.offset, start - piece.start, stop - start
+            regions.append(Region(place, *(numbers * field for field in fields)))
+        return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
+
+    def begin(self) -> None:
+        """Begin a step: the current stream may write into all slots."""
+        self._offers.clear()
+        self._written_on.clear()
+        self._packed.clear()
+        self._entered.clear()
+        self._began_on = self._device.current()
+        self._begun = self._device.record(self._began_on)
+
+    def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
+        self._check_unsent(param)
+        current = self._device.current()
+        self._follow((param,), current)
+        self._offers.pop(param, None)
+        if self._can_stay(grad, slot):
+            self._offers[param] = Offer(grad, len(self._layout.slots[param].buckets))
+        elif not is_in_slot(grad, slot):
+            self._enter(current)
+            write_into(slot, grad)
+        self._written_on[param] = current
+
+    def _can_stay(self, grad: torch.Tensor, slot: torch.Tensor) -> bool:
+        return (
+            grad.dtype == slot.dtype
+            and grad.stride() == slot.stride()
+            and not (grad.is_conj() or grad.is_neg())
+            and grad.untyped_storage().data_ptr() not in self._memory
+        )
+
+    def take_back(self, param: int, slot: torch.Tensor) -> None:
+        self._check_unsent(param)
+        current = self._device.current()
+        self._enter(current)
+        self._follow((param,), current)
+        offer = self._offers.pop(param, None)
+        if offer is not None:
+            slot.copy_(offer.grad)
+            self._has_read(param, offer, current)
+        self._written_on[param] = current
+
+    def _check_unsent(self, param: int) -> None:
+        for bucket in self._layout.slots[param].buckets:
+            if bucket in self._packed:
+                raise ValueError(
+                    "a gradient may change until the first of its buckets is marked ready, but bucket"
+                    f" {bucket}, which holds parameter {param}, was marked in this step"
+                )
+
+    def pack(self, bucket: int) -> None:
+        """Write the bucket's gradients into what travels, on the current stream."""
+        params, current = self._layout.slices[bucket].params, self._device.current()
+        self._enter(current)
+        self._follow(params, current)
+        offers = [self._offers.get(i) for i in params]
+        if self._changes[bucket] or any(offers):
+            sources = [
+                self._slots[i] if offer is None else self._real(i, offer)
+                for i, offer in zip(params, offers, strict=True)
+            ]
+            with torch.no_grad():
+                self._copies[bucket].pack(sources, self._scale)
+        self._packed.add(bucket)
+        for i, offer in zip(params, offers, strict=True):
+            if offer is not None:
+                self._has_read(i, offer, current)
+                offer.unread -= 1
+                if not offer.unread:
+                    del self._offers[i]
+
+    def _real(self, param: int, offer: Offer) -> torch.Tensor:
+        return torch.view_as_real(offer.grad) if param in self._complex else offer.grad
+
+    def _enter(self, current: Stream) -> None:
+        """Let the current stream, which is to write here, wait for the step's begin."""
+        if current != self._began_on and current not in self._entered:
+            self._device.wait(current, self._begun)
+            self._entered.add(current)
+
+    def _follow(self, params: Sequence[int], current: Stream) -> None:
+        """Let the current stream wait for those on which these gradients were written."""
+        for stream in dict.fromkeys(self._written_on[i] for i in params if i in self._written_on):
+            if stream != current:
+                self._device.wait(current, self._device.record(stream))
+
+    def _has_read(self, param: int, offer: Offer, current: Stream) -> None:
+        if current != self._written_on[param]:
+            self._device.uses(offer.grad, current)
+
+
 class StreamBackend(Backend):
-    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU."""
+    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU.
+
+    [Note: lifetime of a plan's memory]
+    Buckets, wire buffers and the tables of ``Packing`` are allocated on the stream that installs the plan.
+    They are read and written on that of the exchanges, those of the backward, and those that complete
+    parameters. Before ``install()`` and ``close()`` drop them, the stream of the allocation waits for all of
+    these: the exchanges of a bucket run after it was packed, and ``updates_issued()`` lets the stream of the
+    user's steps wait for each stream that has completed parameters.
+    """
 
     can_step_early = False  # a thread of its own has no place in a device's streams
 
@@ -439,23 +621,30 @@ class StreamBackend(Backend):
         self.memory = memory or Memory()
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
-        self._failure: str | None = None
-        self._offers: dict[int, torch.Tensor] = {}  # gradients to be packed, by parameter
-        self._stream_of: dict[int, Stream] = {}  # where each gradient was computed
-        self._home = device.current()
+        self._failure: str | None = None  # the reason of the first failure, or that of the end
+        self._closed = False
+        self._home = self._allocated_on = device.current()
+        self._no_plan()
+
+    def _no_plan(self) -> None:
+        nowhere = Device(torch.device("cpu"))  # asks nothing of a GPU, which may have failed
+        self._packing, self._first_flags = Packing(nowhere, _NO_BUFFERS, [], 1.0), 0
 
     # -- failures --------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """End every wait with an error, also the host's waits for the GPU."""
-        self._fail(reason)
-        warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
+        if not self._closed:
+            self._fail(reason)
+            warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> CommError:
+        """End every wait; return the error of marks and waits from now on."""
         self._failure = self._failure or reason
         self.host.abort(reason)
         self.memory.forget()
         self.exchange.abort(reason)
+        return CommError(self._failure)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -463,114 +652,101 @@ class StreamBackend(Backend):
 
     # -- plans -----------------------------------------------------------------------------------------------
 
-    def room(self) -> AbstractContextManager[Any]:
-        return self.memory.room()
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        with super().room(), self.memory.room():
+            yield
 
     def install(self, work: StepWork) -> None:
+        self._check()
+        self.schedule.check_ended()
         self.host.install(StepWork([("AR", 0)], _NO_BUFFERS, work.flags))
-        self._layout, self._flat, self._scaling = work.buffers.layout, work.buffers.flat, work.scaling
-        buckets = []
-        self._copies = []
-        for piece in self._layout.slices:
+        layout, buckets = work.buffers.layout, []
+        for piece in layout.slices:
             data = work.buffers.bucket(piece.number)
             kind = work.scaling.wire_type(data.dtype)
             with self.room():
                 wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
-            gather = None if work.gathered is None else work.gathered.bucket(piece.number)
-            buckets.append(StreamBucket(data, wire, gather, work.scaling.after))
-            self._copies.append(self._copy_of(piece, buckets[-1]))
+            gather = None if work.gathered is None else as_real(work.gathered.bucket(piece.number))
+            buckets.append(StreamBucket(as_real(data), wire, gather, work.scaling.after))
+        # Packing rounds to the wire's type; sums in it must come scaled before.
+        scale = work.scaling.before * (1.0 if self.exchange.scales else work.scaling.after)
+        with super().room():
+            packing = Packing(self.streams, work.buffers, buckets, scale)
         self._first_flags = len(buckets)
         order = [(op, bucket) for op, bucket in work.order if bucket < self._first_flags]
-        self.memory.take_over()
+        try:
+            self.memory.take_over()
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
+        self._release_after_use()
+        self._packing = packing
         self.schedule.install(order, buckets)
 
-    def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
-        regions = []
-        for place, i in enumerate(piece.params):
-            slot = self._layout.slots[i]
-            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
-            regions.append(Region(place, start - slot.offset, start - piece.start, stop - start))
-        return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
+    def _release_after_use(self) -> None:
+        """Let the stream on which the plan's memory was allocated wait for everything that uses it."""
+        device, current = self.streams, self.streams.current()
+        for stream in dict.fromkeys((device.comm, self._home, current)):
+            if stream != self._allocated_on:
+                device.wait(self._allocated_on, device.record(stream))
+        self._allocated_on = current
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._check()
         self.schedule.begin_step()
-        self.host.begin_step()
-        self._offers.clear()
-        self._stream_of.clear()
+        try:
+            self.host.begin_step()
+        except CommError as error:
+            raise self._fail(str(error)) from error
+        current = self.streams.current()
+        if current != self._home:  # which may have read the slots last
+            self.streams.wait(current, self.streams.record(self._home))
+        self._packing.begin()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
         """Remember the gradient: one launch packs all of a bucket's gradients when the bucket is complete."""
-        self._stream_of[param] = self.streams.current()
-        if grad.data_ptr() == slot.data_ptr():
-            return
-        if grad.dtype == slot.dtype and grad.stride() == slot.stride():
-            self._offers[param] = grad
-        else:
-            slot.copy_(grad)
+        self._packing.put(param, grad, slot)
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
-        offered = self._offers.pop(param, None)
-        if offered is not None:
-            slot.copy_(offered)
+        self._packing.take_back(param, slot)
 
     def mark_ready(self, bucket: int) -> None:
-        """Pack the bucket's gradients on the current stream; the bucket is sent behind that."""
-        if bucket >= self._first_flags:
-            self.host.mark_ready(bucket - self._first_flags)
-            return
+        """Pack the bucket's gradients on the current stream; the bucket is sent after that."""
         self._check()
-        piece = self._layout.slices[bucket]
-        self._join_streams(piece.params)
-        # Packing rounds to the wire's type; sums in it must come scaled before.
-        scale = self._scaling.before * (1.0 if self.exchange.scales else self._scaling.after)
-        cast = self.schedule.buckets[bucket].wire is not None
-        if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
-            with torch.no_grad():
-                self._copies[bucket].pack([self._source(i) for i in piece.params], scale)
-        self.schedule.mark(bucket, "ready")
-        for i in piece.params:
-            if bucket == self._layout.slots[i].buckets[-1]:
-                self._offers.pop(i, None)
-
-    def _source(self, param: int) -> torch.Tensor:
-        offered = self._offers.get(param)
-        if offered is not None:
-            return offered
-        slot = self._layout.slots[param]
-        return self._flat[slot.group].narrow(0, slot.offset, slot.numel)
-
-    def _join_streams(self, params: Sequence[int]) -> None:
-        """Make the current stream wait for every stream on which a gradient was computed."""
-        current = self.streams.current()
-        for stream in dict.fromkeys(self._stream_of[i] for i in params if i in self._stream_of):
-            if stream != current:
-                self.streams.wait(current, self.streams.record(stream))
-                for i in params:
-                    if i in self._offers and self._stream_of[i] == stream:
-                        self.streams.uses(self._offers[i], current)
+        try:
+            if bucket < self._first_flags:
+                self._packing.pack(bucket)
+                self.schedule.mark(bucket, "ready")
+            else:
+                self.host.mark_ready(bucket - self._first_flags)
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def mark_updated(self, bucket: int) -> None:
-        self.schedule.mark(bucket, "updated")
+        self._check()
+        try:
+            self.schedule.mark(bucket, "updated")
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def wait_reduced(self, bucket: int) -> None:
         self._check()
         self.schedule.wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
+        self._check()
         if bucket < self._first_flags:
-            self._check()
             self.schedule.wait(bucket, "gathered")
             return
         try:
             self.host.wait_gathered(bucket - self._first_flags)
         except CommError as error:
-            self._fail(str(error))
-            raise
+            raise self._fail(str(error)) from error
 
     def is_gathered(self, bucket: int) -> bool:
+        self._check()
         if bucket >= self._first_flags:
             return self.host.is_gathered(bucket - self._first_flags)
         return self.schedule.is_gathered(bucket)
@@ -591,25 +767,32 @@ class StreamBackend(Backend):
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         self._check()
-        if buffer.device.type == self.device.type:
-            self.schedule.gather_now(buffer)
-        else:
+        if buffer.device.type != self.device.type:
             self.host.gather_now(buffer)
+            return
+        try:
+            self.schedule.gather_now(as_real(buffer))
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def exchange_seconds(self, size: int) -> float:
         """Return the mean duration of several consecutive exchanges."""
+        self._check()
         unit = self.ranks.size * 64
-        data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
+        data = torch.zeros(-(-size // (4 * unit)) * unit, dtype=torch.float32, device=self.device)
         device, exchange = self.streams, self.exchange
         device.wait(device.comm, device.record(device.current()))
-        with device.on(device.comm):
-            exchange.reduce_scatter(data, 1.0)
-            start = device.record(device.comm)
-            for _ in range(_TIMED_EXCHANGES):
+        try:
+            with device.on(device.comm):
                 exchange.reduce_scatter(data, 1.0)
-                exchange.all_gather(data)
-            end = device.record(device.comm)
-        began, ended = device.moment(start), device.moment(end)
+                start = device.record(device.comm)
+                for _ in range(_TIMED_EXCHANGES):
+                    exchange.reduce_scatter(data, 1.0)
+                    exchange.all_gather(data)
+                end = device.record(device.comm)
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
+        began, ended = device.moment(start), device.moment(end)  # waits, so that ``data`` may be freed
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
@@ -633,28 +816,51 @@ class StreamBackend(Backend):
         return Watch(lambda: device.record(device.current()), device.moment, sees_waits=False)
 
     def close(self, orderly: bool = True) -> None:
-        """Wait for operations in flight, then close the group's connections and free its memory."""
+        """Wait for operations in flight, then close the group's connections and free the plan's memory."""
+        if self._closed:
+            return
+        self._closed = True
         patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
-        if self._failure is None and not self.streams.finished(patience):
-            self._fail(f"rank {self.ranks.rank}: the GPU did not end its communication within {patience:g} s")
+        rank, ended = self.ranks.rank, [False]
+        if self._failure is None:
+            self._attempt(lambda: ended.append(self.streams.finished(patience)))
+            if not any(ended):
+                reason = f"rank {rank}: the GPU did not end its communication within {patience:g} s"
+                self._attempt(partial(self._fail, reason))
+        farewell = orderly and self._failure is None
+        self._failure = self._failure or closed_text(rank)
+        failure_monitor.unregister(self)
+        self._attempt(self._release_after_use)
+        self._attempt(self.memory.close)
+        if self._peers is not None:
+            self._attempt(partial(self._peers.close, farewell))
+        self._attempt(self.host.close)
+        self._attempt(self.exchange.close)
+        self._attempt(self.schedule.close)
+        self._attempt(self._no_plan)
+        self._peers = None
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        """Do a part of ``close()``. Its failure, that of a broken GPU say, must not keep the other parts."""
         try:
-            self.memory.close()
-        finally:
-            failure_monitor.unregister(self)
-            if self._peers is not None:
-                self._peers.close(farewell=orderly and self._failure is None)
-            self.host.close()
-            self.exchange.close()
+            act()
+        except Exception:
+            _log.exception("rank %d: a part of a closed optimizer could not be given back", self.ranks.rank)
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
     """Return a backend over new connections; ``transport`` is for the flags. Collective."""
-    host, timeout = engine_backend(process_set, transport), settings().timeout
-    streams, channel = device_of(device), new_channel(process_set)
-    exchange = exchange_for(host.ranks, device, channel)
-    memory = memory_for(host.ranks, exchange, streams, timeout)
-    connections = data_connections(process_set, channel)
-    peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
-    backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
-    failure_monitor.register(backend, process_set.ranks or (), peers.problem)
+    timeout = settings().timeout
+    with ExitStack() as undo:  # where a later part fails
+        host = engine_backend(process_set, transport)
+        undo.callback(host.close)
+        streams, channel = device_of(device), new_channel(process_set)
+        exchange = exchange_for(host.ranks, device, channel)
+        undo.callback(exchange.close)
+        memory = memory_for(host.ranks, exchange, streams, timeout)
+        connections = data_connections(process_set, channel)
+        peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
+        backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
+        failure_monitor.register(backend, process_set.ranks or (), peers.problem)
+        undo.pop_all()
     return backend

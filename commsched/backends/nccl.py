@@ -75,12 +75,14 @@ class NcclExchange:
             work.wait()  # the current stream waits, not the host
 
     def abort(self, reason: str) -> None:
-        if self._ends_now() and hasattr(self.group, "abort"):
-            self.group.abort()
+        group = self.group  # close() may drop it meanwhile
+        if self._ends_now() and hasattr(group, "abort"):
+            group.abort()
 
     def close(self) -> None:
+        group, self.group = self.group, None
         if self._ends_now():
-            self.group.shutdown()
+            group.shutdown()
 
     def _ends_now(self) -> bool:
         """Return whether this is the first call: abort and close may come from two threads."""
@@ -117,15 +119,18 @@ class StagedExchange:
             bucket.copy_(staged)
 
     def abort(self, reason: str) -> None:
-        self._transport.abort(reason)
+        if (transport := self._transport) is not None:
+            transport.abort(reason)
 
     def close(self) -> None:
-        self._transport.close("the optimizer is closed")
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close("the optimizer is closed")
 
 
 def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:
     """Return NCCL's exchange if every rank has a GPU of its own, else the one through the host."""
-    example = torch.empty(0, device=device)
+    example = torch.empty(0, dtype=torch.uint8, device=device)
     names = ranks.all_values(device_name((example,), carrier().launch.node))
     if nccl_usable(names):
         return NcclExchange(private_group(ranks.process_set, channel, "cuda"))
@@ -193,3 +198,4 @@ class PeerConnections:
                 connection.data.close()
                 connection.host.keepalive.close()
             self._peers.clear()
+            self._other_failure = lambda: None  # it holds the engine

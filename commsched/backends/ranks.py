@@ -58,7 +58,10 @@ class Ranks:
 
         if grad is None:
             grad = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64), like.new_zeros((0, *like.shape[1:])), like.shape
+                torch.zeros((1, 0), dtype=torch.int64, device=like.device),
+                like.new_zeros((0, *like.shape[1:])),
+                like.shape,
+                device=like.device,
             )
         elif not grad.is_sparse:
             grad = grad.to_sparse(1)

@@ -29,11 +29,11 @@ def broadcast_object(
 ) -> Any:
     """Return rank `root_rank`'s `obj`, which is pickled, on every rank; the root gets `obj` itself."""
     sends = rank() == root_rank
-    data = _dumps(obj) if sends else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _dumps(obj) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     broadcast_(length, root_rank, name and f"{name}.length", process_set)
     if not sends:
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, name and f"{name}.data", process_set)
     return obj if sends else _loads(data)
 
@@ -43,6 +43,7 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
     data = _dumps(obj)
-    lengths = allgather(torch.tensor([data.numel()]), name and f"{name}.length", process_set)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+    lengths = allgather(length, name and f"{name}.length", process_set)
     gathered = allgather(data, name and f"{name}.data", process_set)
     return [_loads(part) for part in gathered.split(lengths.tolist())]

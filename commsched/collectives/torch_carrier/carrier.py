@@ -91,7 +91,8 @@ class TorchCarrier(Carrier):
         if kind == "alltoall":
             splits = collective.splits
             operation.splits = row_splits(tensors[0], splits, len(members))
-            operation.received_splits = torch.empty(0, dtype=torch.int32) if splits is None else splits
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
+            operation.received_splits = none if splits is None else splits
         return self._submit(operation, collective.name)
 
     def _submit(self, operation: Operation, name: str | None = None) -> int:

@@ -127,7 +127,7 @@ class OperationQueue:
         self._check_process("join")
         operation = Operation("join", "join", 0)
         self._runner.joined_on = device
-        example = torch.empty(0, device=device)
+        example = torch.empty(0, dtype=torch.uint8, device=device)
         where = device_name((example,), self._meeting.launch.node)
         with self._lock:
             self._announce(operation, {"type": "join", "device": where})
