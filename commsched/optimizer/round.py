@@ -805,7 +805,9 @@ class Round:
             return [
                 gradient.number
                 for place, gradient in enumerate(waiting)
-                if not gradient.pends or place in foreign or has_alias(gradient.param)
+                if not gradient.pends
+                or place in foreign
+                or has_alias(gradient.param, self.mode.holders(gradient.number))
             ]
 
     def early_parts(self) -> list[int]:
@@ -860,8 +862,15 @@ class Round:
             if self.state is State.IDLE and not gradient.exposed:
                 gradient.clear = set_to_none or gradient.clear is True
                 return True
-            zeros = None if set_to_none else torch.zeros_like(gradient.param, requires_grad=False)
-            return self.replaced(i, zeros)
+            there = not set_to_none
+            if there and self.state is State.SENT:
+                self.wait_for_flags()
+                there = bool(self.used[i])  # what no rank has used stays None
+            elif there and self.state is State.RAISED:
+                there = gradient.unclear
+            return self.replaced(
+                i, torch.zeros_like(gradient.param, requires_grad=False) if there else None
+            )
 
     # -- the optimizer's side --------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comm_core import storage_holders
+from comm_core import shares_storage, storage_holders
 from commsched.backends.interface import Backend
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
@@ -179,6 +179,9 @@ class ShardedStep(StepMode):
             self.backend.wait_reduced(bucket)
 
     # -- reading ---------------------------------------------------------------------------------------------
+
+    def holders(self, i: int) -> int:
+        return self.shards.holders(i)
 
     @property
     def readable(self) -> bool:
@@ -775,6 +778,14 @@ class Shards:
         return [part.grad for parts in self.owned for part in parts if used[part.gradient.number]]
 
     # -- whole state -----------------------------------------------------------------------------------------
+
+    def holders(self, i: int) -> int:
+        """Return how many tensors hold a parameter's memory: itself, and the leaves over it."""
+        param = self.gradients[i].param
+        mine = (part for part in self._all_parts() if part.gradient.number == i)
+        return 1 + sum(
+            shares_storage(param, part.weight) + shares_storage(param, part.leaf) for part in mine
+        )
 
     def _all_parts(self) -> Iterator[ShardView]:
         return chain(self.whole_parts, *self.parts)

@@ -165,6 +165,10 @@ class StepMode(ABC):
         """Whether p.grad holds the sums although parameters are still to come."""
         return False
 
+    def holders(self, i: int) -> int:
+        """Return how many tensors hold a parameter's memory when user code has no alias of it."""
+        return 1
+
     @abstractmethod
     def show(self, gradient: Gradient) -> None:
         """Show the result of a completed parameter that some rank used."""

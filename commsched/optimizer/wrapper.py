@@ -100,7 +100,7 @@ class DistributedMethods(Optimizer):
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize(), but synchronize() has reduced"
                 f" the gradients: {again}",
-                stacklevel=3,
+                stacklevel=4,
             )
         self._synchronized = False
         if self._unplanned is not None and self._unplanned.op == Adasum:
