@@ -74,6 +74,9 @@ class StreamBackend(Backend):
         self.memory.forget()
         self.collectives.abort(reason)
 
+    def failure(self) -> str | None:
+        return self._failure or self.host.failure()
+
     def _check(self) -> None:
         if self._failure is not None:
             raise CommError(self._failure)

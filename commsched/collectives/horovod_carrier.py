@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
+import torch
+
+from commsched.collectives.carrier import Built, Carrier, Collective, JoinHandle, OperationNames
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process.launch import Launch
@@ -165,14 +167,21 @@ class HorovodCarrier(Carrier):
         with _own_errors(self._horovod):
             self._horovod.barrier(process_set=self._set(set_id))
 
-    def start_join(self, device: int) -> Callable[[], int]:
-        def join() -> int:
-            with _own_errors(self._horovod):
-                last = int(self._horovod.join(device))
-            self._names.restart()
-            return last
+    def start_join(self, device: int) -> JoinHandle:
+        """Do what ``horovod.torch.join()`` does, in two halves: that function waits, this one must not."""
+        last = torch.tensor(-1, dtype=torch.int)
+        try:
+            handle = self._horovod.mpi_lib.horovod_torch_join(last, device)
+        except RuntimeError as error:
+            raise CommError(f"Horovod: {error}") from error
+        self._horovod._handle_map[handle] = None, last
 
-        return join  # Horovod's join blocks, and allows no other operation of this rank
+        def wait() -> int:
+            result = int(self.synchronize(handle))
+            self._names.restart()
+            return result
+
+        return JoinHandle(lambda: self.poll(handle), wait)
 
     def poll(self, handle: int) -> bool:
         return bool(self._horovod.poll(handle))

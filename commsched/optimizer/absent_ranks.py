@@ -19,12 +19,15 @@ class AbsentRanks:
         """Let ranks that have joined do what this one is about to do. The round's flags must be known."""
         joined = self._state.round.joined
         if joined and self._ranks.rank not in joined:
-            self._ranks.all_values((what, value))
+            self._ranks.tell_joined((what, value))
 
-    def follow(self, gathering: Any, optimizer: Any) -> bool:
-        """Do what the others do, on a rank that has joined, until they step (True) or discard the round."""
-        while True:
-            what, value = next(row for row in self._ranks.all_values(None) if row is not None)
+    def follow(self, gathering: Any, optimizer: Any) -> bool | None:
+        """Do what the others do, on a rank that has joined, until they step (True) or discard the round.
+
+        None: they have not said yet what they do next; call again. They may be busy with another optimizer.
+        """
+        while (order := self._ranks.next_order()) is not None:
+            what, value = order
             if what == "clip":
                 gathering.clip_grad_norm_(*value)
             elif what == "step":
@@ -34,6 +37,7 @@ class AbsentRanks:
             else:
                 gathering.discard()
                 return False
+        return None
 
     def check_none(self, what: str) -> None:
         """Raise for calls that need every rank and that those that have joined do not hear of."""

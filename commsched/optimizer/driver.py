@@ -29,7 +29,7 @@ from commsched.optimizer.gather_gradients import GradientGathering
 from commsched.optimizer.gather_parameters import ParameterGathering
 from commsched.optimizer.gathering import Gathering
 from commsched.optimizer.hooks import Hooks, owners
-from commsched.optimizer.joining import Joining
+from commsched.optimizer.joining import Joining, check_can_join
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.planning import Plan, Planner
@@ -105,6 +105,7 @@ class Driver:
             self, close, os.getpid(), self.backend, self.hooks, self.reducer, self._timeline, self._reports
         )
         self._optimizer = weakref.proxy(optimizer)
+        self.backend.ranks.joined = lambda: state.joined
         register_joiner(self)
         close_at_exit(self)
         if self.planner.adapts:
@@ -290,9 +291,17 @@ class Driver:
             self.plan = replace(self.plan, profile=profile)
             self.times.restart()
 
+    def check_can_join(self) -> None:
+        """Raise ``ValueError`` where the user must do something before ``join()``."""
+        if self._finalizer.alive:
+            check_can_join(self.reducer)
+
     def start_join(self) -> Joining | None:
-        """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
-        return Joining(self.reducer, self.after_step, self._optimizer) if self._finalizer.alive else None
+        """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
+        if not self._finalizer.alive:
+            return None
+        joining = Joining(self.reducer, self.after_step, self._optimizer, self.close)
+        return joining if joining.begin() else None
 
     def close(self, wait: bool = True) -> None:
         if wait:

@@ -9,6 +9,7 @@ import torch
 
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
+from commsched.optimizer.absent_ranks import AbsentRanks
 from commsched.optimizer.arrivals import Arrivals
 from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable
 from commsched.optimizer.gathering import Gathering
@@ -56,6 +57,7 @@ class GradientGathering(Gathering):
 
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         state = self.state
+        AbsentRanks(state, self.backend.ranks).tell("reduce outside")
         if late:
             self._reduce_again()
         for i in sparse:

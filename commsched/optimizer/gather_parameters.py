@@ -198,7 +198,7 @@ class ParameterGathering(Gathering):
     def check_can_join(self) -> None:
         self.refuse_early("join()")
 
-    def follow(self) -> bool:
+    def follow(self) -> bool | None:
         return self.absent.follow(self, self._optimizer)
 
     def share(self, optimizer: Any, root: int) -> None:

@@ -86,8 +86,11 @@ class Gathering(ABC):
         """Raise where a rank that has joined cannot take part in the others' steps."""
 
     @abstractmethod
-    def follow(self) -> bool:
-        """Take part in the others' step, on a rank that has joined; return whether there was one."""
+    def follow(self) -> bool | None:
+        """Take part in the others' step, on a rank that has joined; return whether there was one.
+
+        None: they have not begun it yet; call again.
+        """
 
     @abstractmethod
     def share(self, optimizer: Any, root: int) -> None:
