@@ -155,7 +155,8 @@ class Carrier(ABC):
     def start_join(self, device: int) -> JoinHandle:
         """Contribute zeros to the others' all-reduces until every rank has joined.
 
-        Until then this rank may not start other operations.
+        Until then this rank may not start other operations. Called again before that, it goes on with the
+        same join.
         """
 
     def report_progress(self) -> None:

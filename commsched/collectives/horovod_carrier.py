@@ -84,6 +84,7 @@ class HorovodCarrier(Carrier):
             self._horovod.init()
         self.launch = launch
         self._names = OperationNames()
+        self._join: JoinHandle | None = None
         self._sets: dict[int, Any] = {0: self._horovod.global_process_set}
         found = (self._horovod.rank(), self._horovod.size())
         if found != (self.launch.rank, self.launch.size):
@@ -169,6 +170,8 @@ class HorovodCarrier(Carrier):
 
     def start_join(self, device: int) -> JoinHandle:
         """Do what ``horovod.torch.join()`` does, in two halves: that function waits, this one must not."""
+        if self._join is not None:  # a call that raised an error has begun it
+            return self._join
         last = torch.tensor(-1, dtype=torch.int)
         try:
             handle = self._horovod.mpi_lib.horovod_torch_join(last, device)
@@ -177,11 +180,13 @@ class HorovodCarrier(Carrier):
         self._horovod._handle_map[handle] = None, last
 
         def wait() -> int:
+            self._join = None
             result = int(self.synchronize(handle))
             self._names.restart()
             return result
 
-        return JoinHandle(lambda: self.poll(handle), wait)
+        self._join = JoinHandle(lambda: self.poll(handle), wait)
+        return self._join
 
     def poll(self, handle: int) -> bool:
         return bool(self._horovod.poll(handle))

@@ -126,6 +126,9 @@ class OperationQueue:
             operation.finish(result=0)
             return operation
         self._check_process("join")
+        with self._lock:
+            if self._join is not None:  # a call that raised an error has begun it
+                return self._join
         self._runner.joined_on = device
         example = torch.empty(0, device=device)
         where = device_name((example,), self._meeting.launch.node)
