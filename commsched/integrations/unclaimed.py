@@ -24,16 +24,16 @@ class _Nothing(Optimizer):
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None: ...
+    def step(self, closure: Any = None) -> Any: ...
 
 
 class UnclaimedGradients:
     """The gradients of a model's trained parameters that no optimizer of ``optimizers()`` updates.
 
     The user may clip them, or give them to an optimizer of his own, so they are averaged like the others: at
-    the end of each backward, by a ``DistributedOptimizer`` whose steps update nothing. Which parameters these are is
-    looked up before each forward with gradients, because an optimizer may be wrapped after the model, and
-    parameters may be frozen or given to an optimizer later.
+    the end of each backward, by a ``DistributedOptimizer`` whose steps update nothing. Which parameters these
+    are is looked up before each forward with gradients, because an optimizer may be wrapped after the model,
+    and parameters may be frozen or given to an optimizer later.
 
     As with DDP, the model's last forward with gradients decides whether a backward reduces them: one within
     ``pause()`` lets them accumulate, wherever the backward runs.
@@ -83,8 +83,8 @@ class UnclaimedGradients:
             self._reducer = DistributedOptimizer(
                 _Nothing(params), model=self._model, schedule="wfbp", **self._options
             )
-            # Other parameters have the hook, too: a rank whose backward reaches no unclaimed one must still take
-            # part in the sum.
+            # Other parameters have the hook, too: a rank whose backward reaches no unclaimed one must still
+            # take part in the sum.
             with torch._C.DisableTorchFunctionSubclass():
                 trained = [param for param in self._model.parameters() if param.requires_grad]
             self._hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in trained]
