@@ -142,11 +142,12 @@ def test_a_rank_that_dies_fails_only_its_baseline() -> None:
             if what == "starting ddp":
                 self.others = workers()
             if what == "timing ddp" and what not in self.steps:
-                victims = [pid for pid in workers() if pid not in self.others]
-                assert len(victims) == 2
-                os.kill(victims[1], signal.SIGKILL)
+                # Looked up while they live: a killed rank's number is free as soon as the kill has been sent.
+                ranks = [psutil.Process(pid) for pid in workers() if pid not in self.others]
+                assert len(ranks) == 2
+                ranks[1].kill()
                 # Gone when it is spoken to, which once ended the whole comparison with a broken pipe.
-                psutil.wait_procs([psutil.Process(victims[1])], timeout=400)
+                assert psutil.wait_procs([ranks[1]], timeout=400)[1] == []
             super().step(what)
 
     found = compare(LOCAL, baselines.get("ddp"), watcher=Killer())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
+from dnn_bench.rank_environment import HeldPort
 from tests.support.documented_commands import blocks
 from tests.support.launch import run_ranks
 
@@ -54,16 +57,18 @@ def train() -> None:
     hvd.shutdown()
 
 
-def free_port() -> int:
-    """A port that is free and has a free one behind it."""
+@contextmanager
+def two_ports() -> Iterator[int]:
+    """The first of two neighbouring ports that no other process is given (`HeldPort`)."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
+        with closing(HeldPort()) as first, socket.socket() as second:
+            second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                second.bind(("", first.getsockname()[1] + 1))
+                second.bind(("127.0.0.1", first.number + 1))
             except OSError:
                 continue
-            return int(first.getsockname()[1])
+            yield first.number
+            return
 
 
 def test_the_figures_of_a_run() -> None:
@@ -86,8 +91,9 @@ def test_the_figures_of_a_run() -> None:
 
 def test_every_rank_serves_its_own_figures() -> None:
     pytest.importorskip("prometheus_client")
-    variables = {"SNIPPET": "", "COMMSCHED_METRICS_PORT": str(free_port())}
-    for number, rank in enumerate(run_ranks(train, RANKS, env=variables, check=True)):
+    with two_ports() as port:
+        ranks = run_ranks(train, RANKS, env={"SNIPPET": "", "COMMSCHED_METRICS_PORT": str(port)}, check=True)
+    for number, rank in enumerate(ranks):
         told = {line.split()[0]: line.partition(" ")[2] for line in rank.stdout.splitlines() if line.split()}
         page = json.loads(told["page"])
         for name in ("exposed_seconds", "step_seconds", "bytes_per_step", "wait_of_rank_1_seconds"):
