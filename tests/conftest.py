@@ -16,6 +16,9 @@ from dnn_bench import fork_server
 from tests.support import needs
 from tests.support.launch import clean_environment
 
+# Some images set this. Every process that a test starts would compile torch's thousands of sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before anything imports torch or numpy: ranks started by tests share few cores. Ranks of tests and ranks of
 # dnn_bench have one environment, so that they come from the same servers.
 variables = clean_environment()
@@ -32,6 +35,14 @@ STDERR = pytest.StashKey[int]()
 def pytest_collection_finish() -> None:
     """Let collections, and an optimizer's search for its modules, pass over everything imported so far."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, keep the tests of a file together, but those that name another group."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_configure(config: pytest.Config) -> None:
