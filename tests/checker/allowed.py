@@ -68,6 +68,13 @@ ROWS = (
         ("op=Sum", "zero_grad()"),
     ),
     Row(
+        "ScriptModule",
+        ("wrap a ScriptModule",),
+        lambda book: True,
+        ValueError,
+        ("ScriptModule",),
+    ),
+    Row(
         "closed",
         ("step", "synchronize", "backward"),
         lambda book: book.closed,

@@ -57,6 +57,8 @@ class PlainMethods(Optimizer):
     book: Book
     _exchange: Exchange
     _factor: float
+    _prescale: float
+    _wire: torch.dtype | None  # the type in which gradients travel
     _event: Callable[[str, Book], None]
 
     # -- what all ranks do together --------------------------------------------------------------------------
@@ -105,13 +107,21 @@ class PlainMethods(Optimizer):
             g if g is None or c is None or not book.sums else g - c
             for g, c in zip([p.grad for p in params], common, strict=True)
         ]
-        everyone = self._exchange([None if g is None else g.detach().clone() for g in mine])
-        for p, c, grads in zip(params, common, zip(*everyone, strict=True), strict=True):
-            total = added(grads)
-            if total is not None:
-                total = total * self._factor
-                p.grad = total if c is None or not book.sums else total + c
+        sent = [None if g is None else self._sent(g.detach() * self._prescale) for g in mine]
+        everyone = self._exchange((book.local, sent))
+        if self._wire is None or any(local for local, _ in everyone):
+            for p, c, grads in zip(params, common, zip(*(sent for _, sent in everyone))):
+                total = added(grads)
+                if total is not None:
+                    total = total * self._factor
+                    if not book.sharded:
+                        total = self._sent(total)
+                    p.grad = total if c is None or not book.sums else total + c
         book.local, book.uneven, book.fresh = False, False, True
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy as it arrives, rounded to the type of the wire."""
+        return tensor.clone() if self._wire is None else tensor.to(self._wire).to(tensor.dtype)
 
     # -- the methods that DistributedOptimizer has ---------------------------------------------------------------
 
@@ -229,5 +239,7 @@ def plain_optimizer(
     sums = options["op"] == "sum"
     plain.book = Book(sharded=options["gather"] == "parameters", sums=sums, passes=options["passes"])
     plain._exchange, plain._event = exchange, event
-    plain._factor = 1.0 if sums else 1.0 / ranks
+    plain._prescale = 1.0 / options["predivide"]
+    plain._factor = 1.0 if sums else options["predivide"] / ranks
+    plain._wire = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[options["compression"]]
     return plain

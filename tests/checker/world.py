@@ -46,17 +46,33 @@ class World:
         self.captured: list[torch.Tensor] = []
         self.hooks: list[Any] = []
         self.batches = 0
-        if options["early_model"]:
-            self.kept["early"] = self.params()
+        if options["frozen"] is not None:
+            self.model.body[options["frozen"]].requires_grad_(False)
+            self.kept["frozen"] = True
         self.wrap()
 
     # -- what a script does --------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        self.optimizers = [self.distributed(base) for base in self.bases]
+        self.optimizers = [self.distributed(base, self.model) for base in self.bases]
 
-    def distributed(self, base: torch.optim.Optimizer) -> Any:
+    def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
+        """Return the optimizer of a module, or of what has ``named_parameters``, made distributed."""
         raise NotImplementedError
+
+    @property
+    def is_wrapped(self) -> bool:
+        return self.optimizers[0] is not self.bases[0]
+
+    def gather(self) -> None:
+        """Synchronize, unless the optimizers are closed."""
+        if self.is_wrapped:
+            self.synchronize()
+
+    def gather_shards(self) -> None:
+        """Make gradients readable."""
+        if self.options["gather"] == "parameters":
+            self.gather()
 
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -110,8 +126,9 @@ class World:
             loss.backward(**how)
 
     def step(self) -> None:
+        nothing = [lambda: torch.zeros(())] if self.options["optimizer"] == "lbfgs" else []
         for optimizer in self.optimizers:
-            optimizer.step()
+            optimizer.step(*nothing)
 
     def zero_grad(self, **how: Any) -> None:
         for optimizer in self.optimizers:
@@ -147,7 +164,7 @@ class PlainWorld(World):
         self.diverged = False
         super().__init__(seed, options, rank, size)
 
-    def distributed(self, base: torch.optim.Optimizer) -> Any:
+    def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
         return plain_optimizer(base, self.exchange, self.size, self.event, self.options)
 
     @property
