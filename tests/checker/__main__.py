@@ -150,7 +150,7 @@ def share(asked: argparse.Namespace) -> int:
 
 
 def on_threads(program: Program) -> Failure | None:
-    return run_on_threads(program, 3.0)
+    return run_on_threads(program, 5.0)
 
 
 def in_processes(program: Program) -> Failure | None:

@@ -171,7 +171,7 @@ def _narrow(dice: random.Random, options: dict[str, Any]) -> list[str]:
     elif odd < 0.12 and sharded and not stream and options["transport"] != "stream":
         options |= {"early_step": True, "passes": 1}
         return _EARLY
-    elif odd < 0.14 and not options["two"]:
+    elif odd < 0.14 and not options["two"] and options["processes"]:  # searching a plan takes seconds
         options |= {"schedule": "auto", "profile": False}
     return []
 
@@ -464,7 +464,7 @@ class Tally:
             which[name] += 1
 
 
-def run_on_threads(program: Program, patience: float = 8.0, tally: Tally | None = None) -> Failure | None:
+def run_on_threads(program: Program, patience: float = 20.0, tally: Tally | None = None) -> Failure | None:
     """Run a program with ranks that are threads; return how it failed, if it did."""
     from tests.checker.threads import Meeting, run_threads
 
