@@ -54,6 +54,13 @@ ROWS = (
         goes_on=True,
     ),
     Row(
+        "ScriptModule",
+        ("wrap a ScriptModule",),
+        lambda book: True,
+        ValueError,
+        ("ScriptModule",),
+    ),
+    Row(
         "nothing left to add to",
         ("backward", "step", "synchronize"),
         lambda book: book.consumed,
@@ -66,13 +73,6 @@ ROWS = (
         lambda book: book.changed,
         ValueError,
         ("op=Sum", "zero_grad()"),
-    ),
-    Row(
-        "ScriptModule",
-        ("wrap a ScriptModule",),
-        lambda book: True,
-        ValueError,
-        ("ScriptModule",),
     ),
     Row(
         "closed",

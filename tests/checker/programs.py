@@ -169,7 +169,7 @@ def _narrow(dice: random.Random, options: dict[str, Any]) -> list[str]:
             options |= {"compression": dice.choice(["bf16", "fp16"])}
             return _ROUNDED
     elif odd < 0.12 and sharded and not stream and options["transport"] != "stream":
-        options |= {"early_step": True, "passes": 1}
+        options |= {"early_step": True, "passes": 1, "lateness": 0.0}  # a thread waits
         return _EARLY
     elif odd < 0.14 and not options["two"] and options["processes"]:  # searching a plan takes seconds
         options |= {"schedule": "auto", "profile": False}
