@@ -1182,6 +1182,8 @@ HOOKS = ("scale", "log", "clip", "input captured", "output captured", "output", 
 )
 def add_hook(w: World, salt: int, kind: str, place: int) -> Any:
     p, module = one(w, place), w.model.body[place % LAYERS]
+    if kind == "clip" and w.options["op"] == "sum":
+        kind = "log"  # whether it changes what has been summed already, depends on when it was cleared
     if kind in ("scale", "log", "clip"):
         if not p.requires_grad or (kind == "clip" and w.model.kind == "sparse"):
             return
