@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -261,6 +262,8 @@ def marks_and_waits(rank: OneRank) -> list[Callable[[], object]]:
     return [
         backend.begin_step,
         rank.install,
+        lambda: backend.put(0, torch.zeros(SHAPES[0]), rank.slots[0]),
+        lambda: backend.take_back(0, rank.slots[0]),
         lambda: backend.mark_ready(0),
         lambda: backend.mark_ready(2),
         lambda: backend.mark_updated(0),
@@ -324,6 +327,27 @@ def test_close_never_raises_and_ends_everything_else(method: str, monkeypatch: p
     backend.host.close()
     with pytest.raises(CommError):
         backend.host.mark_ready(0)
+
+
+def test_a_rank_that_is_lost_while_close_waits_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = OneRank()
+    lost, waiting = threading.Event(), threading.Event()
+
+    def finished(patience: float) -> bool:
+        waiting.set()
+        return lost.wait(20)
+
+    monkeypatch.setattr(rank.backend.streams, "finished", finished)
+    monkeypatch.setattr(rank.backend.exchange, "abort", lambda reason: lost.set())
+    closing = threading.Thread(target=rank.backend.close)
+    closing.start()
+    assert waiting.wait(20)
+    with pytest.warns(UserWarning, match="rank 1 is gone"):
+        rank.backend.abort("rank 1 is gone")
+    closing.join(20)
+    assert lost.is_set() and not closing.is_alive()
+    with pytest.raises(CommError, match="rank 1 is gone"):
+        rank.backend.wait_gathered(0)
 
 
 def test_an_exchange_that_fails_ends_the_backend_with_its_reason() -> None:
