@@ -17,7 +17,7 @@ optimizer. Every line but the second and the last two is what happens in any ste
 | in the end | | rank A, which joined last: parameters, state, options | the carrier |
 
 With ``gather="gradients"`` J leaves the update to the others, which may clip or schedule the learning rate.
-It gets their parameters and state in the end. With ``gather="parameters"`` they need J's update of its shards.
+It gets their parameters and state in the end. With ``gather="parameters"`` they need its shards' update.
 
 **Which optimizers take part is agreed, once all have joined** (``commsched.collectives.handles.join``): those
 that all ranks of their process set held open when they joined. References decide nothing: one rank's
@@ -150,6 +150,7 @@ class Joining:
         self._reducer.backend.abort(reason)
         self._reducer.joined, self._state.joined = False, []
         self._close(False)
+        self._state.finish_step(stepped=False)  # else the next use would complain about the round of zeros
 
     def missed(self) -> bool:
         """Return whether this rank lacks steps that the others took after it had joined."""
