@@ -177,9 +177,12 @@ def _problem(joiner: Any) -> str:
 def _take_part(works: Sequence[Joining], over: Callable[[], bool]) -> None:
     """Do what the others' steps need of this rank, until ``over()``."""
     reported = time.monotonic()
-    while works and not over():
+    while works:
+        ended = over()  # before the polls: what has arrived by then may be an error that explains the end
         for work in works:
             work.poll()
+        if ended:
+            return
         if time.monotonic() - reported > _PROGRESS_SECONDS:
             carrier().report_progress()
             reported = time.monotonic()

@@ -201,6 +201,7 @@ def wrong_use_of_join_says_so(me: Me) -> None:
         for step in range(2):
             mean_loss(pair.model, rows(1, step)).backward()
         said("did not call step()", lambda: values(p.grad for p in pair.model.parameters()))
+    me.everybody()
     release(pair.optimizer)
     hvd.join()  # rank 0 goes on with the join that it had begun
     assert int(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == me.size
