@@ -18,6 +18,11 @@ from commsched.optimizer.nested_backwards import inside_a_backward
 _OF_THE_SUM = ("op", "gradient_predivide_factor", "process_set", "sparse_as_dense", "transport")
 
 
+def _queue(callback: Callable[[], None]) -> None:
+    """Let autograd call this at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 class _Nothing(Optimizer):
     """Updates nothing. Distributed, its ``step()`` waits until all gradients are reduced."""
 
@@ -94,13 +99,17 @@ class UnclaimedGradients:
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            _queue(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._queued = False
         # After an inner backward, later gradients of the outer one queue this again. Without any, the first
         # access to a gradient waits for it.
-        if not self._accumulates and self._reducer is not None and not inside_a_backward():
+        if not self._accumulates and not inside_a_backward():
+            _queue(self._reduce)  # after the reducer's own callback, which ends its part of the backward
+
+    def _reduce(self) -> None:
+        if self._reducer is not None:
             self._reducer.step()
 
     # -- accumulation ----------------------------------------------------------------------------------------
