@@ -590,7 +590,9 @@ def evaluate(w: World, salt: int, how: str, place: int) -> Any:
 def clip(w: World, salt: int, how: str, sync: bool) -> Any:
     """Clip by norm or value; ``sync``: after synchronize(), and step within skip_synchronize()."""
     if how == "optimizer":
-        return [optimizer.clip_grad_norm_(0.05).item() for optimizer in w.optimizers]
+        seen = [optimizer.clip_grad_norm_(0.05).item() for optimizer in w.optimizers]
+        w.changing_grads()
+        return seen
     if sync:
         w.synchronize()
     w.reading()
@@ -903,7 +905,8 @@ def set_rate(w: World, salt: int, factor: float) -> Any:
 def schedule_rate(w: World, salt: int, base: bool) -> Any:
     """Make learning-rate schedulers, or step those that there are."""
     if "scheduler" not in w.kept:
-        made = w.bases if base else w.optimizers
+        # A plain optimizer shares all attributes with its base: a scheduler of that one would hide its step().
+        made = w.bases if base and not isinstance(w, PlainWorld) else w.optimizers
         w.kept["scheduler"] = [torch.optim.lr_scheduler.StepLR(o, 1, 0.7) for o in made]
     else:
         for scheduler in w.kept["scheduler"]:
@@ -1223,7 +1226,9 @@ def close(w: World) -> None:
     if w.is_wrapped:
         for optimizer in w.optimizers:
             optimizer.close()
+        w.kept["closed"] = w.optimizers
         w.optimizers = list(w.bases)
+        w.after_closing()
 
 
 @action(0.4, local=False, legal=lambda w: not any(b.local or b.ungathered or b.consumed for b in w.books))
@@ -1231,6 +1236,13 @@ def close_and_go_on(w: World, salt: int) -> Any:
     """Train on without communication, with the optimizer that was wrapped."""
     close(w)
     return copies(w.params())
+
+
+@action(1, needs="close_and_go_on", legal=lambda w: "closed" in w.kept and not w.is_wrapped)
+def use_closed(w: World, salt: int) -> Any:
+    """Step with an optimizer that has been closed."""
+    for optimizer in w.kept["closed"]:
+        optimizer.step(*([lambda: torch.zeros(())] if w.options["optimizer"] == "lbfgs" else []))
 
 
 @action(

@@ -61,6 +61,13 @@ ROWS = (
         ("ScriptModule",),
     ),
     Row(
+        "second gradient",
+        ("read", "backward", "step", "synchronize"),
+        lambda book: book.late,
+        CommError,
+        ("second gradient", "use_reentrant=False"),
+    ),
+    Row(
         "nothing left to add to",
         ("backward", "step", "synchronize"),
         lambda book: book.consumed,

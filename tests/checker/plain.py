@@ -28,7 +28,7 @@ class Book:
     have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
     synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
     every rank had a backward, so that all must call step() or synchronize(). ``backwards``: since the last
-    step() or zero_grad(). ``vague``: which backward is the
+    step() or zero_grad(). ``late``: a parameter may have had two gradients in one backward. ``vague``: which backward is the
     k-th depends on how gradients were cleared.
     """
 
@@ -43,6 +43,7 @@ class Book:
     changed: bool = False
     fresh: bool = False
     uneven: bool = False
+    late: bool = False
     vague: bool = False
     backwards: int = 0
     closed: bool = False
@@ -150,7 +151,7 @@ class PlainMethods(Optimizer):
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
-        book.ungathered = book.gathered = book.vague = book.fresh = False
+        book.ungathered = book.gathered = book.vague = book.fresh = book.late = False
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -174,6 +175,7 @@ class PlainMethods(Optimizer):
         self.book.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.book.consumed = False
         self._base.zero_grad(self, set_to_none)
         self.book.changed = False
         self.book.done, self.book.backwards, self.book.vague = 0, 0, False
@@ -193,12 +195,15 @@ class PlainMethods(Optimizer):
     def look(self) -> None:
         """Notice that the user has cleared all gradients, in whichever way."""
         book = self.book
+        used_up = book.consumed
         grads = [p.grad for p in self.every_param()]
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
             book.local = book.ungathered = book.gathered = book.consumed = book.fresh = False
             book.changed = book.changed and any(g is not None for g in grads)
+            # Zeros that a step has used up are gone like other gradients.
+            book.consumed = used_up and any(g is not None for g in grads)
             book.common.clear()
 
     def __reduce__(self) -> Any:
@@ -236,6 +241,7 @@ def plain_optimizer(
     cls = type(kind.__name__, (PlainMethods, kind), {"_base": kind})
     plain: Any = object.__new__(cls)
     plain.__dict__ = base.__dict__
+    plain.__dict__.pop("step", None)  # that a scheduler of an earlier wrapper has put there
     sums = options["op"] == "sum"
     plain.book = Book(sharded=options["gather"] == "parameters", sums=sums, passes=options["passes"])
     plain._exchange, plain._event = exchange, event

@@ -145,6 +145,9 @@ class World:
                 stack.enter_context(optimizer.no_sync())
             yield
 
+    def after_closing(self) -> None:
+        """Go on with the optimizers that were wrapped."""
+
     def reading(self) -> None:
         """Announce that the action reads gradients from here on."""
 
@@ -207,6 +210,16 @@ class PlainWorld(World):
             optimizer.average()
         self.step()
         self.zero_grad()
+
+    def after_closing(self) -> None:
+        for base in self.bases:
+            base.__dict__.pop("step", None)  # of a scheduler: base and wrapper share all attributes
+
+    def forward(self, x: torch.Tensor, spec: dict[str, Any], bomb: int | None = None) -> torch.Tensor:
+        if spec.get("twice") and spec.get("checkpointed") == "reentrant":
+            for book in self.books:
+                book.late = book.sharded
+        return super().forward(x, spec, bomb)
 
     def reading(self) -> None:
         for book in self.books:
