@@ -319,6 +319,7 @@ def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
     if w.rank != rank:
         w.backward(w.loss(loss, salt))
     elif isinstance(w, PlainWorld):
+        w.note(loss)
         for optimizer in w.wrapped:  # the others ask whether this rank had a backward
             optimizer.after_backward(optimizer.before_backward())
     if then == "sync":

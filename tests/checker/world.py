@@ -215,10 +215,14 @@ class PlainWorld(World):
         for base in self.bases:
             base.__dict__.pop("step", None)  # of a scheduler: base and wrapper share all attributes
 
-    def forward(self, x: torch.Tensor, spec: dict[str, Any], bomb: int | None = None) -> torch.Tensor:
+    def note(self, spec: dict[str, Any]) -> None:
+        """Note what a loss of some rank does."""
         if spec.get("twice") and spec.get("checkpointed") == "reentrant":
             for book in self.books:
                 book.late = book.sharded
+
+    def forward(self, x: torch.Tensor, spec: dict[str, Any], bomb: int | None = None) -> torch.Tensor:
+        self.note(spec)
         return super().forward(x, spec, bomb)
 
     def reading(self) -> None:
