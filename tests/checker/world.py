@@ -189,6 +189,8 @@ class PlainWorld(World):
         wrapped = self.wrapped
         if not wrapped:
             self.diverged = True
+        if self.hooks:  # they may read gradients
+            self.reading()
         marks = [optimizer.before_backward() for optimizer in wrapped]
         try:
             super().backward(loss, **how)
