@@ -551,8 +551,8 @@ class Packing:
             return
         bucket = next(b for b in self._layout.slots[param].buckets if b in self._packed)
         raise ValueError(
-            f"a gradient may change until the first of its buckets is marked ready, but bucket {bucket}, which"
-            f" holds parameter {param}, was marked in this step"
+            f"a gradient may change until the first of its buckets is marked ready, but bucket {bucket},"
+            f" which holds parameter {param}, was marked in this step"
         )
 
     def pack(self, bucket: int) -> None:
