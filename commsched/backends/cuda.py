@@ -98,7 +98,7 @@ class Device:
         return "host"
 
     def record(self, stream: Stream) -> Event:
-        """Put a mark behind all operations on the stream and return it."""
+        """Put a mark after all operations on the stream and return it."""
         return time.monotonic()
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -376,7 +376,7 @@ class StreamSchedule:
             )
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """All-gather outside of the plan, behind all operations started so far. Collective."""
+        """All-gather outside of the plan, after all operations started so far. Collective."""
         device, current = self.device, self.device.current()
         device.wait(device.comm, device.record(current))
         with device.on(device.comm), torch.no_grad():
