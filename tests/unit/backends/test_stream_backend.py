@@ -11,6 +11,7 @@ import torch
 
 from commsched.backends.interface import Scaling
 from commsched.errors import CommError
+from tests.support.host_kernels import HostLauncher
 from tests.support.stream_backend import SHAPES, SIZE, OneRank
 
 ALL = range(len(SHAPES))
@@ -56,21 +57,34 @@ def test_a_gradient_lives_until_every_bucket_that_reads_it_is_packed() -> None:
     assert not rank.backend._packing._offers
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("scales", [True, False])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
-)
-def test_every_type_is_scaled_before_and_after(
-    dtype: torch.dtype, scales: bool, order: tuple[int, int]
-) -> None:
-    """Complex gradients lost their imaginary parts."""
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+def send_scaled(dtype: torch.dtype, scales: bool, order: tuple[int, int]) -> None:
     rank = OneRank(dtype=dtype, scaling=Scaling(0.5, 0.25), scales=scales)
     grads = [rank.gradient(i, 10.0 * i) for i in ALL]
     assert not dtype.is_complex or all(grad.imag.abs().sum() > 0 for grad in grads)
     for _ in range(2):
         step(rank, lambda i: rank.backend.put(i, grads[i].clone(), rank.slots[i]), order)
         check(rank, grads, SIZE * 0.125)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_is_scaled_before_and_after(
+    dtype: torch.dtype, scales: bool, order: tuple[int, int]
+) -> None:
+    """Complex gradients lost their imaginary parts."""
+    send_scaled(dtype, scales, order)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_gpus_kernels_pack_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = HostLauncher()
+    monkeypatch.setattr("comm_core.cuda.copies.launcher_for", lambda device: launcher)
+    send_scaled(dtype, False, (1, 0))
+    assert len(launcher.launches) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
