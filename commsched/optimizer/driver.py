@@ -52,7 +52,7 @@ from scheduler.ir.profile import Profile
 WARM_UP = 1
 SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
-ALONE = 0.3  # alone, compute so much slower than beside traffic was disturbed; less needs only the second plan
+ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 
 
