@@ -30,6 +30,7 @@ fork_server.share()
 # later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
 GRACE = float(os.environ.get("PYTEST_STUCK_GRACE", 60))
 STDERR = pytest.StashKey[int]()
+COLLECTED = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_collection_finish() -> None:
@@ -38,8 +39,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, keep the tests of a file together, but those that name another group."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, keep the tests of a file together, but those that name another group.
+
+    Runs before ``-m`` leaves tests out: where all are collected, note their names and marks.
+    """
+    if [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]:
+        config.stash[COLLECTED] = {i.nodeid: [mark.name for mark in i.iter_markers()] for i in items}
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

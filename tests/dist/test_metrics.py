@@ -92,7 +92,7 @@ def test_the_figures_of_a_run(ranks: list[RankResult]) -> None:
     figures, scalars = json.loads(first["figures"]), json.loads(first["scalars"])
     assert figures["step"] > 0.1 and figures["exposed"] > 0.05 and figures["bytes"] > 4 * 6 * 64 * 65
     waits = figures["waits"]
-    assert len(waits) == RANKS and waits[0] > 0.05 > waits[1], "the other rank's wait is known here"
+    assert len(waits) == RANKS and waits[0] > max(0.05, waits[1]), "the other rank's wait is known here"
     assert figures["predicted_step"] > 0 and figures["ddp_exposed"] >= 0 and figures["link_rate"] > 0
     assert scalars["commsched/exposed"] == figures["exposed"] and "policy optimal" in ranks[0].stdout
     assert any(line.startswith("commsched: step ") and "exposed communication" in line for line in lines)
