@@ -29,8 +29,8 @@ def layers_for(schedule: str, stages: int) -> int:
     return stages * (2 if schedule in ("interleaved", "wpipe") else 1)
 
 
-# Stages, micro-batches and replicas: fewer, as many and more micro-batches than stages. The slow run takes the
-# others.
+# Stages, micro-batches and replicas; fewer, as many and more micro-batches than stages. The slow run takes
+# the others.
 OFTEN = {(1, 2, 2), (2, 1, 1), (2, 4, 2), (4, 4, 1), (4, 6, 1)}
 SIZES = [
     pytest.param(*size, marks=[] if size in OFTEN else pytest.mark.slow)
