@@ -160,7 +160,7 @@ def in_processes(program: Program) -> Failure | None:
 def report(program: Program, failure: Failure, again: Run | None) -> None:
     """Print a failing program, the smallest that fails like it if ``again`` can run it."""
     if again is not None:
-        program, failure = shrink(program, failure, again)
+        program, failure = shrink(program, failure, again, 300.0)
     print(f"\n{program}\n{failure}\n", flush=True)
 
 

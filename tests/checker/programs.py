@@ -337,7 +337,8 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
         if not a.numel() or torch.equal(a, b):
             continue
         scale = scale or max(1e-2, *(float(each.abs().max()) for _, _, each in numbers if each.numel()))
-        bound = rounding(a.dtype, _TERMS, depth) * scale if a.is_floating_point() else 0.0
+        exact = not (a.is_floating_point() or a.is_complex())
+        bound = 0.0 if exact else rounding(a.dtype, _TERMS, depth) * scale
         # An exact match includes infinities and NaN in the same places.
         off = torch.where(
             (a == b) | (a.isnan() & b.isnan()),
