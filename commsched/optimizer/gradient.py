@@ -157,7 +157,8 @@ class Gradient:
 
     def _new_alias(self) -> torch.Tensor:
         assert self.view is not None
-        return alias_of(*self._home, list(self.view.shape), list(self.view.stride()), self.view.dtype)
+        flat, offset = self._home
+        return alias_of(flat, offset, list(self.view.shape), list(self.view.stride()), self.view.dtype)
 
     def misfits(self) -> bool:
         """Return whether the parameter has been converted since its slot was made (``model.double()``)."""

@@ -117,7 +117,7 @@ class Session:
     def __init__(self, optimizer: Any) -> None:
         """Serve a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
         options: Options = optimizer._options
-        self._optimizer = weakref.proxy(optimizer)
+        self._optimizer: Any = weakref.proxy(optimizer)
         params = _trained(optimizer)
         self.backend = backend_for(params, options.transport, options.process_set)
         self._parts = _Parts(os.getpid(), self.backend)
