@@ -61,7 +61,7 @@ def run_threads(
     timeout: float = 400.0,
     failed: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Run ``body(rank, channels)`` on a thread for each rank; return the results, or raise what the first raised."""
+    """Return the results of ``body(rank, channels)``, on a thread each; raise the first exception of any."""
     channels = comm_core.local_channels(size)
     return thread_ranks.run_threads(size, lambda rank: body(rank, channels), timeout, failed)
 
