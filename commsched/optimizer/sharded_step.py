@@ -167,7 +167,8 @@ class ShardedStep(StepMode):
             raise ValueError(
                 f"rank {self.ranks.rank}: {gradient.name} has another type or shape than when its shards"
                 f" were made (now {gradient.param.dtype}, {tuple(gradient.param.shape)}); with"
-                " gather='parameters', call optimizer.close() before the model is converted, and wrap the optimizer again"
+                " gather='parameters', call optimizer.close() before the model is converted, and wrap"
+                " the optimizer again"
             )
         raise ValueError(
             f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"

@@ -2,8 +2,8 @@
 
 Sums become ``p.grad``. An optimizer is **separable** if updating its parameters one after the other, each
 with the hyperparameters at the time of ``step()``, gives the same as updating them together. Then the update
-of a bucket can wait until its gradients have arrived, under the next forward. Every other optimizer runs whole,
-inside ``step()``, and runs its closure itself, as often as it likes.
+of a bucket can wait until its gradients have arrived, under the next forward. Every other optimizer runs
+whole, inside ``step()``, and runs its closure itself, as often as it likes.
 """
 
 from __future__ import annotations
