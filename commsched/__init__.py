@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.errors import *
     from commsched.optimizer.distributed import *
     from commsched.optimizer.reports import *
-    from commsched.optimizer.sharded_step import *
-    from commsched.optimizer.whole_matrix import *
-    from commsched.optimizer.whole_step import *
+    from commsched.optimizer.sharded_step import register_elementwise as register_elementwise
+    from commsched.optimizer.whole_matrix import register_whole_matrix as register_whole_matrix
+    from commsched.optimizer.whole_step import register_separable as register_separable
 
 # Module -> the public names that it defines.
 _HOMES = {

@@ -1,4 +1,4 @@
-"""The interface between a reducer and the backend that moves its buckets between the ranks.
+"""The interface between a round and the backend that moves its buckets between the ranks.
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters

@@ -148,16 +148,16 @@ def _keep_together(wrapped: Any) -> None:
         owner: Any = this()
         if owner is None:
             raise ValueError(
-                "the optimizer that DistributedOptimizer returned does not exist any more; keep it, and call its"
-                " step()"
+                "the optimizer that DistributedOptimizer returned does not exist any more; keep it, and call"
+                " its step()"
             )
         owner._opt_called = True
         return type(owner).step(owner, *args, **kwargs)
 
     wrapped.register_state_dict_pre_hook(settle)
     wrapped.register_load_state_dict_pre_hook(settle)
-    # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the instance,
-    # unless it finds one that counts.
+    # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the
+    # instance, unless it finds one that counts.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapped._plain_step = wrapped.__dict__.get("step")
     wrapped.__dict__["step"] = step

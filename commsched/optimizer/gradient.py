@@ -1,15 +1,15 @@
 """All state of one parameter's gradient, and the memory in which user code sees it.
 
 [Note: memory that users keep]
-A gradient travels in its slot, a part of a flat buffer. After a reduction ``p.grad`` is a tensor over the slot
-that user code gets and may do anything with. Three rules keep its tensors apart from ours:
+A gradient travels in its slot, a part of a flat buffer. After a reduction ``p.grad`` is a tensor over the
+slot that user code gets and may do anything with. Three rules keep its tensors apart from ours:
 
-1. ``p.grad`` is a fresh tensor each time it is handed out. ``p.grad.data = x`` and ``p.grad.set_(x)`` re-point
-   that tensor alone. Whoever reads ``p.grad`` back compares its address with the slot's.
+1. ``p.grad`` is a fresh tensor each time it is handed out. ``p.grad.data = x`` and ``p.grad.set_(x)``
+   re-point that tensor alone. Whoever reads ``p.grad`` back compares its address with the slot's.
 2. The tensor's storage covers this slot only, so its use count says whether anybody holds this gradient, also
    through views and detached tensors.
-3. Before anything writes into a slot whose gradient somebody holds besides ``p.grad``, the storage gets memory
-   of its own with the present values (``free``). All tensors on it follow, and the slot is free.
+3. Before anything writes into a slot whose gradient somebody holds besides ``p.grad``, the storage gets
+   memory of its own with the present values (``free``). All tensors on it follow, and the slot is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from commsched.optimizer.pending import can_pend, clear_raw_grad, raw_grad, set_
 
 @dataclass(slots=True)
 class Sum:
-    """With ``op=Sum``: a sum in ``p.grad`` to which later gradients add. Only the difference is summed again."""
+    """With ``op=Sum``: a sum in ``p.grad`` to which later gradients add. Only the difference is reduced."""
 
     shown: torch.Tensor
     version: int
@@ -41,7 +41,7 @@ class Sum:
 
 
 class Gradient:
-    """One parameter's gradient: where it travels, how far it is in the present round, what user code holds."""
+    """One parameter's gradient: where it travels, how far it is in this round, what user code holds."""
 
     __slots__ = (
         "_home",
@@ -119,7 +119,7 @@ class Gradient:
     # -- what user code sees ---------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Let ``p.grad`` be None while the gradient travels; the same tensor is handed out again afterwards."""
+        """Let ``p.grad`` be None while the gradient travels; the same tensor is handed out afterwards."""
         grad = raw_grad(self.param)
         if grad is not None and self._is_slot(grad):
             self._shown = grad
@@ -140,7 +140,7 @@ class Gradient:
                 set_raw_grad(self.param, torch.zeros_like(self.param, requires_grad=False))
 
     def free(self) -> None:
-        """Let the slot be written: those who hold an earlier gradient keep its values in memory of their own."""
+        """Let the slot be written: whoever holds an earlier gradient keeps its values in memory apart."""
         alias = self.alias
         if alias is None or storage_holders(alias) == 1:
             return
@@ -157,7 +157,8 @@ class Gradient:
 
     def _new_alias(self) -> torch.Tensor:
         assert self.view is not None
-        return alias_of(*self._home, list(self.view.shape), list(self.view.stride()), self.view.dtype)
+        flat, offset = self._home
+        return alias_of(flat, offset, list(self.view.shape), list(self.view.stride()), self.view.dtype)
 
     def misfits(self) -> bool:
         """Return whether the parameter has been converted since its slot was made (``model.double()``)."""

@@ -30,8 +30,8 @@
     a plan is installed       wait for updates   -                  -                        -
     close()                   wait for updates   end the round      end the round            end the round
 
-A round belongs to one backward, which may run others inside (reentrant checkpointing). Autograd calls a queued
-callback at the end of the backward it was queued in, and drops it uncalled where that backward raises:
+A round belongs to one backward, which may run others inside (reentrant checkpointing). Autograd calls a
+queued callback at the end of the backward it was queued in, and drops it uncalled where that backward raises:
 ``_EndOfBackward`` tells both.
 
 Threads: hooks and the end of a backward run on the thread that runs the backward, completions on any thread
@@ -98,9 +98,9 @@ class State(Enum):
 
 
 class FlagPlaces(NamedTuple):
-    """Where the flags of a round, after one for each parameter, hold the votes for a new plan; by rank STEPPED
-    and so on; the samples that weighted losses have counted, and how many ranks with gradients counted none;
-    by rank how long it waited in its latest step. ``size``: of all flags.
+    """Where the flags of a round, after one for each parameter, hold the votes for a new plan; by rank
+    STEPPED and so on; the samples that weighted losses have counted, and how many ranks with gradients
+    counted none; by rank how long it waited in its latest step. ``size``: of all flags.
     """
 
     votes: int
@@ -616,7 +616,7 @@ class Round:
     # -- sums out --------------------------------------------------------------------------------------------
 
     def complete(self, params: Iterable[int]) -> None:
-        """Wait for the sums of these parameters' gradients, then apply the deferred update if there is one."""
+        """Wait for the sums of these parameters' gradients, then apply the deferred update, if any."""
         with self.lock:
             if self.state is State.FILLING:
                 self._leave_filling()
@@ -796,8 +796,8 @@ class Round:
                 mark_pending(gradient.param, self._accesses[gradient.number])
 
     def readable_unnoticed(self) -> list[int]:
-        """Return the pending parameters that may be read without their noticing: others share their memory, or
-        C++ code (a traced module) holds them.
+        """Return the pending parameters that may be read without their noticing: others share their memory,
+        or C++ code (a traced module) holds them.
         """
         waiting = [gradient for gradient in self.travelling if not gradient.exposed]
         with torch._C.DisableTorchFunctionSubclass():

@@ -86,8 +86,8 @@ class _Parts:
         """Give everything back at once. Never raises: the parameters must be readable afterwards."""
         if os.getpid() != self.process:
             return  # a forked child: the backend, and the timeline's file, are its parent's
-        # Other ranks may still need this one's part of the last step, and the model this rank's last update. A
-        # script that ends with an exception must not wait: the others find out when the connections close.
+        # Other ranks may still need this one's part of the last step, and the model this rank's last update.
+        # A script that ends with an exception must not wait: the others find out when the connections close.
         orderly = wait and not (_exiting and hasattr(sys, "last_type"))
         steps = []
         if self.reports is not None:
@@ -117,7 +117,7 @@ class Session:
     def __init__(self, optimizer: Any) -> None:
         """Serve a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
         options: Options = optimizer._options
-        self._optimizer = weakref.proxy(optimizer)
+        self._optimizer: Any = weakref.proxy(optimizer)
         params = _trained(optimizer)
         self.backend = backend_for(params, options.transport, options.process_set)
         self._parts = _Parts(os.getpid(), self.backend)

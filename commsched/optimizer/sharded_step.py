@@ -1,5 +1,5 @@
-"""The step on shards (``gather="parameters"``): each rank updates its part of every bucket, and parameters are
-gathered.
+"""The step on shards (``gather="parameters"``): each rank updates its part of every bucket, and parameters
+are gathered.
 
 [Note: where parameters are]
 A parameter stays in its own memory, which this package never moves. A rank's shard of a bucket overlaps some
@@ -66,7 +66,7 @@ def check_elementwise(cls: type[Optimizer]) -> None:
 
 
 class ShardedStep(StepMode):
-    """The step on shards. Between two steps no rank holds a whole gradient, unless ``synchronize()`` made it."""
+    """The step on shards. Between steps no rank holds a whole gradient, unless ``synchronize()`` made it."""
 
     shards: Shards
     spreads_state = True
@@ -165,9 +165,10 @@ class ShardedStep(StepMode):
         gradient = self.round.gradients[sparse[0]]
         if gradient.misfits():
             raise ValueError(
-                f"rank {self.ranks.rank}: {gradient.name} has another type or shape than when its shards were"
-                f" made (now {gradient.param.dtype}, {tuple(gradient.param.shape)}); with gather='parameters',"
-                " call optimizer.close() before the model is converted, and wrap the optimizer again"
+                f"rank {self.ranks.rank}: {gradient.name} has another type or shape than when its shards"
+                f" were made (now {gradient.param.dtype}, {tuple(gradient.param.shape)}); with"
+                " gather='parameters', call optimizer.close() before the model is converted, and wrap"
+                " the optimizer again"
             )
         raise ValueError(
             f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"
@@ -221,8 +222,8 @@ class ShardedStep(StepMode):
 
     def _refuse(self, gradient: Gradient) -> None:
         raise CommError(
-            f"rank {self.ranks.rank}: the gradient of {gradient.name} is gone: with gather='parameters' step()"
-            " leaves none; read it after optimizer.synchronize() and before step(), and call"
+            f"rank {self.ranks.rank}: the gradient of {gradient.name} is gone: with gather='parameters'"
+            " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
             " optimizer.zero_grad() before the next backward"
         )
 
@@ -640,7 +641,7 @@ def _view(gradient: Gradient) -> torch.Tensor:
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the elements of ``tensor`` as a vector, in the order in which ``like`` lies in memory."""
+    """Return a copy of the elements of ``tensor`` as a vector, in the order of ``like`` in memory."""
     placed = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
     placed.copy_(tensor)
     return placed.as_strided((placed.numel(),), (1,))

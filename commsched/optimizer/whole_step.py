@@ -1,9 +1,9 @@
-"""The step on whole gradients: every rank gets every sum and updates every parameter (``gather="gradients"``).
+"""The step on whole gradients (``gather="gradients"``): every rank gets every sum and updates all parameters.
 
-Sums become ``p.grad``. An optimizer is **separable** if updating its parameters one after the other, each with
-the hyperparameters at the time of ``step()``, gives the same as updating them together. Then the update of a
-bucket can wait until its gradients have arrived, under the next forward. Every other optimizer runs whole,
-inside ``step()``, and runs its closure itself, as often as it likes.
+Sums become ``p.grad``. An optimizer is **separable** if updating its parameters one after the other, each
+with the hyperparameters at the time of ``step()``, gives the same as updating them together. Then the update
+of a bucket can wait until its gradients have arrived, under the next forward. Every other optimizer runs
+whole, inside ``step()``, and runs its closure itself, as often as it likes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from commsched.optimizer.pending import ordinary, set_raw_grad
 from commsched.optimizer.round import SPARSE, Round, State, Update
 from scheduler.ir.program import Program
 
-# -- optimizers that can be updated bucket by bucket ----------------------------------------------------------
+# -- optimizers that can be updated bucket by bucket ---------------------------------------------------------
 
 # Compared by exact type, because a subclass may compute something else.
 ELEMENTWISE: set[type[Optimizer]] = {
@@ -287,7 +287,7 @@ class WholeStep(StepMode):
         if sparse is not None:
             view.add_(sparse)  # other ranks' gradients were dense: they are in the bucket
         if now.sums:
-            # Later gradients add to a copy, and the sum stays in the slot: only the difference is summed again.
+            # Later gradients add to a copy, and the sum stays in the slot: only the difference is reduced.
             copy = view.clone()
             self._set(gradient, copy, Sum.of(copy, in_slot=True))
         elif not gradient.touched:

@@ -162,8 +162,8 @@ class DistributedMethods(Optimizer):
         assert session is not None
         if self._closed:
             raise CommError(
-                f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients; wrap"
-                " the optimizer again, or call release() in the place of close() to go on without the others"
+                f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients;"
+                " wrap the optimizer again, or call release() in the place of close() to go on alone"
             )
         self._parameter_names = later_names(self.param_groups, self._parameter_names)
         session.refresh(in_step=True)
@@ -256,7 +256,8 @@ class DistributedMethods(Optimizer):
         count = operator.index(samples)
         if count < 1:
             raise ValueError(
-                f"weighted() needs a count of at least 1, got {count}; a rank without samples calls step() only"
+                f"weighted() needs a count of at least 1, got {count}; a rank without samples only calls"
+                " step()"
             )
         if self._unplanned is not None or self._options.sums:
             raise ValueError(
@@ -351,8 +352,8 @@ class DistributedMethods(Optimizer):
             return session.mode.whole_state(own)
         if session.mode.spreads_state and not own:
             raise CommError(
-                f"rank {session.backend.ranks.rank}: this optimizer is closed, and each rank has a part of its"
-                " state; call state_dict() on all ranks before close(), or release() in its place"
+                f"rank {session.backend.ranks.rank}: this optimizer is closed, and each rank has a part of"
+                " its state; call state_dict() on all ranks before close(), or release() in its place"
             )
         return own
 

@@ -14,8 +14,8 @@ from tests.support.launch import run_ranks
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).resolve().parents[2]
-HOOK, STEP = "commsched/optimizer/reducer.py: on_grad", "commsched/optimizer/wrapper.py: step"
-MOST_FROM_HOOK, MOST_IN_CPP, MOST_FROM_STEP = 5, 6, 6
+HOOK, STEP = "commsched/optimizer/round.py: on_grad", "commsched/optimizer/distributed.py: step"
+MOST_FROM_HOOK, MOST_IN_CPP, MOST_FROM_STEP = 11, 6, 8
 Lists = dict[str, list[str]]
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from commsched.optimizer import compiled_graphs
-from commsched.optimizer.deferred_updates import DeferredUpdate
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.pending import CompiledParameter
-from commsched.optimizer.reducer import Reducer
-from tests.support.local_backend import Channels, local_backend, mean_of, reducer_of, run_threads
+from commsched.optimizer.round import Round
+from commsched.optimizer.whole_step import DeferredUpdate, WholeStep
+from tests.support.local_backend import Channels, local_backend, mean_of, round_of, run_threads
 
 RANKS, LAYERS, STEPS = 2, 4, 5
 BYTES = 2000  # of a bucket; a layer has 31 * 32 * 4
@@ -72,9 +72,11 @@ class Rank:
 
     def __init__(self, rank: int, channels: Channels, model: nn.Module, compiled: Any) -> None:
         self.rank, self.model, self.compiled = rank, model, compiled
-        self.reducer: Reducer
+        self.round: Round
         self.hooks: Hooks
-        self.reducer, self.hooks = reducer_of(model, local_backend(channels, rank), bucket_bytes=BYTES)
+        self.round, self.hooks = round_of(model, local_backend(channels, rank), bucket_bytes=BYTES)
+        assert isinstance(self.round.mode, WholeStep)
+        self.mode = self.round.mode
         self.hooks.graph_bytes = BYTES
         self.params = list(model.parameters())
         self.optimizer = torch.optim.SGD(self.params, 0.1)
@@ -83,15 +85,15 @@ class Rank:
         loss: torch.Tensor = self.compiled(batch(self.rank, step)).square().mean()
         meet()
         loss.backward()
-        self.reducer.gathering.defer(DeferredUpdate(self.optimizer, torch.optim.SGD, self.params))
-        self.reducer.clear_grads(True)
+        self.mode.defer(DeferredUpdate(self.optimizer, torch.optim.SGD, self.params))
+        self.round.clear_grads(True)
         return loss.item()
 
     def close(self) -> None:
-        self.reducer.drain()
+        self.round.drain()
         self.hooks.remove()
-        self.reducer.backend.close()
-        self.reducer.close()
+        self.round.backend.close()
+        self.round.close()
 
 
 @pytest.fixture(autouse=True)
@@ -255,13 +257,13 @@ def test_a_torch_without_the_entry_points_updates_inside_step(monkeypatch: pytes
 
     def body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, hooks = reducer_of(model, local_backend(channels, rank))
+        now, hooks = round_of(model, local_backend(channels, rank))
         assert not hooks.graphs_wait and not hooks.compiled
         compiled: Any = torch.compile(model, backend="eager")
         compiled(batch(rank, 0))
         assert hooks.compiled
         hooks.remove()
-        reducer.backend.close()
-        reducer.close()
+        now.backend.close()
+        now.close()
 
     run_threads(1, body)

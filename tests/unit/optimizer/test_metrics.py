@@ -23,7 +23,7 @@ from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
-from tests.support.local_backend import Channels, local_backend, reducer_of, run_threads
+from tests.support.local_backend import Channels, local_backend, round_of, run_threads
 
 PROFILE = Profile("two layers", (Layer("first", 0.01, 0.02, 1 << 20), Layer("last", 0.01, 0.02, 1 << 20)))
 LINK = Link(1e-4, 1e-8)
@@ -67,7 +67,7 @@ class FakeBackend:
         return mark if mark <= self.clock else None
 
 
-class FakeArrivals:
+class FakeRound:
     def __init__(self) -> None:
         self.waits: list[tuple[float, float]] = []
         self.waits_of_ranks: deque[list[int]] = deque()
@@ -77,18 +77,18 @@ class FakeArrivals:
         return waits
 
 
-def times_of(backend: FakeBackend, steps: int = 7) -> tuple[StepTimes, FakeArrivals]:
-    arrivals: Any = FakeArrivals()
-    times = StepTimes(arrivals, backend)  # type: ignore[arg-type]
+def times_of(backend: FakeBackend, steps: int = 7) -> tuple[StepTimes, FakeRound]:
+    fake: Any = FakeRound()
+    times = StepTimes(fake, backend)  # type: ignore[arg-type]
     for step in range(steps):
-        arrivals.waits = [(10.0 * step, 10.0 * step + 0.1), (10.0 * step + 1, 10.0 * step + 1.2)]
+        fake.waits = [(10.0 * step, 10.0 * step + 0.1), (10.0 * step + 1, 10.0 * step + 1.2)]
         times.step()
-    return times, arrivals
+    return times, fake
 
 
 def test_measured_figures_by_hand() -> None:
-    times, arrivals = times_of(FakeBackend())
-    arrivals.waits_of_ranks.extend([[0, 5], [1001, 3001], [2001, 3001], [2001, 4001]])
+    times, fake = times_of(FakeBackend())
+    fake.waits_of_ranks.extend([[0, 5], [1001, 3001], [2001, 3001], [2001, 4001]])
     found = metrics_of(times, plan(), SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
     assert found.steps == 7 - SETTLE and found.exposed == pytest.approx(0.3)
     assert found.bytes == 1200 and found.link_rate == pytest.approx(1200 / 0.4)
@@ -144,14 +144,14 @@ def test_a_stream_backend_marks_the_stream_and_never_waits_for_it() -> None:
 def test_every_rank_learns_how_long_each_one_waited() -> None:
     def rank_body(rank: int, channels: Channels) -> list[int]:
         model = torch.nn.Linear(4, 4)
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         for _ in range(3):
-            reducer.waited = 100 + rank
+            now.waited = 100 + rank
             model(torch.ones(2, 4)).sum().backward()
-            reducer.gathering.gather_gradients()
-            reducer.gathering.finish_step()
-        reducer.backend.close()
-        return reducer.arrivals.waits_of_ranks[-1]
+            now.mode.gather_gradients()
+            now.finish_step()
+        now.backend.close()
+        return now.waits_of_ranks[-1]
 
     assert run_threads(3, rank_body) == [[100, 101, 102]] * 3
 

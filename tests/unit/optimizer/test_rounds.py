@@ -1,4 +1,4 @@
-"""Reducers of several ranks in one process, on a thread each: rounds, flags, guards, and who waits when."""
+"""Rounds of several ranks in one process, on a thread each: states, flags, guards, and who waits when."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from commsched.errors import CommError
-from commsched.optimizer.deferred_updates import DeferredUpdate
 from commsched.optimizer.pending import PendingGradient, PendingParameter, raw_grad
-from commsched.optimizer.step_state import Phase
-from tests.support.local_backend import Channels, local_backend, mean_of, reducer_of, run_threads
+from commsched.optimizer.round import Round, State
+from commsched.optimizer.whole_step import DeferredUpdate, WholeStep
+from tests.support.local_backend import Channels, local_backend, mean_of, round_of, run_threads
 
 
 def _new() -> nn.Module:
@@ -28,6 +28,11 @@ def mlp() -> nn.Module:
     model = _new()
     model.load_state_dict(STATE)
     return model
+
+
+def mode_of(now: Round) -> WholeStep:
+    assert isinstance(now.mode, WholeStep)
+    return now.mode
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:
@@ -47,34 +52,34 @@ def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
 
     def rank_body(rank: int, channels: Channels) -> list[torch.Tensor]:
         model = mlp()
-        reducer, hooks = reducer_of(model, local_backend(channels, rank), policy)
-        assert len(reducer.state.buffers.layout.slices) > 1
+        now, hooks = round_of(model, local_backend(channels, rank), policy)
+        assert len(now.buffers.layout.slices) > 1
         model(batch(rank)).square().mean().backward()
         grads = [p.grad.clone() for p in model.parameters()]
         hooks.remove()
-        reducer.backend.close()
+        now.backend.close()
         return grads
 
     for grads in run_threads(size, rank_body):
         assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
 
 
-def test_phases_and_classes_along_a_step() -> None:
+def test_states_and_classes_along_a_step() -> None:
     def rank_body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
-        assert reducer.state.phase is Phase.IDLE and reducer.state.pending == 0
+        assert now.state is State.IDLE and now.pending == 0
         model(batch(rank)).square().mean().backward()
-        assert reducer.state.phase is Phase.SENT and reducer.state.pending == 6
+        assert now.state is State.SENT and now.pending == 6
         assert all(type(p) is PendingGradient for p in params)
-        reducer.gathering.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
-        assert reducer.state.phase is Phase.IDLE
+        mode_of(now).defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        assert now.state is State.IDLE
         assert {type(p) for p in params} <= {PendingParameter, nn.Parameter}
         model(batch(rank))
-        assert reducer.state.pending == 0 and all(type(p) is nn.Parameter for p in params)
-        reducer.backend.close()
+        assert now.pending == 0 and all(type(p) is nn.Parameter for p in params)
+        now.backend.close()
 
     run_threads(2, rank_body)
 
@@ -84,7 +89,7 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
 
     def rank_body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params, 0.1)
         loss = model(batch(rank)).square().mean()
@@ -93,13 +98,13 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
             time.sleep(0.1)  # in which a forward that does not wait would end
             order.append("the backward of rank 1")
         loss.backward()
-        reducer.gathering.defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        mode_of(now).defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
         if rank == 0:
             stepped.set()
         model(batch(rank))
         if rank == 0:
             order.append("the next forward of rank 0")
-        reducer.backend.close()
+        now.backend.close()
 
     run_threads(2, rank_body)
     assert order == ["the backward of rank 1", "the next forward of rank 0"]
@@ -110,14 +115,14 @@ def test_forward_waits_only_for_what_it_needs() -> None:
 
     def rank_body(rank: int, channels: Channels) -> list[bool]:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank), "dear", bucket_bytes=1)
+        now, _ = round_of(model, local_backend(channels, rank), "dear", bucket_bytes=1)
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
-        reducer.gathering.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
-        reducer.arrivals.needed((0, 1))
-        exposed = list(reducer.state.round.exposed)
-        reducer.arrivals.settle()
-        reducer.backend.close()
+        mode_of(now).defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        now.needed((0, 1))
+        exposed = [gradient.exposed for gradient in now.gradients]
+        now.settle()
+        now.backend.close()
         return exposed
 
     for exposed in run_threads(2, rank_body):
@@ -127,14 +132,14 @@ def test_forward_waits_only_for_what_it_needs() -> None:
 def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
     def rank_body(rank: int, channels: Channels) -> list[torch.Tensor | None]:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         first, middle = model[0], model[2]
         loss = first(batch(rank)).square().mean()
         if rank == 1:
             loss = loss + middle(torch.ones(1, 31)).sum()
         loss.backward()
         grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
-        reducer.backend.close()
+        now.backend.close()
         return grads
 
     for grads in run_threads(3, rank_body):
@@ -145,13 +150,13 @@ def test_what_no_rank_used_stays_none_and_what_one_used_is_the_mean() -> None:
 def test_a_rank_without_a_backward_joins_at_its_step() -> None:
     def rank_body(rank: int, channels: Channels) -> list[torch.Tensor]:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         if rank == 0:
             model(batch(0)).square().mean().backward()
-        reducer.require_sent()
-        reducer.arrivals.complete_all()
+        now.require_sent()
+        now.complete_all()
         grads = [raw_grad(p).clone() for p in model.parameters()]
-        reducer.backend.close()
+        now.backend.close()
         return grads
 
     expected = [grad / 2 for grad in local_gradients(0)]
@@ -162,16 +167,16 @@ def test_a_rank_without_a_backward_joins_at_its_step() -> None:
 def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
     def rank_body(rank: int, channels: Channels) -> str:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
         if rank != 2:
-            reducer.gathering.defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
-        reducer.clear_grads(set_to_none=True)
+            mode_of(now).defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        now.clear_grads(set_to_none=True)
         model(batch(rank, 1)).square().mean().backward()
         with pytest.raises(CommError) as caught:
-            reducer.arrivals.complete_all()
-        reducer.backend.close()
+            now.complete_all()
+        now.backend.close()
         return str(caught.value)
 
     for rank, message in enumerate(run_threads(3, rank_body)):
@@ -185,15 +190,15 @@ def test_a_rank_that_never_comes_is_a_timeout_that_names_it() -> None:
 
     def rank_body(rank: int, channels: Channels) -> str:
         model = mlp()
-        reducer, _ = reducer_of(model, local_backend(channels, rank, timeout=0.5))
+        now, _ = round_of(model, local_backend(channels, rank, timeout=0.5))
         if rank == 1:
             told.wait()
             return ""
         model(batch(rank)).square().mean().backward()
         with pytest.raises(CommError) as caught:
-            reducer.arrivals.complete_all()
+            now.complete_all()
         told.set()
-        reducer.backend.close()
+        now.backend.close()
         return str(caught.value)
 
     message = run_threads(2, rank_body)[0]
