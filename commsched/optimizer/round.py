@@ -868,9 +868,7 @@ class Round:
                 there = bool(self.used[i])  # what no rank has used stays None
             elif there and self.state is State.RAISED:
                 there = gradient.unclear
-            return self.replaced(
-                i, torch.zeros_like(gradient.param, requires_grad=False) if there else None
-            )
+            return self.replaced(i, torch.zeros_like(gradient.param, requires_grad=False) if there else None)
 
     # -- the optimizer's side --------------------------------------------------------------------------------
 

@@ -784,9 +784,7 @@ class Shards:
         """Return how many tensors hold a parameter's memory: itself, and the leaves over it."""
         param = self.gradients[i].param
         mine = (part for part in self._all_parts() if part.gradient.number == i)
-        return 1 + sum(
-            shares_storage(param, part.weight) + shares_storage(param, part.leaf) for part in mine
-        )
+        return 1 + sum(shares_storage(param, part.weight) + shares_storage(param, part.leaf) for part in mine)
 
     def _all_parts(self) -> Iterator[ShardView]:
         return chain(self.whole_parts, *self.parts)

@@ -403,7 +403,7 @@ def the_scripts_default_device_and_type_are_not_ours(me: Me) -> None:
                 optimizer = hvd.DistributedOptimizer(
                     inner, model.named_parameters(), model=model, transport=transport, bucket_mb=0.002
                 )
-                backend = optimizer._driver.backend
+                backend = optimizer._session.backend
                 for batch in batches:
                     model(batch).square().mean().backward()
                     optimizer.step()
@@ -527,7 +527,7 @@ def a_gradient_whose_later_bucket_is_sent_first(me: Me) -> None:
         program = plan(profile, link, "dear", ranks=2, buckets=buckets, gather=gather)
         options = {"gather": gather, "transport": "stream", "lag": 0.0}
         twin = Twin(me, LateNeighbour, schedule=program, bucket_mb=None, planned=False, **options)
-        slots = twin.optimizer._driver.reducer.state.slots
+        slots = twin.optimizer._session.round.buffers.layout.slots
         first, *later = slots[0].buckets
         assert later and first in slots[3].buckets, "no tensor begins in its neighbour's bucket"
         for step in range(6):
