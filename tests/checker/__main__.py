@@ -9,12 +9,13 @@ import sys
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
 from tests.checker import programs
 from tests.checker.processes import run_in_processes
-from tests.checker.programs import Failure, Program, Run, Tally, draw, run_on_threads, shrink
+from tests.checker.programs import Failure, Program, Run, Tally, draw, run_on_threads, same_class, shrink
 
 
 def warm_up() -> None:
@@ -116,7 +117,7 @@ class Findings:
 
     def add(self, program: Program, failure: Failure, again: Run) -> None:
         seed = program.seed
-        program, failure = shrink(program, failure, again)
+        program, failure = reduced(program, failure, again)
         options = {k: v for k, v in program.options.items() if programs.PLAINEST.get(k) != v}
         actions = [name for name, *_ in program.steps]
         key = f"{failure.name.split(':')[0]} | {' '.join(actions)} | {programs.arguments(options)}"
@@ -150,7 +151,20 @@ def share(asked: argparse.Namespace) -> int:
 
 
 def on_threads(program: Program) -> Failure | None:
-    return run_on_threads(program, 3.0)
+    return run_on_threads(program, 5.0)
+
+
+def reduced(program: Program, failure: Failure, again: Run) -> tuple[Program, Failure]:
+    """Return the smallest program that fails like this; threads are faster, where they fail too."""
+    if again is in_processes:
+        options = {**program.options, "processes": False}
+        steps = tuple(step for step in program.steps if step[0] != "join")
+        same = replace(program, options=options, steps=steps)
+        warm_up()
+        reason = on_threads(same)
+        if reason is not None and same_class(failure, reason):
+            return shrink(same, reason, on_threads)
+    return shrink(program, failure, again, 300.0)
 
 
 def in_processes(program: Program) -> Failure | None:
@@ -160,7 +174,7 @@ def in_processes(program: Program) -> Failure | None:
 def report(program: Program, failure: Failure, again: Run | None) -> None:
     """Print a failing program, the smallest that fails like it if ``again`` can run it."""
     if again is not None:
-        program, failure = shrink(program, failure, again)
+        program, failure = reduced(program, failure, again)
     print(f"\n{program}\n{failure}\n", flush=True)
 
 

@@ -11,6 +11,7 @@ import io
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Action:
     legal: Callable[[PlainWorld], bool]
     settles: bool
     local: bool
-    reads_after_backward: bool
+    needs: str
 
 
 ACTIONS: dict[str, Action] = {}
@@ -55,11 +56,11 @@ def action(
     legal: Callable[[PlainWorld], bool] = lambda w: True,
     settles: bool = False,
     local: bool = True,
-    reads_after_backward: bool = False,
+    needs: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(act: Callable[..., Any]) -> Callable[..., Any]:
         name = act.__name__.rstrip("_")
-        ACTIONS[name] = Action(name, act, weight, draw, events, legal, settles, local, reads_after_backward)
+        ACTIONS[name] = Action(name, act, weight, draw, events, legal, settles, local, needs)
         return act
 
     return register
@@ -318,6 +319,7 @@ def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
     if w.rank != rank:
         w.backward(w.loss(loss, salt))
     elif isinstance(w, PlainWorld):
+        w.note(loss)
         for optimizer in w.wrapped:  # the others ask whether this rank had a backward
             optimizer.after_backward(optimizer.before_backward())
     if then == "sync":
@@ -427,7 +429,7 @@ def keep_graph(w: World, salt: int, loss: Args) -> Any:
     w.kept["graph"] = w.loss(loss, salt)
 
 
-@action(1.5, events=("backward",), legal=lambda w: "graph" in w.kept)
+@action(1.5, events=("backward",), legal=lambda w: "graph" in w.kept, needs="keep_graph")
 def use_graph(w: World, salt: int) -> Any:
     w.backward(w.kept.pop("graph"))
 
@@ -499,11 +501,18 @@ def read_params(w: World, salt: int, how: str, place: int = 0) -> Any:
 
 @action(
     3,
-    lambda dice, o: {"how": dice.choice(["clone", "norm", "one", "has"]), "place": dice.randrange(12)},
-    ("read",),
+    lambda dice, o: {
+        "how": dice.choice(["clone", "norm", "one", "has"]),
+        "place": dice.randrange(12),
+        "gathered": dice.random() < 0.4,
+    },
+    lambda args: ("synchronize",) if args["gathered"] else ("read",),
     legal=lambda w: not any(b.vague for b in w.books),
 )
-def read_grads(w: World, salt: int, how: str, place: int = 0) -> Any:
+def read_grads(w: World, salt: int, how: str, gathered: bool, place: int = 0) -> Any:
+    """Read gradients; ``gathered``: after synchronize()."""
+    if gathered:
+        w.gather()
     w.reading()
     params = w.trained()
     if how == "has":
@@ -582,14 +591,16 @@ def evaluate(w: World, salt: int, how: str, place: int) -> Any:
 def clip(w: World, salt: int, how: str, sync: bool) -> Any:
     """Clip by norm or value; ``sync``: after synchronize(), and step within skip_synchronize()."""
     if how == "optimizer":
-        return [optimizer.clip_grad_norm_(0.05).item() for optimizer in w.optimizers]
+        seen = [optimizer.clip_grad_norm_(0.05).item() for optimizer in w.optimizers]
+        w.changing_grads()
+        return seen
     if sync:
         w.synchronize()
     w.reading()
     seen = None
     if how == "norm":
         seen = clip_grad_norm_(w.trained(), 0.05).item()
-    else:
+    elif any(p.grad is not None for p in w.trained()):
         clip_grad_value_(w.trained(), 0.01)
     w.changing_grads()
     if sync:
@@ -607,12 +618,17 @@ CHANGES = ("assign", "data", "set_", "mul_", "copy_", "swap", "none", "clone", "
     lambda dice, o: {
         "how": dice.choice(CHANGES),
         "places": sorted(dice.sample(range(14), dice.choice([1, 3]))),
+        "gathered": dice.random() < 0.5,
     },
-    lambda args: () if args["how"] in ("assign", "none") else ("read",),
+    lambda args: (
+        ("synchronize",) if args["gathered"] else () if args["how"] in ("assign", "none") else ("read",)
+    ),
     legal=lambda w: dense(w) and calm(w) and fresh(w) and not any(b.vague for b in w.books),
 )
-def change_grads(w: World, salt: int, how: str, places: list[int]) -> Any:
-    """Change or replace some gradients, in the same way on all ranks."""
+def change_grads(w: World, salt: int, how: str, places: list[int], gathered: bool) -> Any:
+    """Change or replace some gradients, in the same way on all ranks; ``gathered``: after synchronize()."""
+    if gathered:
+        w.gather()
     if how not in ("assign", "none"):
         w.reading()
     w.changing_grads()
@@ -653,16 +669,17 @@ def change_grads(w: World, salt: int, how: str, places: list[int]) -> Any:
     legal=lambda w: (
         dense(w) and calm(w) and not any(b.vague for b in w.books) and all(b.passes == 1 for b in w.books)
     ),
-    reads_after_backward=True,
 )
 def keep_old_grads(w: World, salt: int, loss: Args, clear: str) -> Any:
     """Keep the gradients of one loss, clear, compute those of another, and project (PCGrad)."""
     _clear_in_loop(w, "optimizer")
     w.backward(w.loss(loss, salt))
+    w.gather_shards()
     w.reading()
     old = [p.grad for p in w.trained()]
     _clear_in_loop(w, clear)
     w.backward(w.loss(loss, salt))
+    w.gather_shards()
     w.reading()
     products = [
         None if p.grad is None or g is None else (p.grad * g).sum().item()
@@ -674,17 +691,20 @@ def keep_old_grads(w: World, salt: int, loss: Args, clear: str) -> Any:
 @action(
     1,
     draw_loss,
-    ("read", "backward"),
+    ("synchronize", "backward"),
     legal=lambda w: dense(w) and calm(w) and w.options["op"] != "sum" and all(b.passes == 1 for b in w.books),
-    reads_after_backward=True,
 )
 def add_by_hand(w: World, salt: int, loss: Args) -> Any:
     """Take the gradients away, run a backward, and add them again."""
+    w.gather_shards()
     w.reading()
     old = [p.grad for p in w.trained()]
     for p in w.trained():
         p.grad = None
+    if isinstance(w, PlainWorld):
+        w.look()
     w.backward(w.loss(loss, salt))
+    w.gather_shards()
     w.reading()
     for p, g in zip(w.trained(), old, strict=True):
         if g is not None:
@@ -763,13 +783,15 @@ def keep_alias(w: World, salt: int, how: str, places: list[int]) -> Any:
     3,
     lambda dice, o: {"how": dice.choice(["read", "clamp_", "mul_", "read"])},
     legal=lambda w: "alias" in w.kept and "graph" not in w.kept,
+    needs="keep_alias",
 )
 def use_alias(w: World, salt: int, how: str) -> Any:
-    for tensor in w.kept["alias"]:
-        if how == "clamp_":
-            tensor.clamp_(-0.25, 0.25)
-        elif how == "mul_":
-            tensor.mul_(0.95)
+    with torch.no_grad():
+        for tensor in w.kept["alias"]:
+            if how == "clamp_":
+                tensor.clamp_(-0.25, 0.25)
+            elif how == "mul_":
+                tensor.mul_(0.95)
     return copies(w.kept["alias"])
 
 
@@ -849,12 +871,12 @@ def group_params(optimizer: Any) -> list[nn.Parameter]:
 )
 def freeze(w: World, salt: int, place: int, what: str, on: bool) -> Any:
     """Freeze (``on``) or unfreeze something."""
-    w.kept.setdefault("frozen", []).append(place)
+    w.kept["frozen"] = True
     for p in part(w, place).parameters() if what == "module" else [one(w, place)]:
         p.requires_grad_(not on)
 
 
-@action(2, legal=lambda w: "frozen" in w.kept and "graph" not in w.kept)
+@action(2, legal=lambda w: "frozen" in w.kept and "graph" not in w.kept, needs="freeze")
 def unfreeze(w: World, salt: int) -> Any:
     w.kept.pop("frozen", None)
     for p in w.params():
@@ -884,7 +906,8 @@ def set_rate(w: World, salt: int, factor: float) -> Any:
 def schedule_rate(w: World, salt: int, base: bool) -> Any:
     """Make learning-rate schedulers, or step those that there are."""
     if "scheduler" not in w.kept:
-        made = w.bases if base else w.optimizers
+        # A plain optimizer shares all attributes with its base: a scheduler of that one would hide its step().
+        made = w.bases if base and not isinstance(w, PlainWorld) else w.optimizers
         w.kept["scheduler"] = [torch.optim.lr_scheduler.StepLR(o, 1, 0.7) for o in made]
     else:
         for scheduler in w.kept["scheduler"]:
@@ -923,6 +946,7 @@ def copies_of(w: World, salt: int, how: str) -> Any:
     """A copy of the model, of a part or of the optimizers, used at once and kept."""
     if how == "optimizer":
         made = [pickle.loads(pickle.dumps(optimizer)) for optimizer in w.optimizers]
+        made += [copy.deepcopy(optimizer) for optimizer in w.optimizers]
         return [copies(group_params(each)) for each in made], [type(each).__name__ for each in made]
     if how == "module":
         module = copy.deepcopy(w.model.body[1])
@@ -936,7 +960,7 @@ def copies_of(w: World, salt: int, how: str) -> Any:
         return made(w.batch(salt), "both"), copies(made.parameters())
 
 
-@action(1, legal=lambda w: "copy" in w.kept)
+@action(1, legal=lambda w: "copy" in w.kept, needs="copies_of")
 def use_copy(w: World, salt: int) -> Any:
     """Train the copy by itself."""
     made = w.kept["copy"]
@@ -961,19 +985,15 @@ def average_weights(w: World, salt: int) -> Any:
 
 @action(0.25, legal=lambda w: not w.hooks)
 def trace(w: World, salt: int) -> Any:
-    with torch.no_grad():
+    x = models.batch(w.model.kind, w.seed)
+    copies(w.params())  # nothing may wait for other ranks while this one has the lock
+    with models.JIT, torch.no_grad():
         w.kept["traced"] = torch.jit.trace(
-            w.model,
-            (
-                models.batch(w.model.kind, 0).to(w.dtype)
-                if w.model.kind not in ("table", "sparse")
-                else models.batch(w.model.kind, 0),
-            ),
-            check_trace=False,
+            w.model, (x.to(w.dtype) if x.is_floating_point() else x,), check_trace=False
         )
 
 
-@action(2, legal=lambda w: "traced" in w.kept)
+@action(2, legal=lambda w: "traced" in w.kept, needs="trace")
 def use_traced(w: World, salt: int) -> Any:
     with torch.no_grad():
         return w.kept["traced"](w.batch(salt))
@@ -985,6 +1005,123 @@ def second_model(w: World, salt: int) -> Any:
     other = nn.Linear(WIDTH, WIDTH, bias=False).double()
     other.weight = w.model.body[1].linear.weight
     w.kept["second"] = other
+
+
+@action(0.2, legal=lambda w: not w.hooks)
+def script_part(w: World, salt: int) -> Any:
+    """Script a part of the model and use it."""
+    copies(w.params())  # nothing may wait for other ranks while this one has the lock
+    with models.JIT:
+        scripted = torch.jit.script(w.model.body[1])
+    return scripted(w.noise((2, WIDTH), salt)).detach()
+
+
+@action(
+    0.5,
+    lambda dice, o: {
+        "kind": dice.choice(["script", "parametrized", "bare", "complex", "complex", "lazy"]),
+        "steps": dice.randint(1, 3),
+    },
+    legal=lambda w: w.options["compression"] == "none",
+    local=False,
+)
+def other_model(w: World, salt: int, kind: str, steps: int) -> Any:
+    """Train another model of an unusual kind with an optimizer of its own."""
+    module = unusual(w, kind, salt)
+    optimizer = w.distributed(torch.optim.SGD(list(module.parameters()), lr=0.1, momentum=0.9), module)
+    if isinstance(w, PlainWorld):
+        optimizer.book.sharded = False
+        if kind == "script":
+            w.event("wrap a ScriptModule", optimizer.book)
+    for step in range(steps):
+        value = module(models.noise((3, WIDTH), salt, step, w.rank)).square().mean()
+        if isinstance(w, PlainWorld):
+            marks = optimizer.before_backward()
+            value.backward()
+            optimizer.after_backward(marks)
+        else:
+            value.backward()
+        if step == 0 and steps > 1:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = copies(module.parameters())
+    optimizer.close()
+    return seen
+
+
+def unusual(w: World, kind: str, salt: int) -> Any:
+    """Return a small model: a ScriptModule, one with parametrizations, with complex weights, ..."""
+    first, second = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH, bias=False).double()
+    for p in (*first.parameters(), *second.parameters()):
+        p.data.copy_(models.noise(p.shape, w.seed, salt, p.shape) * 0.3)
+    module: Any = nn.Sequential(first, nn.Tanh(), second)
+    if kind == "parametrized":
+        torch.nn.utils.parametrizations.weight_norm(first)
+    elif kind == "script":
+        with models.JIT:
+            module = torch.jit.script(module)
+    elif kind == "lazy":
+        module.append(nn.LazyLinear(2, bias=False).double())
+        module(torch.zeros(1, WIDTH, dtype=torch.float64))
+        module[3].weight.data.copy_(models.noise((2, WIDTH), w.seed, salt, "lazy"))
+    elif kind == "bare":
+        module = Bare(first.weight, None)
+    elif kind == "complex":
+        phase = torch.complex(models.noise((WIDTH, 3), salt, "re"), models.noise((WIDTH, 3), salt, "im"))
+        module = Bare(first.weight, nn.Parameter(phase * 0.3))
+    return module
+
+
+class Bare:
+    """Parameters that belong to no module."""
+
+    def __init__(self, weight: nn.Parameter, phase: nn.Parameter | None) -> None:
+        self.weight, self.phase = weight, phase
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.phase) if p is not None]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(f"bare{i}", p) for i, p in enumerate(self.parameters())]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight
+        if self.phase is not None:
+            x = (x.to(self.phase.dtype) @ self.phase).abs()
+        return x
+
+
+@action(
+    0.8,
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "unscale": dice.random() < 0.5,
+        "clear": dice.choice(["optimizer", "none"]),
+    },
+    ("backward",),
+    legal=lambda w: (
+        dense(w)
+        and w.options["optimizer"] != "lbfgs"
+        and w.options["op"] != "sum"
+        and all(b.passes == 1 for b in w.books)
+    ),
+)
+def scaled_step(w: World, salt: int, loss: Args, unscale: bool, clear: str) -> Any:
+    """A step with a GradScaler."""
+    scaler = w.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+    _clear_in_loop(w, clear)
+    value = w.loss(loss, salt)
+    w.backward(scaler.scale(value))
+    w.gather_shards()
+    w.reading()
+    for optimizer in w.optimizers:
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+    _clear_in_loop(w, clear)
+    return value.item(), scaler.get_scale()
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------
@@ -1049,6 +1186,8 @@ HOOKS = ("scale", "log", "clip", "input captured", "output captured", "output", 
 )
 def add_hook(w: World, salt: int, kind: str, place: int) -> Any:
     p, module = one(w, place), w.model.body[place % LAYERS]
+    if kind == "clip" and w.options["op"] == "sum":
+        kind = "log"  # whether it changes what has been summed already, depends on when it was cleared
     if kind in ("scale", "log", "clip"):
         if not p.requires_grad or (kind == "clip" and w.model.kind == "sparse"):
             return
@@ -1068,14 +1207,14 @@ def add_hook(w: World, salt: int, kind: str, place: int) -> Any:
         w.hooks.append(module.register_full_backward_hook(Backward(w)))
 
 
-@action(2, legal=lambda w: bool(w.hooks))
+@action(2, legal=lambda w: bool(w.hooks), needs="add_hook")
 def read_log(w: World, salt: int) -> Any:
     seen = list(w.log)
     w.log.clear()
     return seen
 
 
-@action(0.8, legal=lambda w: bool(w.hooks) and "graph" not in w.kept)
+@action(0.8, legal=lambda w: bool(w.hooks) and "graph" not in w.kept, needs="add_hook")
 def remove_hooks(w: World, salt: int) -> Any:
     while w.hooks:
         w.hooks.pop().remove()
@@ -1085,9 +1224,12 @@ def remove_hooks(w: World, salt: int) -> Any:
 
 
 def close(w: World) -> None:
-    for optimizer in w.optimizers:
-        optimizer.close()
-    w.optimizers = list(w.bases)
+    if w.is_wrapped:
+        for optimizer in w.optimizers:
+            optimizer.close()
+        w.kept["closed"] = w.optimizers
+        w.optimizers = list(w.bases)
+        w.after_closing()
 
 
 @action(0.4, local=False, legal=lambda w: not any(b.local or b.ungathered or b.consumed for b in w.books))
@@ -1097,20 +1239,32 @@ def close_and_go_on(w: World, salt: int) -> Any:
     return copies(w.params())
 
 
+@action(1, needs="close_and_go_on", legal=lambda w: "closed" in w.kept and not w.is_wrapped)
+def use_closed(w: World, salt: int) -> Any:
+    """Step with an optimizer that has been closed."""
+    for optimizer in w.kept["closed"]:
+        optimizer.step(*([lambda: torch.zeros(())] if w.options["optimizer"] == "lbfgs" else []))
+
+
 @action(
     0.8,
-    lambda dice, o: {"gather": dice.choice(["gradients", "gradients", "parameters"])},
+    lambda dice, o: {
+        "gather": dice.choice(["gradients", "gradients", "parameters"]),
+        "device": dice.choice([None, None, "cpu", "meta"]),
+    },
     legal=lambda w: (
         not w.diverged
         and not any(b.local or b.consumed or b.ungathered for b in w.books)
         and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained()))
     ),
 )
-def wrap_again(w: World, salt: int, gather: str) -> Any:
+def wrap_again(w: World, salt: int, gather: str, device: str | None) -> Any:
+    """Close and wrap again; ``device``: while this one is the default for new tensors."""
     close(w)
-    if w.model.kind != "sparse" and w.options["optimizer"] != "lbfgs":
+    if w.model.kind != "sparse" and w.options["optimizer"] != "lbfgs" and w.options["compression"] == "none":
         w.options["gather"] = gather
-    w.wrap()
+    with torch.device(device) if device else nullcontext():
+        w.wrap()
 
 
 @action(

@@ -54,6 +54,20 @@ ROWS = (
         goes_on=True,
     ),
     Row(
+        "ScriptModule",
+        ("wrap a ScriptModule",),
+        lambda book: True,
+        ValueError,
+        ("ScriptModule",),
+    ),
+    Row(
+        "second gradient",
+        ("read", "backward", "step", "synchronize"),
+        lambda book: book.late,
+        CommError,
+        ("second gradient", "use_reentrant=False"),
+    ),
+    Row(
         "nothing left to add to",
         ("backward", "step", "synchronize"),
         lambda book: book.consumed,

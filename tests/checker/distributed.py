@@ -26,16 +26,17 @@ def made_up_profile(names: list[str], params: list[torch.Tensor]) -> Profile:
     return Profile("made up", tuple(layers))
 
 
-def arguments(world: World, base: torch.optim.Optimizer) -> dict[str, Any]:
+def arguments(world: World, base: torch.optim.Optimizer, model: Any) -> dict[str, Any]:
     """Return the arguments of ``DistributedOptimizer`` that the program's options name."""
     options = world.options
     mine = {id(p) for group in base.param_groups for p in group["params"]}
-    named = [(n, p) for n, p in world.model.named_parameters() if id(p) in mine]
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in mine]
     trained = [(n, p) for n, p in named if p.requires_grad]
     profile = made_up_profile([n for n, _ in trained], [p for _, p in trained])
     compression = getattr(commsched.Compression, options["compression"])
+    sharded = options["gather"] == "parameters" and model is world.model
     schedule = options["schedule"]
-    if options["gather"] == "parameters" and schedule in ALL_REDUCING:
+    if sharded and schedule in ALL_REDUCING:
         schedule = "dear"
     return {
         "named_parameters": named,
@@ -44,11 +45,14 @@ def arguments(world: World, base: torch.optim.Optimizer) -> dict[str, Any]:
         "op": OPS[options["op"]],
         "gradient_predivide_factor": options["predivide"],
         "schedule": schedule,
-        "gather": options["gather"],
+        "gather": "parameters" if sharded else "gradients",
+        "early_step": sharded and options["early_step"],
+        "sparse_as_dense": options["sparse_as_dense"],
+        "num_groups": options["groups"],
         "bucket_mb": options["bucket_mb"],
         "profile": profile if options["profile"] and options["schedule"] != "auto" else None,
-        "row_sparse": options["row_sparse"],
-        "model": world.model if options["model"] else None,
+        "row_sparse": "auto" if sharded or model is not world.model else options["row_sparse"],
+        "model": model if isinstance(model, torch.nn.Module) else torch.nn.Module(),
     }
 
 
@@ -59,8 +63,8 @@ class DistributedWorld(World):
         self.every: list[Any] = []
         super().__init__(program.seed, program.options, rank, program.options["ranks"])
 
-    def distributed(self, base: torch.optim.Optimizer) -> Any:
-        wrapped = commsched.DistributedOptimizer(base, **arguments(self, base), **self.place())
+    def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
+        wrapped = commsched.DistributedOptimizer(base, **arguments(self, base, model), **self.place())
         self.every.append(wrapped)
         return wrapped
 

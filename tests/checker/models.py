@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, CLASSES, SAMPLES, WORDS = 8, 4, 3, 12
 LAYERS = 3
+JIT = threading.Lock()
+"""torch.jit is for one thread at a time."""
 
 
 def number(*parts: Any) -> int:

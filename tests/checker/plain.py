@@ -28,7 +28,7 @@ class Book:
     have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
     synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
     every rank had a backward, so that all must call step() or synchronize(). ``backwards``: since the last
-    step() or zero_grad(). ``vague``: which backward is the
+    step() or zero_grad(). ``late``: a parameter may have had two gradients in one backward. ``vague``: which backward is the
     k-th depends on how gradients were cleared.
     """
 
@@ -43,6 +43,7 @@ class Book:
     changed: bool = False
     fresh: bool = False
     uneven: bool = False
+    late: bool = False
     vague: bool = False
     backwards: int = 0
     closed: bool = False
@@ -58,6 +59,8 @@ class PlainMethods(Optimizer):
     book: Book
     _exchange: Exchange
     _factor: float
+    _prescale: float
+    _wire: torch.dtype | None  # the type in which gradients travel
     _event: Callable[[str, Book], None]
 
     # -- what all ranks do together --------------------------------------------------------------------------
@@ -108,13 +111,21 @@ class PlainMethods(Optimizer):
             g if g is None or c is None or not book.sums else g - c
             for g, c in zip([p.grad for p in params], common, strict=True)
         ]
-        everyone = self._exchange([None if g is None else g.detach().clone() for g in mine])
-        for p, c, grads in zip(params, common, zip(*everyone, strict=True), strict=True):
-            total = added(grads)
-            if total is not None:
-                total = total * self._factor
-                p.grad = total if c is None or not book.sums else total + c
+        sent = [None if g is None else self._sent(g.detach() * self._prescale) for g in mine]
+        everyone = self._exchange((book.local, sent))
+        if self._wire is None or any(local for local, _ in everyone):
+            for p, c, grads in zip(params, common, zip(*(sent for _, sent in everyone))):
+                total = added(grads)
+                if total is not None:
+                    total = total * self._factor
+                    if not book.sharded:
+                        total = self._sent(total)
+                    p.grad = total if c is None or not book.sums else total + c
         book.local, book.uneven, book.fresh = False, False, True
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy as it arrives, rounded to the type of the wire."""
+        return tensor.clone() if self._wire is None else tensor.to(self._wire).to(tensor.dtype)
 
     # -- the methods that DistributedOptimizer has ---------------------------------------------------------------
 
@@ -143,7 +154,7 @@ class PlainMethods(Optimizer):
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
-        book.ungathered = book.gathered = book.vague = book.fresh = False
+        book.ungathered = book.gathered = book.vague = book.fresh = book.late = False
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -167,6 +178,7 @@ class PlainMethods(Optimizer):
         self.book.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.book.consumed = False
         self._base.zero_grad(self, set_to_none)
         self.book.changed = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
@@ -186,12 +198,15 @@ class PlainMethods(Optimizer):
     def look(self) -> None:
         """Notice that the user has cleared all gradients, in whichever way."""
         book = self.book
+        used_up = book.consumed
         grads = [p.grad for p in self.every_param()]
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
             book.raised = book.local = book.ungathered = book.gathered = book.consumed = book.fresh = False
             book.changed = book.changed and any(g is not None for g in grads)
+            # Zeros that a step has used up are gone like other gradients.
+            book.consumed = used_up and any(g is not None for g in grads)
             book.common.clear()
 
     def __reduce__(self) -> Any:
@@ -229,8 +244,11 @@ def plain_optimizer(
     cls = type(kind.__name__, (PlainMethods, kind), {"_base": kind})
     plain: Any = object.__new__(cls)
     plain.__dict__ = base.__dict__
+    plain.__dict__.pop("step", None)  # that a scheduler of an earlier wrapper has put there
     sums = options["op"] == "sum"
     plain.book = Book(sharded=options["gather"] == "parameters", sums=sums, passes=options["passes"])
     plain._exchange, plain._event = exchange, event
-    plain._factor = 1.0 if sums else 1.0 / ranks
+    plain._prescale = 1.0 / options["predivide"]
+    plain._factor = 1.0 if sums else options["predivide"] / ranks
+    plain._wire = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[options["compression"]]
     return plain

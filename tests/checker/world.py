@@ -46,17 +46,33 @@ class World:
         self.captured: list[torch.Tensor] = []
         self.hooks: list[Any] = []
         self.batches = 0
-        if options["early_model"]:
-            self.kept["early"] = self.params()
+        if options["frozen"] is not None:
+            self.model.body[options["frozen"]].requires_grad_(False)
+            self.kept["frozen"] = True
         self.wrap()
 
     # -- what a script does --------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        self.optimizers = [self.distributed(base) for base in self.bases]
+        self.optimizers = [self.distributed(base, self.model) for base in self.bases]
 
-    def distributed(self, base: torch.optim.Optimizer) -> Any:
+    def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
+        """Return the optimizer of a module, or of what has ``named_parameters``, made distributed."""
         raise NotImplementedError
+
+    @property
+    def is_wrapped(self) -> bool:
+        return self.optimizers[0] is not self.bases[0]
+
+    def gather(self) -> None:
+        """Synchronize, unless the optimizers are closed."""
+        if self.is_wrapped:
+            self.synchronize()
+
+    def gather_shards(self) -> None:
+        """Make gradients readable."""
+        if self.options["gather"] == "parameters":
+            self.gather()
 
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -110,8 +126,9 @@ class World:
             loss.backward(**how)
 
     def step(self) -> None:
+        nothing = [lambda: torch.zeros(())] if self.options["optimizer"] == "lbfgs" else []
         for optimizer in self.optimizers:
-            optimizer.step()
+            optimizer.step(*nothing)
 
     def zero_grad(self, **how: Any) -> None:
         for optimizer in self.optimizers:
@@ -127,6 +144,9 @@ class World:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.no_sync())
             yield
+
+    def after_closing(self) -> None:
+        """Go on with the optimizers that were wrapped."""
 
     def reading(self) -> None:
         """Announce that the action reads gradients from here on."""
@@ -147,7 +167,7 @@ class PlainWorld(World):
         self.diverged = False
         super().__init__(seed, options, rank, size)
 
-    def distributed(self, base: torch.optim.Optimizer) -> Any:
+    def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
         return plain_optimizer(base, self.exchange, self.size, self.event, self.options)
 
     @property
@@ -169,6 +189,8 @@ class PlainWorld(World):
         wrapped = self.wrapped
         if not wrapped:
             self.diverged = True
+        if self.hooks:  # they may read gradients
+            self.reading()
         marks = [optimizer.before_backward() for optimizer in wrapped]
         try:
             super().backward(loss, **how)
@@ -190,6 +212,20 @@ class PlainWorld(World):
             optimizer.average()
         self.step()
         self.zero_grad()
+
+    def after_closing(self) -> None:
+        for base in self.bases:
+            base.__dict__.pop("step", None)  # of a scheduler: base and wrapper share all attributes
+
+    def note(self, spec: dict[str, Any]) -> None:
+        """Note what a loss of some rank does."""
+        if spec.get("twice") and spec.get("checkpointed") == "reentrant":
+            for book in self.books:
+                book.late = book.sharded
+
+    def forward(self, x: torch.Tensor, spec: dict[str, Any], bomb: int | None = None) -> torch.Tensor:
+        self.note(spec)
+        return super().forward(x, spec, bomb)
 
     def reading(self) -> None:
         for book in self.books:

@@ -33,7 +33,7 @@ def test_random_programs(kind: str, part: int) -> None:
         program = draw(seed, ranks)
         failure = run_on_threads(program)
         if failure is not None:
-            small, reason = shrink(program, failure, lambda each: run_on_threads(each, 3.0), 30.0)
+            small, reason = shrink(program, failure, lambda each: run_on_threads(each, 5.0), 30.0)
             pytest.fail(
                 f"seed {seed} differs from plain PyTorch"
                 f" (python -m tests.checker --ranks {ranks} --replay {seed}):\n{small}\n{reason}"
