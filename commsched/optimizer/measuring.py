@@ -195,9 +195,9 @@ def across_ranks(rows: Sequence[Sample], order: Sequence[int]) -> Sample:
     return Sample(forward, backward, end - last)
 
 
-def disturbed(before: float, after: float) -> bool:
+def disturbed(before: float, after: float, by: float = DISTURBED) -> bool:
     """Return whether the earlier iterations took so much longer that something else had the processor."""
-    return before > BRIEF and before > (1 + DISTURBED) * after
+    return before > BRIEF and before > (1 + by) * after
 
 
 # -- the times of steps --------------------------------------------------------------------------------------

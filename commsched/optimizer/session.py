@@ -58,6 +58,7 @@ from scheduler.ir.profile import Profile
 WARM_UP = 1
 SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
+ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 STAY = 10  # steps that a frozen parameter stays in the plan
 
@@ -353,7 +354,7 @@ class Session:
         profile = self._profile(rows, source)
         alone, self.profile = self.profile.compute, profile
         self._compute = combine(samples).compute if samples else None
-        if self._repeats and disturbed(alone, profile.compute):
+        if self._repeats and disturbed(alone, profile.compute, ALONE):
             self._repeats -= 1
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:
