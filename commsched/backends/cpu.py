@@ -116,7 +116,10 @@ class EngineBackend(Backend):
             self.engine.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        write_into(slot, grad)
+        if grad.data_ptr() != slot.data_ptr():
+            slot.copy_(grad)
+        else:
+            write_into(slot, grad)
 
     def mark_ready(self, bucket: int) -> None:
         try:

@@ -98,7 +98,7 @@ class Device:
         return "host"
 
     def record(self, stream: Stream) -> Event:
-        """Put a mark behind all operations on the stream and return it."""
+        """Put a mark after all operations on the stream and return it."""
         return time.monotonic()
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -376,7 +376,7 @@ class StreamSchedule:
             )
 
     def gather_now(self, buffer: torch.Tensor) -> None:
-        """All-gather outside of the plan, behind all operations started so far. Collective."""
+        """All-gather outside of the plan, after all operations started so far. Collective."""
         device, current = self.device, self.device.current()
         device.wait(device.comm, device.record(current))
         with device.on(device.comm), torch.no_grad():
@@ -477,7 +477,8 @@ class Packing:
         self, device: Device, buffers: Buffers, buckets: Sequence[StreamBucket], scale: float
     ) -> None:
         self._device, self._layout, self._scale = device, buffers.layout, scale
-        self._memory = {flat.untyped_storage().data_ptr() for flat in buffers.flat.values()}
+        # Where the buckets' memory begins and ends.
+        self._memory = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in buffers.flat.values()]
         self._slots = {
             i: as_real(buffers.flat[slot.group].narrow(0, slot.offset, slot.numel))
             for i, slot in buffers.layout.slots.items()
@@ -516,7 +517,8 @@ class Packing:
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
         self._check_unsent(param)
         current = self._device.current()
-        self._follow((param,), current)
+        if param in self._written_on:
+            self._follow((param,), current)
         self._offers.pop(param, None)
         if self._can_stay(grad, slot):
             self._offers[param] = Offer(grad, len(self._layout.slots[param].buckets))
@@ -526,12 +528,12 @@ class Packing:
         self._written_on[param] = current
 
     def _can_stay(self, grad: torch.Tensor, slot: torch.Tensor) -> bool:
-        return (
-            grad.dtype == slot.dtype
-            and grad.stride() == slot.stride()
-            and not (grad.is_conj() or grad.is_neg())
-            and grad.untyped_storage().data_ptr() not in self._memory
-        )
+        address = grad.data_ptr()
+        for start, stop in self._memory:
+            if start <= address < stop:
+                return False
+        alike = grad.stride() == slot.stride() and grad.dtype == slot.dtype
+        return alike and not (grad.is_conj() or grad.is_neg())
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
         self._check_unsent(param)
@@ -545,12 +547,13 @@ class Packing:
         self._written_on[param] = current
 
     def _check_unsent(self, param: int) -> None:
-        for bucket in self._layout.slots[param].buckets:
-            if bucket in self._packed:
-                raise ValueError(
-                    "a gradient may change until the first of its buckets is marked ready, but bucket"
-                    f" {bucket}, which holds parameter {param}, was marked in this step"
-                )
+        if self._packed.isdisjoint(self._layout.slots[param].buckets):
+            return
+        bucket = next(b for b in self._layout.slots[param].buckets if b in self._packed)
+        raise ValueError(
+            f"a gradient may change until the first of its buckets is marked ready, but bucket {bucket},"
+            f" which holds parameter {param}, was marked in this step"
+        )
 
     def pack(self, bucket: int) -> None:
         """Write the bucket's gradients into what travels, on the current stream."""
@@ -622,7 +625,7 @@ class StreamBackend(Backend):
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
         self._failure: str | None = None  # the reason of the first failure, or that of the end
-        self._closed = False
+        self._closing = self._ended = False
         self._home = self._allocated_on = device.current()
         self._no_plan()
 
@@ -634,7 +637,7 @@ class StreamBackend(Backend):
 
     def abort(self, reason: str) -> None:
         """End every wait with an error, also the host's waits for the GPU."""
-        if not self._closed:
+        if not self._ended:
             self._fail(reason)
             warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
@@ -707,9 +710,11 @@ class StreamBackend(Backend):
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
         """Remember the gradient: one launch packs all of a bucket's gradients when the bucket is complete."""
+        self._check()
         self._packing.put(param, grad, slot)
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
+        self._check()
         self._packing.take_back(param, slot)
 
     def mark_ready(self, bucket: int) -> None:
@@ -816,10 +821,13 @@ class StreamBackend(Backend):
         return Watch(lambda: device.record(device.current()), device.moment, sees_waits=False)
 
     def close(self, orderly: bool = True) -> None:
-        """Wait for operations in flight, then close the group's connections and free the plan's memory."""
-        if self._closed:
+        """Wait for operations in flight, then close the group's connections and free the plan's memory.
+
+        ``abort()`` ends the wait, because another rank may be lost during it.
+        """
+        if self._closing:
             return
-        self._closed = True
+        self._closing = True
         patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
         rank, ended = self.ranks.rank, [False]
         if self._failure is None:
@@ -827,7 +835,7 @@ class StreamBackend(Backend):
             if not any(ended):
                 reason = f"rank {rank}: the GPU did not end its communication within {patience:g} s"
                 self._attempt(partial(self._fail, reason))
-        farewell = orderly and self._failure is None
+        self._ended, farewell = True, orderly and self._failure is None
         self._failure = self._failure or closed_text(rank)
         failure_monitor.unregister(self)
         self._attempt(self._release_after_use)

@@ -2,7 +2,7 @@
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
-are gathered) and gathered. The flags are further buckets, numbered behind those of the layout: small int32
+are gathered) and gathered. The flags are further buckets, numbered after those of the layout: small int32
 tensors on the host that are summed over the ranks in every step.
 """
 
@@ -79,7 +79,7 @@ def link_order(program: Program) -> list[tuple[str, int]]:
     """Return the program's order on the link, flags included.
 
     The flags are known when the backward has ended, which is when the first layer's gradients are complete.
-    They stand right behind those, not behind the last reduction: a schedule may put that one late, behind
+    They stand right after those, not after the last reduction: a schedule may put that one late, after
     all-gathers that the forward needs sooner, and no parameter may be used before the flags are there.
     """
     flags = len(program.buckets)
@@ -227,7 +227,7 @@ class Backend(ABC):
         """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""
 
     def now(self) -> Any:
-        """Return a mark of this moment, where the model computes: on a GPU behind all work so far."""
+        """Return a mark of this moment, where the model computes: on a GPU after all work so far."""
         return time.monotonic()
 
     def seconds(self, mark: Any) -> float | None:

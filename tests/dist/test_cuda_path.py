@@ -56,16 +56,24 @@ def test_a_host_that_waits_for_its_gpu_is_freed_when_a_rank_dies() -> None:
 LEFT_OUT = {
     "optimizer_sharded": {
         "what_shards_cannot_do_is_refused",
+        "closures_clip_and_step",
         "unused_parameters_on_shards",
         "odd_models_on_shards",
         "every_optimizer_on_shards",
-    }
+    },
+    # Rows and quantised gradients travel over the engine only.
+    "optimizer_sparse": {
+        "no_zeros_travel_beside_sparse_gradients",
+        "nothing_is_lost_beside_sparse_gradients_int8",
+        "nothing_is_lost_beside_sparse_gradients_fp8",
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", ["optimizer_between", "optimizer_bits", "optimizer_models", "optimizer_sharded"]
+    "program",
+    ["optimizer_between", "optimizer_bits", "optimizer_models", "optimizer_sharded", "optimizer_sparse"],
 )
 def test_the_optimizers_own_cases(program: str) -> None:
     rows = [row.values for row in parameters(program) if not row.marks]

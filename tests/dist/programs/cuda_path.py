@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -346,6 +348,26 @@ def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
         with patch.object(Ending, "ends", False):
             twin.optimizer.close()
         assert group.ended == "aborted"
+
+
+@case(ranks=(2,))
+def connections_are_given_back_at_once(me: Me) -> None:
+    """Those of the exchange were kept until their last reference went, and a second close() waited again."""
+    model = seeded(Mixed)
+    loss(0)(model, me.rank).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
+        optimizer.step()
+        made = len(os.listdir("/proc/self/fd")) - before
+        for _ in range(2):
+            optimizer.close()
+        left = len(os.listdir("/proc/self/fd")) - before
+        assert made - left >= 5, f"{left} of {made} descriptors are left"  # exchange 3, peers 2; flags 3
+    finally:
+        gc.enable()
 
 
 @case(ranks=(2,))

@@ -88,6 +88,26 @@ def test_a_plan_gives_its_memory_back_when_nothing_travels_any_more(scene: Scene
     assert scene.group.registered == []
 
 
+def test_a_plan_gives_its_memory_back_when_nothing_reads_it_any_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the exchanges were waited for, and the updates that read what they brought could still run."""
+    device, read = scene.device, []
+
+    def communication_is_fast() -> None:
+        for stream in (device.comm, device.main):
+            if stream.queue and stream.queue[0][0]():
+                stream.queue.popleft()[1]()
+                return
+
+    next_plan(scene)
+    scene.while_waiting(monkeypatch, communication_is_fast)
+    device.compute(lambda: read.append("an update"))
+    scene.group._check = lambda: read.append("given back")
+    next_plan(scene)
+    assert read == ["an update", "given back"]
+
+
 def test_the_check_notices_memory_that_is_given_back_too_early(scene: Scene) -> None:
     next_plan(scene)
     scene.travel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ import torch
 
 from commsched.backends.interface import Scaling
 from commsched.errors import CommError
+from tests.support.host_kernels import HostLauncher
 from tests.support.stream_backend import SHAPES, SIZE, OneRank
 
 ALL = range(len(SHAPES))
@@ -55,21 +57,34 @@ def test_a_gradient_lives_until_every_bucket_that_reads_it_is_packed() -> None:
     assert not rank.backend._packing._offers
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("scales", [True, False])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
-)
-def test_every_type_is_scaled_before_and_after(
-    dtype: torch.dtype, scales: bool, order: tuple[int, int]
-) -> None:
-    """Complex gradients lost their imaginary parts."""
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+def send_scaled(dtype: torch.dtype, scales: bool, order: tuple[int, int]) -> None:
     rank = OneRank(dtype=dtype, scaling=Scaling(0.5, 0.25), scales=scales)
     grads = [rank.gradient(i, 10.0 * i) for i in ALL]
     assert not dtype.is_complex or all(grad.imag.abs().sum() > 0 for grad in grads)
     for _ in range(2):
         step(rank, lambda i: rank.backend.put(i, grads[i].clone(), rank.slots[i]), order)
         check(rank, grads, SIZE * 0.125)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_is_scaled_before_and_after(
+    dtype: torch.dtype, scales: bool, order: tuple[int, int]
+) -> None:
+    """Complex gradients lost their imaginary parts."""
+    send_scaled(dtype, scales, order)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_gpus_kernels_pack_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = HostLauncher()
+    monkeypatch.setattr("comm_core.cuda.copies.launcher_for", lambda device: launcher)
+    send_scaled(dtype, False, (1, 0))
+    assert len(launcher.launches) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -261,6 +276,8 @@ def marks_and_waits(rank: OneRank) -> list[Callable[[], object]]:
     return [
         backend.begin_step,
         rank.install,
+        lambda: backend.put(0, torch.zeros(SHAPES[0]), rank.slots[0]),
+        lambda: backend.take_back(0, rank.slots[0]),
         lambda: backend.mark_ready(0),
         lambda: backend.mark_ready(2),
         lambda: backend.mark_updated(0),
@@ -324,6 +341,27 @@ def test_close_never_raises_and_ends_everything_else(method: str, monkeypatch: p
     backend.host.close()
     with pytest.raises(CommError):
         backend.host.mark_ready(0)
+
+
+def test_a_rank_that_is_lost_while_close_waits_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = OneRank()
+    lost, waiting = threading.Event(), threading.Event()
+
+    def finished(patience: float) -> bool:
+        waiting.set()
+        return lost.wait(20)
+
+    monkeypatch.setattr(rank.backend.streams, "finished", finished)
+    monkeypatch.setattr(rank.backend.exchange, "abort", lambda reason: lost.set())
+    closing = threading.Thread(target=rank.backend.close)
+    closing.start()
+    assert waiting.wait(20)
+    with pytest.warns(UserWarning, match="rank 1 is gone"):
+        rank.backend.abort("rank 1 is gone")
+    closing.join(20)
+    assert lost.is_set() and not closing.is_alive()
+    with pytest.raises(CommError, match="rank 1 is gone"):
+        rank.backend.wait_gathered(0)
 
 
 def test_an_exchange_that_fails_ends_the_backend_with_its_reason() -> None:
