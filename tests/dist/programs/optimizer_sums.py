@@ -1,11 +1,11 @@
-"""``op=Sum``: what was summed and is added to counts once. Run by optimizer_horovod.py."""
+"""``op=Sum``: what was summed and is added to counts once."""
 
 from __future__ import annotations
 
 from torch import nn
 
 import commsched as hvd
-from tests.support.cases import Me, case
+from tests.support.cases import Me, case, main
 from tests.support.oracle import release
 from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 from tests.support.reference_run import Twin
@@ -117,3 +117,6 @@ def sparse_sums_that_are_added_to(me: Me) -> None:
                 twin.zero_grad()
             twin.compare(f"step {step}, read={read}", exact=False)
         release(twin.optimizer)
+
+
+main(__name__)

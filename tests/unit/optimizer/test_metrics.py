@@ -20,6 +20,7 @@ from commsched.env import Settings
 from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
 from commsched.optimizer.planner import Plan
 from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_of
+from dnn_bench.rank_environment import HeldPort
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -197,12 +198,6 @@ def test_a_summary_writer_gets_every_scalar(monkeypatch: pytest.MonkeyPatch, tmp
 # -- Prometheus and lines ------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
-
-
 def page_of(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return str(answer.read().decode())
@@ -210,7 +205,8 @@ def page_of(port: int) -> str:
 
 def test_the_optimizers_of_a_process_share_one_port() -> None:
     pytest.importorskip("prometheus_client")
-    port = free_port()
+    held = HeldPort()
+    port = held.number
     one, first = endpoint(port, 3)
     two, second = endpoint(port, 3)
     assert one is two
@@ -225,6 +221,7 @@ def test_the_optimizers_of_a_process_share_one_port() -> None:
     with pytest.raises(OSError):
         page_of(port)
     endpoint(port, 3)[0].remove(0)  # the port is free again
+    held.close()
 
 
 def test_a_taken_port_is_named() -> None:
@@ -240,7 +237,7 @@ def test_a_taken_port_is_named() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install commsched\[metrics\]"):
-        endpoint(free_port(), 0)
+        endpoint(9, 0)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])

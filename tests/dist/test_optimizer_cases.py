@@ -1,18 +1,22 @@
-"""Runs the cases of programs/optimizer_models.py, which see, and the compiled model of the page."""
+"""Runs the cases of every programs/optimizer_*.py, each on the numbers of ranks that it names.
+
+pytest tests/dist/test_optimizer_cases.py -k optimizer_sparse
+"""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.cases import check, parameters
+from tests.support.cases import PROGRAMS, check, parameters
 from tests.support.documented_commands import blocks
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.exact]
+pytestmark = pytest.mark.dist
+NAMES = sorted(path.stem for path in PROGRAMS.glob("optimizer_*.py"))
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("optimizer_models"))
-def test_models(program: str, ranks: int, name: str) -> None:
+@pytest.mark.parametrize("program, ranks, name", parameters(*NAMES))
+def test_optimizer(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 
 
