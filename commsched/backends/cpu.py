@@ -43,7 +43,7 @@ _channels: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(lambda: ite
 
 
 def new_channel(process_set: ProcessSet) -> int:
-    """Return a number that no other connections of this process set use."""
+    """Return a number that no other connections of this process set use: the same one on all of its ranks."""
     return next(_channels[epoch(), registered_id(process_set)])
 
 
@@ -169,6 +169,9 @@ class EngineBackend(Backend):
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         return self.engine.events(clear)
 
+    def failure(self) -> str | None:
+        return self.engine.error()
+
     def abort(self, reason: str) -> None:
         self.engine.abort(reason)
 
@@ -235,9 +238,9 @@ class HorovodCollectives:
 
 def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBackend:
     """Return the engine over new connections among the ranks of a process set. Collective."""
-    timeout = settings().timeout
-    name, exchange = make_transport(transport, process_set, new_channel(process_set), timeout)
-    backend = EngineBackend(Ranks(process_set), name, exchange, timeout)
+    timeout, number = settings().timeout, new_channel(process_set)
+    name, exchange = make_transport(transport, process_set, number, timeout)
+    backend = EngineBackend(Ranks(process_set, number), name, exchange, timeout)
     if name in OVER_GROUPS:  # the other transports notice a lost rank themselves
         failure_monitor.register(backend, process_set.ranks or ())
     return backend

@@ -649,6 +649,9 @@ class StreamBackend(Backend):
         self.exchange.abort(reason)
         return CommError(self._failure)
 
+    def failure(self) -> str | None:
+        return self._failure or self.host.failure()
+
     def _check(self) -> None:
         if self._failure is not None:
             raise CommError(self._failure)

@@ -239,6 +239,10 @@ class Backend(ABC):
         return Watch()
 
     @abstractmethod
+    def failure(self) -> str | None:
+        """Return why every operation fails from now on, None while they do not."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """End every wait with an error, now and later. May be called from any thread."""
 

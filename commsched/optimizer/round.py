@@ -207,7 +207,6 @@ class Round:
         # From round to round.
         self.stepped = False  # since the last round
         self.joined = False  # this rank takes part with zeros until every rank has joined
-        self.joined_ranks: list[int] = []  # by the last round whose flags have arrived
         self.samples = 0  # that weighted losses have counted since the last round
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
@@ -727,7 +726,7 @@ class Round:
         places, flags = self.places, self.flags[: self.places.size].tolist()
         self.used = used = flags[: places.votes + 1]
         by_rank = flags[places.steps : places.samples]
-        some_joined, self.joined_ranks = bool(self.joined_ranks), _ranks_with(JOINED, by_rank)
+        some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
         self.waits_of_ranks.append(flags[places.waits :])
         self._check_raised(_ranks_with(RAISED, by_rank))
         self._check_steps(by_rank, some_joined)
@@ -875,8 +874,6 @@ class Round:
     def require_sent(self) -> None:
         """Reduce what has not been reduced: without a backward, the gradients in ``p.grad``."""
         with self.lock:
-            if self.state is State.FILLING:
-                self._leave_filling()
             self.leave_cleared()
             if self.state is State.IDLE or self._dirty:
                 self.seal()
@@ -928,6 +925,8 @@ class Round:
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
         with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
             if self.state is State.RAISED:
                 self._leave_raised()
             elif self.state is State.SENT and self._all_cleared():

@@ -34,7 +34,7 @@ from commsched.collectives.initialization import local_rank
 from commsched.env import settings
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
-from commsched.optimizer.joining import Joining
+from commsched.optimizer.joining import Joining, check_can_join
 from commsched.optimizer.measuring import (
     Sample,
     StepTimes,
@@ -369,9 +369,17 @@ class Session:
     def is_open(self) -> bool:
         return self._finalizer.alive
 
+    def check_can_join(self) -> None:
+        """Raise ``ValueError`` where the user must do something before ``join()``."""
+        if self.is_open:
+            check_can_join(self.round)
+
     def start_join(self) -> Joining | None:
-        """Return this rank's part in the steps of the others, after ``join()``; None if this is closed."""
-        return Joining(self.round, self.after_step, self._optimizer) if self.is_open else None
+        """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
+        if not self.is_open:
+            return None
+        joining = Joining(self.round, self.after_step, self._optimizer, self.close)
+        return joining if joining.begin() else None
 
     def close(self, wait: bool = True) -> None:
         """Apply the last update (not with ``wait=False``), and give back connections, threads and buffers."""

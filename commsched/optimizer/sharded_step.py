@@ -408,16 +408,13 @@ class ShardedStep(StepMode):
     def check_can_join(self) -> None:
         self.refuse_early("join()")
 
-    def tell_joined(self, what: str, value: Any = None) -> None:
-        """Let ranks that have joined do what this one is about to do. The round's flags must be known."""
-        joined = self.round.joined_ranks
-        if joined and self.ranks.rank not in joined:
-            self.ranks.all_values((what, value))
+    def follow(self) -> bool | None:
+        """Do what the others do, on a rank that has joined, until they step (True) or discard the round.
 
-    def follow(self) -> bool:
-        """Do what the others do, on a rank that has joined, until they step (True) or discard the round."""
-        while True:
-            what, value = next(row for row in self.ranks.all_values(None) if row is not None)
+        None: they have not said yet what they do next; call again. They may be busy with another optimizer.
+        """
+        while (order := self.ranks.next_order()) is not None:
+            what, value = order
             if what == "clip":
                 self.clip_grad_norm_(*value)
             elif what == "step":
@@ -427,6 +424,7 @@ class ShardedStep(StepMode):
             else:
                 self.discard()
                 return False
+        return None
 
     def share(self, optimizer: Any, root: int) -> None:
         """Give all ranks the hyperparameters of global rank ``root``; every rank's shards are up to date."""

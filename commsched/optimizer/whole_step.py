@@ -216,9 +216,18 @@ class StepMode(ABC):
     def check_can_join(self) -> None:
         """Raise where a rank that has joined cannot take part in the others' steps."""
 
+    def tell_joined(self, what: str, value: Any = None) -> None:
+        """Let ranks that have joined do what this one is about to do. The round's flags must be known."""
+        joined = self.ranks.joined
+        if joined and self.ranks.rank not in joined:
+            self.ranks.tell_joined((what, value))
+
     @abstractmethod
-    def follow(self) -> bool:
-        """Take part in the others' step, on a rank that has joined; return whether there was one."""
+    def follow(self) -> bool | None:
+        """Take part in the others' step, on a rank that has joined; return whether there was one.
+
+        None: they have not begun it yet; call again.
+        """
 
     @abstractmethod
     def share(self, optimizer: Any, root: int) -> None:
@@ -226,7 +235,7 @@ class StepMode(ABC):
 
     def check_none_joined(self, what: str) -> None:
         """Raise for calls that need every rank and that those that have joined do not hear of."""
-        joined = self.round.joined_ranks
+        joined = self.ranks.joined
         if joined:
             raise ValueError(
                 f"rank {self.ranks.rank}: {what} needs all ranks with gather='parameters',"
@@ -300,6 +309,7 @@ class WholeStep(StepMode):
 
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         now = self.round
+        self.tell_joined("reduce outside")
         if late:
             self._reduce_again()
         for i in sparse:

@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -120,27 +119,30 @@ class OperationQueue:
             raise operation.error
         return operation.result
 
-    def start_join(self, device: torch.device) -> Callable[[], int]:
-        """Contribute zeros on `device` until every rank has joined; return a wait for the last one's rank."""
-        if self._alone:
-            return lambda: 0
-        self._check_process("join")
+    def start_join(self, device: torch.device) -> Operation:
+        """Contribute zeros on `device` until every rank has joined; the result is the last one's rank."""
         operation = Operation("join", "join", 0)
+        if self._alone:
+            operation.finish(result=0)
+            return operation
+        self._check_process("join")
+        with self._lock:
+            if self._join is not None:  # a call that raised an error has begun it
+                return self._join
         self._runner.joined_on = device
         example = torch.empty(0, dtype=torch.uint8, device=device)
         where = device_name((example,), self._meeting.launch.node)
         with self._lock:
             self._announce(operation, {"type": "join", "device": where})
             self._join = operation
+        return operation
 
-        def wait() -> int:
-            while not operation.done.wait(5.0):
-                pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
-            if operation.error is not None:
-                raise operation.error
-            return int(operation.result)
-
-        return wait
+    def wait_for_join(self, operation: Operation) -> int:
+        while not operation.done.wait(5.0):
+            pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
+        if operation.error is not None:
+            raise operation.error
+        return int(operation.result)
 
     def report_progress(self) -> None:
         if not self._alone:
