@@ -27,8 +27,8 @@ class Ranks:
     """The ranks of a process set, for one optimizer. Methods are collective unless they say otherwise.
 
     ``number`` counts the optimizers of the process set, in the order in which all of its ranks make them.
-    ``joined``: the ranks that have called ``join()``, by the latest round whose flags have arrived: the same on
-    every rank in every agreement.
+    ``joined``: the ranks that have called ``join()``, by the latest round whose flags have arrived: the same
+    on every rank in every agreement.
     """
 
     def __init__(self, process_set: ProcessSet, number: int = 0) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from commsched.collectives.reductions import Adasum
 from commsched.optimizer.distributed import DistributedOptimizer
-from commsched.optimizer.nested_backwards import inside_a_backward
+from commsched.optimizer.round import inside_a_backward
 
 # The user's options that say what is computed over which ranks; the others say when, or concern the update.
 _OF_THE_SUM = ("op", "gradient_predivide_factor", "process_set", "sparse_as_dense", "transport")

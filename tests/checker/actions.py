@@ -66,7 +66,7 @@ def action(
     return register
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------
+# -- what is drawn -------------------------------------------------------------------------------------------
 
 
 def loss_spec(dice: random.Random, options: Args) -> Args:
@@ -162,7 +162,7 @@ def fresh(w: PlainWorld) -> bool:
     return not any(book.sums and not book.fresh for book in w.books)
 
 
-# -- backwards and steps -----------------------------------------------------------------------------------------
+# -- backwards and steps -------------------------------------------------------------------------------------
 
 
 @action(
@@ -439,7 +439,7 @@ def use_graph(w: World, salt: int) -> Any:
     lambda dice, o: {**draw_loss(dice, o), "samples": dice.randint(1, 4)},
     ("backward",),
     legal=lambda w: (
-        not w.options["op"] == "sum"
+        w.options["op"] != "sum"
         and not any(b.local or b.ungathered or b.gathered or b.done for b in w.books)
         and all(b.passes == 1 for b in w.books)
         and all(p.grad is None for p in w.trained())
@@ -460,7 +460,7 @@ def weighted(w: World, salt: int, loss: Args, samples: int) -> Any:
     w.zero_grad()
 
 
-# -- reading -----------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 READS = "clone state_dict vector numpy data sum one item tolist copy_ cat norm forward".split()
@@ -578,7 +578,7 @@ def evaluate(w: World, salt: int, how: str, place: int) -> Any:
         return torch.vmap(model.body[place])(h)
 
 
-# -- gradients in the user's hands ---------------------------------------------------------------------------------
+# -- gradients in the user's hands ---------------------------------------------------------------------------
 
 
 @action(
@@ -711,7 +711,7 @@ def add_by_hand(w: World, salt: int, loss: Args) -> Any:
             p.grad = g if p.grad is None else p.grad + g
 
 
-# -- parameters in the user's hands ----------------------------------------------------------------------------------
+# -- parameters in the user's hands --------------------------------------------------------------------------
 
 
 WRITES = ("data", "mul_", "clamp_", "copy_", "vector", "state_dict", "set_", "init", "swap")
@@ -857,7 +857,7 @@ def group_params(optimizer: Any) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# -- the optimizer's parameters --------------------------------------------------------------------------------------
+# -- the optimizer's parameters ------------------------------------------------------------------------------
 
 
 @action(
@@ -938,7 +938,7 @@ def to_dtype(w: World, salt: int, to: str) -> Any:
     w.model.to(getattr(torch, to))
 
 
-# -- copies ------------------------------------------------------------------------------------------------------
+# -- copies --------------------------------------------------------------------------------------------------
 
 
 @action(1.5, lambda dice, o: {"how": dice.choice(["deepcopy", "pickle", "module", "optimizer"])})
@@ -1124,7 +1124,7 @@ def scaled_step(w: World, salt: int, loss: Args, unscale: bool, clear: str) -> A
     return value.item(), scaler.get_scale()
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------
+# -- hooks ---------------------------------------------------------------------------------------------------
 
 
 class Scale:
@@ -1220,7 +1220,7 @@ def remove_hooks(w: World, salt: int) -> Any:
         w.hooks.pop().remove()
 
 
-# -- the life of the optimizer ---------------------------------------------------------------------------------------
+# -- the life of the optimizer -------------------------------------------------------------------------------
 
 
 def close(w: World) -> None:

@@ -127,7 +127,7 @@ class PlainMethods(Optimizer):
         """Return a copy as it arrives, rounded to the type of the wire."""
         return tensor.clone() if self._wire is None else tensor.to(self._wire).to(tensor.dtype)
 
-    # -- the methods that DistributedOptimizer has ---------------------------------------------------------------
+    # -- the methods that DistributedOptimizer has -----------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         book = self.book

@@ -23,7 +23,7 @@ PATIENCE = 12.0
 _PORT = "CHECKER_PORT"
 
 
-# -- in the ranks --------------------------------------------------------------------------------------------------
+# -- in the ranks --------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def run_here(program: Program, rank: int) -> tuple[Failure | None, bool]:
     return None, False
 
 
-# -- in the checker ------------------------------------------------------------------------------------------------
+# -- in the checker ------------------------------------------------------------------------------------------
 
 
 def run_in_processes(programs: Sequence[Program], ranks: int) -> Iterator[tuple[Program, Failure | None]]:

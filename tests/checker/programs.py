@@ -53,7 +53,7 @@ class Program:
     def __str__(self) -> str:
         unusual = {k: v for k, v in self.options.items() if PLAINEST.get(k) != v}
         lines = [f"Program of seed {self.seed}: {arguments(unusual)}"]
-        for name, salt, defy, args in self.steps:
+        for name, _, defy, args in self.steps:
             lines.append(f"    {name}({arguments(args)}){'  # in spite of a listed error' if defy else ''}")
         return "\n".join(lines)
 
@@ -85,7 +85,7 @@ class Failure:
         )
 
 
-# -- drawing -------------------------------------------------------------------------------------------------------
+# -- drawing -------------------------------------------------------------------------------------------------
 
 PLAINEST: dict[str, Any] = {
     "ranks": 2,
@@ -214,7 +214,7 @@ def _options(dice: random.Random, ranks: int) -> dict[str, Any]:
     }
 
 
-# -- running on one rank -------------------------------------------------------------------------------------------
+# -- running on one rank -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -315,7 +315,7 @@ def _raised(error: Exception, rank: int, place: int, name: str) -> Failure:
     return Failure(kind, sort, rank, place, name, trace)
 
 
-# -- comparing -----------------------------------------------------------------------------------------------------
+# -- comparing -----------------------------------------------------------------------------------------------
 
 
 def compare(mine: Any, plain: Any, depth: int) -> str:
@@ -381,7 +381,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 200 else text[:200] + "..."
 
 
-# -- shrinking -----------------------------------------------------------------------------------------------------
+# -- shrinking -----------------------------------------------------------------------------------------------
 
 
 Run = Callable[[Program], "Failure | None"]
@@ -449,7 +449,7 @@ def _simpler(step: Step) -> list[Step]:
     return [step_ for step_ in found if step_ != step]
 
 
-# -- ranks as threads ----------------------------------------------------------------------------------------------
+# -- ranks as threads ----------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch
 import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import Device, StreamBackend
-from commsched.backends.nccl import StagedExchange
 from commsched.backends.interface import Backend, StepWork
+from commsched.backends.nccl import StagedExchange
 from commsched.backends.ranks import Ranks
 from commsched.errors import CommError
 

@@ -51,7 +51,7 @@ class World:
             self.kept["frozen"] = True
         self.wrap()
 
-    # -- what a script does --------------------------------------------------------------------------------------
+    # -- what a script does ----------------------------------------------------------------------------------
 
     def wrap(self) -> None:
         self.optimizers = [self.distributed(base, self.model) for base in self.bases]
