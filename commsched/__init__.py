@@ -33,7 +33,8 @@ _HOMES = {
         allgather allgather_async alltoall alltoall_async broadcast broadcast_ broadcast_async
         broadcast_async_ grouped_allgather grouped_allgather_async
     """,
-    "commsched.collectives.handles": "barrier join poll synchronize",
+    "commsched.collectives.handles": "barrier poll synchronize",
+    "commsched.collectives.joins": "join",
     "commsched.collectives.initialization": """
         ccl_built cross_rank cross_size cuda_built ddl_built engine_name gloo_built gloo_enabled init
         is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank

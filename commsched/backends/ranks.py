@@ -103,7 +103,9 @@ class Ranks:
             indices = torch.cat([one for one, _ in rows], 1).to(like.device)
             values = torch.cat([one for _, one in rows]).to(like.device)
             values = values / self.size if mean else values
-            return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False).coalesce()
+            return torch.sparse_coo_tensor(
+                indices, values, grad.shape, device=like.device, check_invariants=False
+            ).coalesce()
         op = Average if mean else Sum
         handle = sparse_allreduce_async(
             grad, name=f"commsched.sparse.{name}", op=op, process_set=self.process_set

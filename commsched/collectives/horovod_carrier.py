@@ -172,7 +172,7 @@ class HorovodCarrier(Carrier):
         """Do what ``horovod.torch.join()`` does, in two halves: that function waits, this one must not."""
         if self._join is not None:  # a call that raised an error has begun it
             return self._join
-        last = torch.tensor(-1, dtype=torch.int)
+        last = torch.tensor(-1, dtype=torch.int32, device="cpu")
         try:
             handle = self._horovod.mpi_lib.horovod_torch_join(last, device)
         except RuntimeError as error:

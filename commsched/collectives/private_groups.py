@@ -80,7 +80,9 @@ class PrivateObjects:
         """Return every rank's value, in rank order. Collective."""
         group, data = self._group, dumps(value)
         try:
-            lengths = algorithms.allgather(group, torch.tensor([len(data)]), [1] * group.size).tolist()
+            lengths = algorithms.allgather(
+                group, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), [1] * group.size
+            ).tolist()
             gathered = algorithms.allgather(group, data, lengths)
         except RuntimeError as error:
             raise CommError(

@@ -19,7 +19,7 @@ optimizer. Every line but the second and the last two is what happens in any ste
 With ``gather="gradients"`` J leaves the update to the others, which may clip or schedule the learning rate.
 It gets their parameters and state in the end. With ``gather="parameters"`` they need its shards' update.
 
-**Which optimizers take part is agreed, once all have joined** (``commsched.collectives.handles.join``): those
+**Which optimizers take part is agreed, once all have joined** (``commsched.collectives.joins``): those
 that all ranks of their process set held open when they joined. References decide nothing: one rank's
 collector may have freed an optimizer that another rank still keeps.
 - A rank that closed the optimizer before it joined, or whose step had failed, does not list it. Nobody can

@@ -29,8 +29,8 @@ from torch import nn
 
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
-from commsched.collectives.handles import register_joiner
 from commsched.collectives.initialization import local_rank
+from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.cases import check, parameters
 
-pytestmark = [pytest.mark.models, pytest.mark.dist, pytest.mark.exact]
+pytestmark = [pytest.mark.models, pytest.mark.dist]
 
 
 @pytest.mark.parametrize("program, ranks, name", parameters("library_models"))

@@ -21,7 +21,6 @@ def _loaded() -> None:
     warm_up()
 
 
-@pytest.mark.exact
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", ["fixed", "fresh"])
