@@ -213,6 +213,9 @@ class LateBackend(Backend):
     def watch(self) -> Any:
         return self.inner.watch()
 
+    def failure(self) -> str | None:
+        return self._inner.failure() if self._inner is not None else None
+
     def abort(self, reason: str) -> None:
         if self._inner is not None:
             self._inner.abort(reason)
