@@ -106,6 +106,8 @@ class Gradient:
             move_out(before)  # the flat buffer is given back
         if slot is None or buffers is None:
             self.buckets = ()
+            if self.sum is not None and self.sum.base is None and kept is not None:
+                self.sum.base = kept.clone()
             return
         self.buckets = slot.buckets
         self.view = view = buffers.view(self.param, slot)
@@ -200,6 +202,7 @@ class Gradient:
         """Clear the gradient, if ``zero_grad()`` was called while it was pending."""
         if self.clear is not None and clear_raw_grad(self.param, self.clear):
             self.sum = None
+        self.clear = None
 
     def keep_values(self, sums: bool) -> None:
         """Copy what user code sees, because the buckets will change."""

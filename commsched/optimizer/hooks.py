@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,17 +20,24 @@ from torch.utils.hooks import RemovableHandle
 from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
 from commsched.optimizer.payloads import Tied
+from commsched.optimizer.pending import PendingParameter, complete
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.row_traffic import Owner
 
 
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:
-    """Return the modules that own parameters of the optimizer, each with the indices of these."""
+    """Return the modules that own parameters of the optimizer, each with the indices of these.
+
+    Modules of TorchScript run no hooks. Their parameters are complete after each step: see
+    ``Round.readable_unnoticed``.
+    """
     index = {id(param): i for i, param in enumerate(params)}
     live = (module for module in instances_of(nn.Module) if "_parameters" in module.__dict__)
     modules = model.modules() if model is not None else live
     found = []
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         mine = tuple(index[id(p)] for p in module._parameters.values() if p is not None and id(p) in index)
         if mine:
             found.append((module, mine))
@@ -154,6 +161,39 @@ class _BeforeForward:
         return _BeforeForward, (None, -1, ())
 
 
+@cache
+def _hide_from_scripting() -> None:
+    """Let ``torch.jit.script`` not see this package's hooks: it would compile them.
+
+    Scripted code cannot notice that a parameter is pending. Those that it reads are complete now, and after
+    each later step: see ``Round.readable_unnoticed``. torch offers no other way to leave a hook out.
+    """
+    recursive: Any = torch.jit._recursive
+
+    def without_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any) -> Any:
+            places: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+            before = [dict(place) for place in places]
+            for param in module._parameters.values():
+                if isinstance(param, PendingParameter):
+                    complete(param)
+            for place in places:
+                for key, hook in list(place.items()):
+                    if isinstance(hook, (_BeforeForward, _AfterForward)):
+                        del place[key]
+            try:
+                return function(module, *args)
+            finally:
+                for place, hooks in zip(places, before, strict=True):
+                    place.clear()
+                    place.update(hooks)
+
+        return run
+
+    for name in ("get_hook_stubs", "infer_concrete_type_builder"):
+        setattr(recursive, name, without_ours(getattr(recursive, name)))
+
+
 class Hooks:
     """All hooks of one optimizer, and the order of the forward that they have seen."""
 
@@ -164,6 +204,7 @@ class Hooks:
         graph_bytes: int | None = None,
         tied: TiedWeights | None = None,
     ) -> None:
+        _hide_from_scripting()
         self.round = now
         self._tied = tied or TiedWeights(now, {}, {})
         self.graph_bytes = graph_bytes or 0

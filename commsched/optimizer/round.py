@@ -304,14 +304,14 @@ class Round:
                 return
             if self.state is not State.FILLING:
                 grad = self._open(gradient, grad)
+            if gradient.filled == self.number:
+                self._put_second(gradient, grad)
+                return
             hooks: Any = param._post_accumulate_grad_hooks
             if self._is_first or gradient.twice or len(hooks) > 1:
                 # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
                 gradient.twice = gradient.twice or gradient.seen == self.number
                 gradient.seen = self.number
-                return
-            if gradient.filled == self.number:
-                self._put_second(gradient, grad)
                 return
             early = self._put(gradient, grad)
             if early and not self.send_at_end:
@@ -918,9 +918,8 @@ class Round:
         place = {id(param): i for i, param in enumerate(self.params)}
         for gradient in before.gradients:
             i = place.get(id(gradient.param))
-            if i is not None and gradient.sum is not None:
+            if i is not None and gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
                 self.gradients[i].sum = gradient.sum
-                set_raw_grad(self.params[i], gradient.sum.shown)
 
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
@@ -932,6 +931,14 @@ class Round:
             elif self.state is State.SENT and self._all_cleared():
                 self.abandoned = True
                 self.mode.discard()
+
+    def leave_empty(self) -> None:
+        """End a round in which no rank had a gradient: the first gradient on any rank begins one on all."""
+        with self.lock:
+            if self.state is State.SENT:
+                self.wait_for_flags()
+                if not any(self.used[: self.places.votes]):
+                    self.mode.discard()
 
     def _all_cleared(self) -> bool:
         """Return whether user code has cleared every gradient that it trains, since the round was sent."""

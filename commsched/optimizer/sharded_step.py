@@ -299,6 +299,8 @@ class ShardedStep(StepMode):
         if self._early is not None:
             now.timed("early updates", self._early.finish)
         with now.lock:
+            if now.state is State.IDLE:  # after a synchronize() without a gradient
+                now.seal()
             now.wait_for_flags()
             self.tell_joined("step", options_of(self._optimizer))
             if self._early is None:

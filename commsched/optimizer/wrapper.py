@@ -196,6 +196,7 @@ class DistributedMethods(Optimizer):
             session = self._refreshed()
             session.round.require_sent()
             session.mode.gather_gradients()
+            session.round.leave_empty()
 
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
