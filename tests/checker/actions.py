@@ -1034,8 +1034,6 @@ def other_model(w: World, salt: int, kind: str, steps: int) -> Any:
     optimizer = w.distributed(torch.optim.SGD(list(module.parameters()), lr=0.1, momentum=0.9), module)
     if isinstance(w, PlainWorld):
         optimizer.book.sharded = False
-        if kind == "script":
-            w.event("wrap a ScriptModule", optimizer.book)
     for step in range(steps):
         value = module(models.noise((3, WIDTH), salt, step, w.rank)).square().mean()
         if isinstance(w, PlainWorld):

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 class Row:
     """One listed error.
 
-    ``events``: what the user does: "read" a gradient, "inside" a backward read another one, run a "backward",
-    or one "backward again" before a step, "step", "synchronize", take the optimizer's "state", "wrap a
-    ScriptModule". ``when``: in which state of the
-    optimizer. ``says``: what the text contains, of the rule and of the way out. ``sure``: whether that event is
-    always refused in that state; programs avoid it then, with few exceptions. ``goes_on``: whether a script may
-    catch the error where it reads gradients, and go on, because nothing has changed.
+    ``events``: what the user does: "read" a gradient, read another one "inside" a backward, run a "backward",
+    or one "backward again" before a step, "step", "synchronize", take the optimizer's "state". ``when``: in
+    which state of the optimizer. ``says``: what the text contains, of the rule and of the way out. ``sure``:
+    whether that event is always refused in that state; programs avoid it then, with few exceptions.
+    ``goes_on``: whether a script may catch the error where it reads gradients, and go on: nothing has changed.
     """
 
     name: str
@@ -111,13 +110,6 @@ ROWS = (
         lambda book: book.closed,
         (CommError,),
         ("closed", "wrap the optimizer again"),
-    ),
-    Row(
-        "ScriptModule",
-        ("wrap a ScriptModule",),
-        lambda book: True,
-        (ValueError,),
-        ("ScriptModule",),
     ),
 )
 

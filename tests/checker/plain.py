@@ -186,7 +186,7 @@ class PlainMethods(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.book.consumed = False
         self._base.zero_grad(self, set_to_none)
-        self.book.changed = False
+        self.book.changed = self.book.late = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
         self.look()
 

@@ -224,7 +224,7 @@ class PlainWorld(World):
 
     def note(self, spec: dict[str, Any]) -> None:
         """Note what a loss of some rank does."""
-        if spec.get("twice") and spec.get("checkpointed") == "reentrant":
+        if spec.get("checkpointed") == "reentrant":
             for book in self.books:
                 book.late = book.sharded
 
