@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -102,6 +103,9 @@ class ThreadRanks(Ranks):
         return (total / self.size if mean else total).coalesce()
 
 
+_late = threading.local()  # the backends of the rank that is this thread
+
+
 class LateBackend(Backend):
     """Another backend, made anew after each ``close()``, on a network that delivers late.
 
@@ -121,6 +125,8 @@ class LateBackend(Backend):
         self._held: deque[tuple[Callable[[int], None], int]] = deque()
         self._lock = threading.RLock()
         self._inner: Backend | None = None
+        self._of_rank = _late.__dict__.setdefault("backends", weakref.WeakSet())
+        self._of_rank.add(self)
         inner = self.inner
         self.name, self.device = inner.name, inner.device
         self.can_step_early, self.uneven_parts = inner.can_step_early, inner.uneven_parts
@@ -139,6 +145,11 @@ class LateBackend(Backend):
         return getattr(self.inner, name)
 
     def _flush(self) -> None:
+        """Let all that this rank holds back go: a rank that waits for one optimizer has sent for every one."""
+        for backend in list(self._of_rank):
+            backend._flush_own()
+
+    def _flush_own(self) -> None:
         with self._lock:
             while self._held:
                 mark, bucket = self._held.popleft()
