@@ -148,10 +148,14 @@ def complete(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter
 
 
-def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
-    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+def complete_value(parameter: nn.Parameter) -> None:
     if id(parameter) not in _only_gradients:
         complete(parameter)
+
+
+def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
+    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+    complete_value(parameter)
     kind: Any = type(parameter)
     parameter.__class__ = nn.Parameter
     try:
