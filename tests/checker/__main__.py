@@ -103,7 +103,7 @@ def main() -> int:
         print(f"{number:6} {name}")
     if asked.tally:
         print(
-            f"programs ended with listed errors: {dict(tally.listed.most_common())};"
+            f"programs met listed errors: {dict(tally.listed.most_common())};"
             f" close(wait=False) raised {tally.closing} times"
         )
         for what in ("ran", "skipped", "stopped"):

@@ -269,14 +269,14 @@ def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any
 
 
 class Stop(Exception):
-    """This rank's program is over before its end: it has failed, or a listed error has ended it."""
+    """This rank's program is over before its end: it has failed, or (None) a listed error has ended it."""
 
-    def __init__(self, failure: Failure | None = None, row: str = "") -> None:
-        self.failure, self.row = failure, row
+    def __init__(self, failure: Failure | None = None) -> None:
+        self.failure = failure
 
 
-def run_distributed(world: World, program: Program, records: Sequence[Record]) -> None:
-    """Run it on one distributed rank. Raises ``Stop``."""
+def run_distributed(world: World, program: Program, records: Sequence[Record], met: list[str]) -> None:
+    """Run it on one distributed rank; note the listed errors that it has ``met``. Raises ``Stop``."""
     for place, ((name, salt, _, args), record) in enumerate(zip((*program.steps, *ENDING), records)):
         if record.done == "skipped":
             continue
@@ -287,11 +287,12 @@ def run_distributed(world: World, program: Program, records: Sequence[Record]) -
             value = action.act(world, salt, **args)
         except Exception as error:
             row = permitted(error, record.allowed)
-            if row is not None and row.goes_on and name == "read_grads":
+            if row is None:
+                raise Stop(_raised(error, world.rank, place, name)) from error
+            met.append(row.name)
+            if row.goes_on and name == "read_grads":
                 continue
-            if row is not None:
-                raise Stop(row=row.name) from error
-            raise Stop(_raised(error, world.rank, place, name)) from error
+            raise Stop from error
         if name in CHANGES_PARAMETERS:
             world.kept.pop("graph", None)
         difference = compare(value, record.value, (place + 1) * _DEPTH)
@@ -453,7 +454,7 @@ class Tally:
     ran: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     stopped: Counter[str] = field(default_factory=Counter)  # plain PyTorch raised an error
-    listed: Counter[str] = field(default_factory=Counter)  # programs that a listed error has ended
+    listed: Counter[str] = field(default_factory=Counter)  # programs that have met a listed error
     closing: int = 0  # errors of close(wait=False)
 
     def note(self, program: Program, records: Sequence[Record]) -> None:
@@ -481,7 +482,7 @@ def run_on_threads(program: Program, patience: float = 20.0, tally: Tally | None
         where = max(job.places.items(), key=lambda item: item[1], default=(0, 0))
         return Failure("hangs", str(error), where[0], where[1], "?", str(error))
     if tally is not None:
-        tally.listed.update([] if job.failures else set(job.ended))
+        tally.listed.update([] if job.failures else set(job.met))
         tally.closing += job.close_failures
     return job.verdict()
 
@@ -526,7 +527,8 @@ class ThreadJob:
         self.program, self.meeting, self.patience = program, meeting, patience
         self.failures: list[Failure] = []
         self.close_failures = 0
-        self.ended: list[str] = []  # the listed errors that have ended ranks
+        self.met: list[str] = []  # listed errors
+        self.ended = False  # by a listed error, at least one rank
         self.places: dict[int, int] = {}
         self.aborted = False
         self._lock = threading.Lock()
@@ -554,7 +556,7 @@ class ThreadJob:
         try:
             with warnings.catch_warnings():
                 world = ThreadWorld(self, rank)
-                run_distributed(world, self.program, records)
+                run_distributed(world, self.program, records, self.met)
         except Stop as stop:
             self._stopped(stop)
         except Exception as error:
@@ -573,7 +575,7 @@ class ThreadJob:
     def _stopped(self, stop: Stop) -> None:
         with self._lock:
             if stop.failure is None:
-                self.ended.append(stop.row)
+                self.ended = True
             elif not self.aborted:
                 self.failures.append(stop.failure)
         if stop.failure is not None:
