@@ -97,6 +97,11 @@ class PendingParameter(nn.Parameter):
         with ordinary(left):
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete the value first: torch calls no ``__torch_function__`` for this method."""
+        complete_value(self)
+        return torch.Tensor.set_(self, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _copied(self, lambda: nn.Parameter.__deepcopy__(self, memo))
 
