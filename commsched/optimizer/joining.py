@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import Any
 
 from commsched.errors import CommError
-from commsched.optimizer.round import LATE, SPARSE, Round, State
+from commsched.optimizer.round import Round, State
 from commsched.optimizer.whole_step import WholeStep
 
 
@@ -115,7 +115,8 @@ class Joining:
             if not now.backend.is_gathered(now.flags_bucket):
                 return
             self._early = ranks.joined
-            if self._reduces_outside() and ranks.next_order() is None:
+            # Reading the flags may wait until the others read them, who may be busy with another optimizer.
+            if now.mode.reduces_outside() and ranks.next_order() is None:
                 return
             now.wait_for_flags()
             self._in_step = len(ranks.joined) < ranks.size
@@ -131,17 +132,6 @@ class Joining:
             self._steps += 1
             self._after_step()
         self._begin_round()
-
-    def _reduces_outside(self) -> bool:
-        """Return whether this round has gradients that no bucket carries.
-
-        Reading its flags then waits until the others read them, and they may be busy with another optimizer.
-        """
-        now = self._round
-        if not isinstance(now.mode, WholeStep):
-            return False
-        flags = now.flag[: now.places.votes]
-        return bool((flags >= (LATE if now.sparse_as_dense else SPARSE)).any())
 
     def give_up(self, reason: str) -> None:
         """End this rank's part and the optimizer, which can no longer be stepped; its next use says why."""

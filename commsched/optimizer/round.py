@@ -29,6 +29,7 @@
                               p.grad, SENT, on                      sum arrives; IDLE
     a plan is installed       wait for updates   -                  -                        -
     close()                   wait for updates   end the round      end the round            end the round
+    dropped, or at exit       wait for updates   -                  wait for the sums        -
 
 A round belongs to one backward, which may run others inside (reentrant checkpointing). Autograd calls a
 queued callback at the end of the backward it was queued in, and drops it uncalled where that backward raises:
@@ -948,7 +949,7 @@ class Round:
             )
 
     def drain(self) -> None:
-        """Apply pending updates and show the last sums, before the end."""
+        """Apply pending updates and show the last sums, before the end. Collective."""
         with self.lock:
             if self.state is State.RAISED:
                 self._abandon()
@@ -956,11 +957,23 @@ class Round:
                 self.mode.end_round()
             self.complete_all()
 
+    def leave(self) -> None:
+        """Apply pending updates, and wait until no other rank needs this one, before the end.
+
+        Not collective: the garbage collector may end this optimizer, on each rank at another time.
+        """
+        with self.lock:
+            if self.state is State.IDLE:
+                self.complete_all()
+            elif self.state is State.SENT:
+                self.mode.leave_round()
+
     def close(self) -> None:
         """Make the parameters ordinary again, and give the buckets back; pending results are lost."""
         with self.lock:
-            self.closed, self.deferred = True, None
+            self.closed, self.deferred, self.state = True, None, State.IDLE
             for gradient in self.gradients:
+                gradient.unclear = False
                 clear_pending(gradient.param)
                 release_class(gradient.param)
                 gradient.place(None)

@@ -96,7 +96,7 @@ class _Parts:
         if self.hooks is not None:
             steps.append(self.hooks.remove)
         if orderly and self.round is not None:
-            steps.append(self.round.drain)
+            steps.append(self.round.leave)
         steps.append(lambda: self.backend.close(orderly))
         if self.round is not None:
             steps.append(self.round.close)

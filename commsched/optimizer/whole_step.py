@@ -25,7 +25,7 @@ from commsched.optimizer.bucket_layout import Buffers
 from commsched.optimizer.gradient import Gradient, Sum
 from commsched.optimizer.payloads import State as OptimizerState
 from commsched.optimizer.pending import ordinary, set_raw_grad
-from commsched.optimizer.round import SPARSE, Round, State, Update
+from commsched.optimizer.round import LATE, SPARSE, Round, State, Update
 from scheduler.ir.program import Program
 
 # -- optimizers that can be updated bucket by bucket ---------------------------------------------------------
@@ -193,9 +193,20 @@ class StepMode(ABC):
     def finish_round(self) -> None:
         """Wait until no other rank needs this rank for the round."""
 
+    def reduces_outside(self) -> bool:
+        """Return whether this round, whose flags have arrived, has gradients that no bucket carries.
+
+        To read its flags is then collective.
+        """
+        return False
+
     @abstractmethod
     def end_round(self) -> None:
         """End a round before the optimizer's end; its sums are shown. Collective."""
+
+    def leave_round(self) -> None:
+        """End a round before the optimizer's end, and show the sums that are here. Not collective."""
+        self.finish_round()
 
     @abstractmethod
     def discard(self) -> None:
@@ -322,6 +333,11 @@ class WholeStep(StepMode):
                 gradient.sparse, gradient.view, gradient.name, mean=not now.sums
             )
 
+    def reduces_outside(self) -> bool:
+        now = self.round
+        flags = now.flag[: now.places.votes]
+        return bool((flags >= (LATE if now.sparse_as_dense else SPARSE)).any())
+
     def _sum_of_misfit(self, gradient: Gradient) -> torch.Tensor:
         mine = gradient.sparse
         total = (
@@ -411,6 +427,12 @@ class WholeStep(StepMode):
 
     def end_round(self) -> None:
         self.round.complete_all()
+
+    def leave_round(self) -> None:
+        self.finish_round()
+        self.backend.wait_gathered(self.round.flags_bucket)
+        if self.round.used or not self.reduces_outside():
+            self.round.complete_all()
 
     def discard(self) -> None:
         self.round.complete_all()

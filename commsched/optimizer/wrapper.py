@@ -395,12 +395,13 @@ class DistributedMethods(Optimizer):
     def close(self, wait: bool = True) -> None:
         """Apply the last update (not with ``wait=False``, after an error); end connections and threads.
 
-        The parameters can be read afterwards, whatever has failed before. Never raises.
+        The parameters can be read afterwards, whatever has failed before. Never raises. Where each rank has a
+        part of the state (``spreads_state``), every rank must call: the wrapped optimizer gets all of it.
         """
         if self._session is not None and not self._closed:
-            if wait:
+            for act in (self._session.round.drain, self._session.mode.finish_all) if wait else ():
                 with suppress(Exception):  # of ranks that are gone; what is here is kept
-                    self._session.mode.finish_all()
+                    act()
             self._session.close(wait)
             self._closed = True
             # The wrapped optimizer steps by itself again.
