@@ -631,7 +631,8 @@ class ShardView:
             return param
         like = _view(self.gradient)
         if param.stride() == like.stride():
-            return param.as_strided((param.numel(),), (1,), param.storage_offset())[self.start : self.stop]
+            vector = param.as_strided((param.numel(),), (1,), param.storage_offset())
+            return vector[self.start : self.stop].detach()  # a view's base would be one holder more
         return memory_order(param, like)[self.start : self.stop]
 
 
