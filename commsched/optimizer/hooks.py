@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
 from commsched.optimizer.payloads import Tied
-from commsched.optimizer.pending import PendingParameter, complete
+from commsched.optimizer.pending import PendingParameter, complete_value
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.row_traffic import Owner
 
@@ -176,7 +176,7 @@ def _hide_from_scripting() -> None:
             before = [dict(place) for place in places]
             for param in module._parameters.values():
                 if isinstance(param, PendingParameter):
-                    complete(param)
+                    complete_value(param)
             for place in places:
                 for key, hook in list(place.items()):
                     if isinstance(hook, (_BeforeForward, _AfterForward)):

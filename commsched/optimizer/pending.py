@@ -97,6 +97,11 @@ class PendingParameter(nn.Parameter):
         with ordinary(left):
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete the value first: torch calls no ``__torch_function__`` for this method."""
+        complete_value(self)
+        return torch.Tensor.set_(self, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _copied(self, lambda: nn.Parameter.__deepcopy__(self, memo))
 
@@ -148,10 +153,14 @@ def complete(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter
 
 
-def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
-    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+def complete_value(parameter: nn.Parameter) -> None:
     if id(parameter) not in _only_gradients:
         complete(parameter)
+
+
+def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
+    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+    complete_value(parameter)
     kind: Any = type(parameter)
     parameter.__class__ = nn.Parameter
     try:

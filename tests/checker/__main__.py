@@ -95,14 +95,16 @@ def main() -> int:
                 f"{count} programs from seed {seed}, {failed} failed, {time.monotonic() - start:.0f} s",
                 flush=True,
             )
+    seconds = time.monotonic() - start
     print(
-        f"{count} programs from seed {seeds[0]}, {failed} failed, {time.monotonic() - start:.1f} s, cpu {time.process_time():.1f}"
+        f"{count} programs from seed {seeds[0]}, {failed} failed, {seconds:.1f} s, cpu {time.process_time():.1f}"
     )
     for name, number in classes.most_common():
         print(f"{number:6} {name}")
     if asked.tally:
         print(
-            f"{tally.listed} programs ended with a listed error; close(wait=False) raised {tally.closing} times"
+            f"programs met listed errors: {dict(tally.listed.most_common())};"
+            f" close(wait=False) raised {tally.closing} times"
         )
         for what in ("ran", "skipped", "stopped"):
             print(what, dict(getattr(tally, what).most_common()))

@@ -935,7 +935,10 @@ def to_format(w: World, salt: int, last: bool) -> Any:
 def to_dtype(w: World, salt: int, to: str) -> Any:
     w.kept.pop("alias", None)
     w.reading()
-    w.model.to(getattr(torch, to))
+    dtype = getattr(torch, to)
+    if dtype != w.dtype:
+        w.converting()
+    w.model.to(dtype)
 
 
 # -- copies --------------------------------------------------------------------------------------------------
@@ -1031,8 +1034,6 @@ def other_model(w: World, salt: int, kind: str, steps: int) -> Any:
     optimizer = w.distributed(torch.optim.SGD(list(module.parameters()), lr=0.1, momentum=0.9), module)
     if isinstance(w, PlainWorld):
         optimizer.book.sharded = False
-        if kind == "script":
-            w.event("wrap a ScriptModule", optimizer.book)
     for step in range(steps):
         value = module(models.noise((3, WIDTH), salt, step, w.rank)).square().mean()
         if isinstance(w, PlainWorld):
@@ -1145,6 +1146,17 @@ class Log:
             p.grad.clamp_(-0.01, 0.01)
 
 
+class Peek:
+    """Notes what a hook on one parameter's gradient sees of another's."""
+
+    def __init__(self, w: World, other: nn.Parameter) -> None:
+        self.log, self.other = w.log, other
+
+    def __call__(self, p: torch.Tensor) -> None:
+        grad = self.other.grad
+        self.log.append(None if grad is None else grad.detach().to_dense().norm().item())
+
+
 class Capture:
     """Keeps the input or output of a module for the loss."""
 
@@ -1176,7 +1188,7 @@ class Backward:
         return tuple(None if g is None else g * 0.8 for g in inputs)
 
 
-HOOKS = ("scale", "log", "clip", "input captured", "output captured", "output", "input", "backward")
+HOOKS = ("scale", "log", "clip", "peek", "input captured", "output captured", "output", "input", "backward")
 
 
 @action(
@@ -1188,11 +1200,13 @@ def add_hook(w: World, salt: int, kind: str, place: int) -> Any:
     p, module = one(w, place), w.model.body[place % LAYERS]
     if kind == "clip" and w.options["op"] == "sum":
         kind = "log"  # whether it changes what has been summed already, depends on when it was cleared
-    if kind in ("scale", "log", "clip"):
+    if kind in ("scale", "log", "clip", "peek"):
         if not p.requires_grad or (kind == "clip" and w.model.kind == "sparse"):
             return
         if kind == "scale":
             w.hooks.append(p.register_hook(Scale()))
+        elif kind == "peek":
+            w.hooks.append(p.register_post_accumulate_grad_hook(Peek(w, one(w, place + 5))))
         else:
             w.hooks.append(p.register_post_accumulate_grad_hook(Log(w, kind == "clip")))
     elif kind == "input captured":

@@ -1,7 +1,7 @@
-"""The errors that a program of ordinary actions may end with. Nothing else may be raised where plain PyTorch goes on.
+"""The errors that may end an ordinary action. Nothing else may be raised where plain PyTorch goes on.
 
-Each row says when its error may be raised, which type it has, what its text must contain, and whether a script
-that catches it may go on. ``docs/exactness.md`` has the same rows for users.
+``docs/exactness.md`` has the same rows for users; ``test_random_programs.py`` holds both together, and raises
+each of them.
 """
 
 from __future__ import annotations
@@ -20,86 +20,103 @@ if TYPE_CHECKING:
 class Row:
     """One listed error.
 
-    ``event``: what the user does ("read" a gradient, "backward", "step", "synchronize", "wrap", ...).
-    ``when``: in which state of the optimizer. ``says``: the rule, and the way out.
+    ``events``: what the user does: "read" a gradient, read another one "inside" a backward, run a "backward",
+    or one "backward again" before a step, "step", "synchronize", take the optimizer's "state". ``when``: in
+    which state of the optimizer. ``says``: what the text contains, of the rule and of the way out. ``sure``:
+    whether that event is always refused in that state; programs avoid it then, with few exceptions.
+    ``goes_on``: whether a script may catch the error where it reads gradients, and go on: nothing has changed.
     """
 
     name: str
     events: tuple[str, ...]
     when: Callable[[Book], bool]
-    error: type[BaseException]
+    error: tuple[type[BaseException], ...]
     says: tuple[str, ...]
-    goes_on: bool = False  # whether the script may catch it and go on, because nothing has changed
+    sure: bool = True
+    goes_on: bool = False
 
     def permits(self, error: BaseException) -> bool:
         text = str(error)
         return isinstance(error, self.error) and all(part in text for part in self.says)
 
 
+USES = ("read", "backward", "step", "synchronize", "state")
+SHARDS = "gather='parameters'"
+
 ROWS = (
     Row(
         "not gathered",
         ("read",),
         lambda book: book.ungathered,
-        CommError,
-        ("gather='parameters'", "synchronize()"),
+        (CommError,),
+        (SHARDS, "synchronize()"),
         goes_on=True,
     ),
     Row(
         "gradient gone",
-        ("read",),
+        ("read", "backward", "step", "synchronize"),
         lambda book: book.consumed,
-        CommError,
-        ("gather='parameters'", "gone", "synchronize()"),
+        (CommError, ValueError),
+        (SHARDS, "step() leaves", "zero_grad()"),
         goes_on=True,
     ),
     Row(
-        "ScriptModule",
-        ("wrap a ScriptModule",),
-        lambda book: True,
-        ValueError,
-        ("ScriptModule",),
-    ),
-    Row(
         "second gradient",
-        ("read", "backward", "step", "synchronize"),
+        USES,
         lambda book: book.late,
-        CommError,
+        (CommError,),
         ("second gradient", "use_reentrant=False"),
+        sure=False,
     ),
     Row(
-        "nothing left to add to",
-        ("backward", "step", "synchronize"),
-        lambda book: book.consumed,
-        ValueError,
-        ("gather='parameters'", "zero_grad()"),
+        "converted",
+        USES,
+        lambda book: book.converted,
+        (ValueError,),
+        (SHARDS, "another type", "close()"),
+    ),
+    Row(
+        "early step",
+        ("synchronize", "backward again"),
+        lambda book: book.early,
+        (ValueError,),
+        ("early_step=True",),
     ),
     Row(
         "sum changed",
         ("backward", "step", "synchronize"),
         lambda book: book.changed,
-        ValueError,
+        (ValueError,),
         ("op=Sum", "zero_grad()"),
     ),
     Row(
         "backward raised",
-        ("read", "backward", "step", "synchronize"),
+        USES,
         lambda book: book.raised,
-        ValueError,
+        (ValueError,),
         ("raised", "clear", "zero_grad()"),
     ),
     Row(
+        "inside its backward",
+        ("inside",),
+        lambda book: True,
+        (ValueError,),
+        ("inside of the backward", "after the backward"),
+        sure=False,
+    ),
+    Row(
         "closed",
-        ("step", "synchronize", "backward"),
+        ("step", "synchronize"),
         lambda book: book.closed,
-        CommError,
-        ("close",),
+        (CommError,),
+        ("closed", "wrap the optimizer again"),
     ),
 )
 
 
-def rows_for(event: str, book: Book) -> set[str]:
-    return {row.name for row in ROWS if event in row.events and row.when(book)}
+def rows_for(event: str, book: Book) -> list[Row]:
+    """Return the errors that this event may end with in this state of the optimizer."""
+    return [row for row in ROWS if event in row.events and row.when(book)]
 
 
 def permitted(error: BaseException, names: set[str]) -> Row | None:

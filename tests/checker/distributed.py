@@ -10,7 +10,7 @@ import torch
 
 import commsched
 from scheduler.ir.profile import Layer, Profile
-from tests.checker.threads import late_backend
+from tests.checker.threads import Held, late_backend
 from tests.checker.world import World
 
 ALL_REDUCING = ("wfbp", "mgwfbp", "bytescheduler")
@@ -88,14 +88,20 @@ class ThreadWorld(DistributedWorld):
     """``job`` has the meeting of the threads and ends them all when one has failed."""
 
     def __init__(self, job: Any, rank: int) -> None:
-        self.job = job
+        self.job, self.held = job, Held()
         super().__init__(job.program, rank)
 
     def place(self) -> dict[str, Any]:
         options, number = self.options, len(self.every)
         dice = random.Random(f"{self.seed} {self.rank} {number}")
         backend = late_backend(
-            self.job.meeting, self.rank, options["stream"], options["lateness"], dice, self.job.patience
+            self.job.meeting,
+            self.rank,
+            options["stream"],
+            self.held,
+            options["lateness"],
+            dice,
+            self.job.patience,
         )
         self.job.made(backend)
         return {"process_set": backend.ranks.process_set, "transport": backend}

@@ -24,15 +24,18 @@ Exchange = Callable[[Any], "list[Any]"]
 class Book:
     """What is known of one optimizer's gradients.
 
-    ``local``: some were accumulated on this rank alone. ``ungathered``: with ``gather="parameters"``, they
-    have been reduced, and no rank holds them whole; ``consumed``: a step has used those up. ``gathered``:
-    synchronize() has gathered them. ``fresh``: averaged since the last step. ``changed``: with op=Sum, the user has changed the sums. ``uneven``: not
-    every rank had a backward, so that all must call step() or synchronize(). ``backwards``: since the last
-    step() or zero_grad(). ``late``: a parameter may have had two gradients in one backward. ``vague``: which backward is the
-    k-th depends on how gradients were cleared.
+    ``local``: some were accumulated on this rank alone. ``fresh``: averaged since the last step. ``backwards``:
+    since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
+    step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
+    ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised.
+
+    With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
+    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: a parameter
+    may have had two in one backward; ``converted``: parameters have another type than when they were divided.
     """
 
     sharded: bool = False
+    early: bool = False
     sums: bool = False
     passes: int = 1
     done: int = 0
@@ -44,6 +47,7 @@ class Book:
     fresh: bool = False
     uneven: bool = False
     late: bool = False
+    converted: bool = False
     vague: bool = False
     backwards: int = 0
     closed: bool = False
@@ -71,6 +75,8 @@ class PlainMethods(Optimizer):
     def before_backward(self) -> list[Any]:
         """Remember the sums that are not to be summed again; return marks of all gradients."""
         self._event("backward", self.book)
+        if self.book.backwards:
+            self._event("backward again", self.book)
         params = self.every_param()
         if self.book.sums:
             for p in params:
@@ -154,7 +160,7 @@ class PlainMethods(Optimizer):
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
-        book.ungathered = book.gathered = book.vague = book.fresh = book.late = False
+        book.ungathered = book.gathered = book.vague = book.fresh = book.late = book.converted = False
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -180,7 +186,7 @@ class PlainMethods(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.book.consumed = False
         self._base.zero_grad(self, set_to_none)
-        self.book.changed = False
+        self.book.changed = self.book.late = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
         self.look()
 
@@ -209,7 +215,12 @@ class PlainMethods(Optimizer):
             book.consumed = used_up and any(g is not None for g in grads)
             book.common.clear()
 
+    def state_dict(self) -> Any:
+        self._event("state", self.book)
+        return self._base.state_dict(self)
+
     def __reduce__(self) -> Any:
+        self._event("state", self.book)
         return _restored, (self._base, self.__getstate__())
 
 
@@ -246,7 +257,9 @@ def plain_optimizer(
     plain.__dict__ = base.__dict__
     plain.__dict__.pop("step", None)  # that a scheduler of an earlier wrapper has put there
     sums = options["op"] == "sum"
-    plain.book = Book(sharded=options["gather"] == "parameters", sums=sums, passes=options["passes"])
+    sharded = options["gather"] == "parameters"
+    early = sharded and options["early_step"]
+    plain.book = Book(sharded, early, sums, options["passes"])
     plain._exchange, plain._event = exchange, event
     plain._prescale = 1.0 / options["predivide"]
     plain._factor = 1.0 if sums else options["predivide"] / ranks

@@ -69,7 +69,7 @@ def run_here(program: Program, rank: int) -> tuple[Failure | None, bool]:
     world = None
     try:
         world = ProcessWorld(program, rank)
-        run_distributed(world, program, records[rank])
+        run_distributed(world, program, records[rank], [])
     except Stop as stop:
         return stop.failure, stop.failure is None
     except Exception as error:

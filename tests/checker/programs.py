@@ -231,9 +231,6 @@ def run_plain(world: PlainWorld, program: Program) -> list[Record]:
     records = []
     for name, salt, defy, args in (*program.steps, *ENDING):
         action, world.allowed = ACTIONS[name], set()
-        for book in world.books:
-            if book.raised:  # whatever uses gradients or state
-                world.event("read", book)
         if not _is_legal(action, world, defy, args):
             records.append(Record("skipped"))
             continue
@@ -272,15 +269,14 @@ def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any
 
 
 class Stop(Exception):
-    """This rank's program is over before its end; ``failure`` is None where a listed error ended it."""
+    """This rank's program is over before its end: it has failed, or (None) a listed error has ended it."""
 
-    def __init__(self, failure: Failure | None) -> None:
+    def __init__(self, failure: Failure | None = None) -> None:
         self.failure = failure
 
 
-def run_distributed(world: World, program: Program, records: Sequence[Record]) -> int:
-    """Run it on one distributed rank; return how many listed errors it went on after. Raises ``Stop``."""
-    caught = 0
+def run_distributed(world: World, program: Program, records: Sequence[Record], met: list[str]) -> None:
+    """Run it on one distributed rank; note the listed errors that it has ``met``. Raises ``Stop``."""
     for place, ((name, salt, _, args), record) in enumerate(zip((*program.steps, *ENDING), records)):
         if record.done == "skipped":
             continue
@@ -291,18 +287,17 @@ def run_distributed(world: World, program: Program, records: Sequence[Record]) -
             value = action.act(world, salt, **args)
         except Exception as error:
             row = permitted(error, record.allowed)
-            if row is not None and row.goes_on and name == "read_grads":
-                caught += 1
+            if row is None:
+                raise Stop(_raised(error, world.rank, place, name)) from error
+            met.append(row.name)
+            if row.goes_on and name == "read_grads":
                 continue
-            if row is not None:
-                raise Stop(None) from error
-            raise Stop(_raised(error, world.rank, place, name)) from error
+            raise Stop from error
         if name in CHANGES_PARAMETERS:
             world.kept.pop("graph", None)
         difference = compare(value, record.value, (place + 1) * _DEPTH)
         if difference:
             raise Stop(Failure("differs", f"{name}", world.rank, place, name, difference))
-    return caught
 
 
 def _raised(error: Exception, rank: int, place: int, name: str) -> Failure:
@@ -459,7 +454,7 @@ class Tally:
     ran: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     stopped: Counter[str] = field(default_factory=Counter)  # plain PyTorch raised an error
-    listed: int = 0
+    listed: Counter[str] = field(default_factory=Counter)  # programs that have met a listed error
     closing: int = 0  # errors of close(wait=False)
 
     def note(self, program: Program, records: Sequence[Record]) -> None:
@@ -487,7 +482,7 @@ def run_on_threads(program: Program, patience: float = 20.0, tally: Tally | None
         where = max(job.places.items(), key=lambda item: item[1], default=(0, 0))
         return Failure("hangs", str(error), where[0], where[1], "?", str(error))
     if tally is not None:
-        tally.listed += bool(job.ended) and not job.failures
+        tally.listed.update([] if job.failures else set(job.met))
         tally.closing += job.close_failures
     return job.verdict()
 
@@ -532,7 +527,8 @@ class ThreadJob:
         self.program, self.meeting, self.patience = program, meeting, patience
         self.failures: list[Failure] = []
         self.close_failures = 0
-        self.ended: list[int] = []  # ranks that a listed error has ended
+        self.met: list[str] = []  # listed errors
+        self.ended = False  # by a listed error, at least one rank
         self.places: dict[int, int] = {}
         self.aborted = False
         self._lock = threading.Lock()
@@ -560,11 +556,11 @@ class ThreadJob:
         try:
             with warnings.catch_warnings():
                 world = ThreadWorld(self, rank)
-                run_distributed(world, self.program, records)
+                run_distributed(world, self.program, records, self.met)
         except Stop as stop:
-            self._stopped(rank, stop.failure)
+            self._stopped(stop)
         except Exception as error:
-            self._stopped(rank, _raised(error, rank, -1, "wrap"))
+            self._stopped(Stop(_raised(error, rank, -1, "wrap")))
         try:
             self._arrived.wait(1.0)
         except threading.BrokenBarrierError:
@@ -576,13 +572,13 @@ class ThreadJob:
             with self._lock:
                 self.close_failures += raised
 
-    def _stopped(self, rank: int, failure: Failure | None) -> None:
+    def _stopped(self, stop: Stop) -> None:
         with self._lock:
-            if failure is None:
-                self.ended.append(rank)
+            if stop.failure is None:
+                self.ended = True
             elif not self.aborted:
-                self.failures.append(failure)
-        if failure is not None:
+                self.failures.append(stop.failure)
+        if stop.failure is not None:
             self.abort()
 
     def verdict(self) -> Failure | None:

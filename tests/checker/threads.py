@@ -11,6 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,24 @@ class ThreadRanks(Ranks):
         return (total / self.size if mean else total).coalesce()
 
 
+class Held:
+    """What one rank has marked for sending, in all its backends, and the network has not taken."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Callable[[int], None], int]] = deque()
+        self._lock = threading.RLock()
+
+    def add(self, mark: Callable[[int], None], bucket: int) -> None:
+        with self._lock:
+            self._marks.append((mark, bucket))
+
+    def flush(self) -> None:
+        with self._lock:
+            while self._marks:
+                mark, bucket = self._marks.popleft()
+                mark(bucket)
+
+
 class LateBackend(Backend):
     """Another backend, made anew after each ``close()``, on a network that delivers late.
 
@@ -113,13 +132,13 @@ class LateBackend(Backend):
         self,
         make: Callable[[], Backend],
         ranks: Ranks,
+        held: Held | None = None,
         lateness: float = 0.0,
         dice: random.Random | None = None,
     ) -> None:
         self._make, self.ranks, self._lateness = make, ranks, lateness
         self._dice = dice or random.Random(0)
-        self._held: deque[tuple[Callable[[int], None], int]] = deque()
-        self._lock = threading.RLock()
+        self._held = held or Held()
         self._inner: Backend | None = None
         inner = self.inner
         self.name, self.device = inner.name, inner.device
@@ -138,16 +157,9 @@ class LateBackend(Backend):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def _flush(self) -> None:
-        with self._lock:
-            while self._held:
-                mark, bucket = self._held.popleft()
-                mark(bucket)
-
     def _mark(self, mark: Callable[[int], None], bucket: int) -> None:
         if self._lateness:
-            with self._lock:
-                self._held.append((mark, bucket))
+            self._held.add(mark, bucket)
         else:
             mark(bucket)
 
@@ -155,11 +167,11 @@ class LateBackend(Backend):
         return self.inner.room()
 
     def install(self, work: StepWork) -> None:
-        self._flush()
+        self._held.flush()
         self.inner.install(work)
 
     def begin_step(self) -> None:
-        self._flush()
+        self._held.flush()
         self.inner.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
@@ -175,17 +187,17 @@ class LateBackend(Backend):
         self._mark(self.inner.mark_updated, bucket)
 
     def wait_reduced(self, bucket: int) -> None:
-        self._flush()
+        self._held.flush()
         self.inner.wait_reduced(bucket)
 
     def wait_gathered(self, bucket: int) -> None:
-        self._flush()
+        self._held.flush()
         self.inner.wait_gathered(bucket)
 
     def is_gathered(self, bucket: int) -> bool:
         if self._lateness and self._dice.random() < self._lateness:
             return False
-        self._flush()
+        self._held.flush()
         return self.inner.is_gathered(bucket)
 
     def step_ended(self) -> None:
@@ -195,7 +207,7 @@ class LateBackend(Backend):
         self.inner.updates_issued()
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
-        self._flush()
+        self._held.flush()
         self.inner.gather_now(buffer, ends)
 
     def exchange_seconds(self, size: int) -> float:
@@ -222,10 +234,8 @@ class LateBackend(Backend):
 
     def close(self, orderly: bool = True) -> None:
         if self._inner is not None:
-            try:
-                self._flush()
-            except CommError:
-                self._held.clear()
+            with suppress(CommError):
+                self._held.flush()
             self._inner.close(orderly)
             self._inner = None
 
@@ -234,6 +244,7 @@ def late_backend(
     meeting: Meeting,
     rank: int,
     stream: bool,
+    held: Held,
     lateness: float,
     dice: random.Random,
     patience: float = PATIENCE,
@@ -253,7 +264,7 @@ def late_backend(
         device = Device(torch.device("cpu"))
         return StreamBackend(host, device, StagedExchange(transport()), timeout=patience)
 
-    return LateBackend(make, ranks, lateness, dice)
+    return LateBackend(make, ranks, held, lateness, dice)
 
 
 def run_threads(size: int, work: Callable[[int], Any], patience: float) -> list[Any]:

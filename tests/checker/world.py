@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.checker import models
-from tests.checker.allowed import ROWS, rows_for
+from tests.checker.allowed import rows_for
 from tests.checker.plain import Book, Exchange, PlainMethods, plain_optimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -154,6 +154,9 @@ class World:
     def changing_grads(self) -> None:
         """Announce that the action has changed gradients."""
 
+    def converting(self) -> None:
+        """Announce that the action converts parameters to another type."""
+
     def join(self) -> None:
         """Wait until all ranks have no data left."""
 
@@ -179,11 +182,11 @@ class PlainWorld(World):
         return [o.book for o in self.wrapped]
 
     def event(self, event: str, book: Book) -> None:
-        self.allowed |= rows_for(event, book)
+        self.allowed |= {row.name for row in rows_for(event, book)}
 
     def troubled_by(self, events: Iterable[str]) -> bool:
         """Whether one of these would be a listed error now."""
-        return any(rows_for(event, book) for event in events for book in self.books)
+        return any(row.sure for event in events for book in self.books for row in rows_for(event, book))
 
     def backward(self, loss: torch.Tensor | list[torch.Tensor], **how: Any) -> None:
         wrapped = self.wrapped
@@ -191,6 +194,8 @@ class PlainWorld(World):
             self.diverged = True
         if self.hooks:  # they may read gradients
             self.reading()
+            for book in self.books:
+                self.event("inside", book)
         marks = [optimizer.before_backward() for optimizer in wrapped]
         try:
             super().backward(loss, **how)
@@ -219,7 +224,7 @@ class PlainWorld(World):
 
     def note(self, spec: dict[str, Any]) -> None:
         """Note what a loss of some rank does."""
-        if spec.get("twice") and spec.get("checkpointed") == "reentrant":
+        if spec.get("checkpointed") == "reentrant":
             for book in self.books:
                 book.late = book.sharded
 
@@ -235,9 +240,10 @@ class PlainWorld(World):
         for book in self.books:
             book.changed = book.sums
 
+    def converting(self) -> None:
+        for book in self.books:
+            book.converted = book.sharded
+
     def look(self) -> None:
         for optimizer in self.wrapped:
             optimizer.look()
-
-
-__all__ = ["OPTIMIZERS", "ROWS", "PlainWorld", "World"]

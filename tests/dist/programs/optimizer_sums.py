@@ -84,7 +84,6 @@ def sums_on_shards_are_not_summed_again(me: Me) -> None:
                     twin.optimizer.synchronize()
             if step == 4:
                 twin.both(lambda m: m[2].requires_grad_(False))
-                twin.plain[2].zero_grad()  # on shards, what is frozen is not updated any more
             if step == 3:
                 nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.02)
                 twin.optimizer.clip_grad_norm_(0.02)
