@@ -6,8 +6,8 @@ CHECKOUT is a checkout of Horovod at the installed version; source packages leav
 files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.
 A test has passed where it passed on every rank. The last lines are the seconds that the runs took, and
 "commsched P of N, Horovod Q of N"; N leaves out what a system skips. The exit status is 1 where a test passes
-with Horovod alone, or did not run. ``--runs 20`` looks for rare hangs: it runs the files 20 times over commsched, and a test
-must pass each time.
+with Horovod alone, or did not run. ``--runs 20`` looks for rare hangs: it runs the files 20 times over
+commsched, and a test must pass each time.
 """
 
 from __future__ import annotations

@@ -103,9 +103,7 @@ def clipped(me: Me, build: Any, make: MakeOptimizer, norm: float = 2.0) -> Twin:
     elements = sum(p.numel() for p in twin.plain.parameters())
     for step in range(4):
         twin.backward(loss(step))
-        theirs = nn.utils.get_total_norm(
-            [p.grad for p in twin.plain.parameters() if p.grad is not None], norm
-        )
+        theirs = nn.utils.get_total_norm([p.grad for p in twin.plain.parameters() if p.grad is not None], norm)
         with NoQuestions():
             total = twin.optimizer.clip_grad_norm_(0.01, norm)
             twin.optimizer.step()
@@ -166,9 +164,7 @@ def clipped_twice_and_read_before_the_step(me: Me) -> None:
         twin.backward(loss(step))
         for bound in (0.1, 0.01):
             theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), bound)
-            assert_close(
-                [twin.optimizer.clip_grad_norm_(bound)], [theirs], twin.terms, f"norm before {bound}"
-            )
+            assert_close([twin.optimizer.clip_grad_norm_(bound)], [theirs], twin.terms, f"norm before {bound}")
         if step:
             twin.optimizer.synchronize()
             grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (twin.model, twin.plain)]
@@ -378,10 +374,7 @@ def connections_are_given_back_at_once(me: Me) -> None:
 def registering_without_nccl_is_told(me: Me) -> None:
     model = seeded(Mixed)
     asked = replace(settings(), nccl_register="1")
-    with (
-        patch("commsched.backends.cuda.settings", lambda: asked),
-        warnings.catch_warnings(record=True) as told,
-    ):
+    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
     text = [str(warning.message) for warning in told]

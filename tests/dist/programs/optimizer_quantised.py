@@ -214,9 +214,7 @@ def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me, code: str) -> N
 @case_of_each_code(ranks=(2, 3))
 def messages_have_a_quarter_of_the_bytes(me: Me, code: str) -> None:
     def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40)
-        )
+        return nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40))
 
     twin = quantised(me, code, build, bucket_mb=0.5, lag=0.0)
     for step in range(8):
@@ -237,9 +235,7 @@ def what_is_refused(me: Me, code: str) -> None:
     def refused(model: nn.Module | None = None, **options: Any) -> str:
         model = model or Wide()
         try:
-            hvd.DistributedOptimizer(
-                momentum(model), model.named_parameters(), **{"compression": COMPRESSIONS[code], **options}
-            )
+            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **{"compression": COMPRESSIONS[code], **options})
         except (ValueError, hvd.CommError) as error:
             return str(error)
         raise AssertionError("accepted")

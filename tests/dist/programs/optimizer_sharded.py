@@ -111,11 +111,7 @@ def a_released_optimizer_has_the_whole_state(me: Me) -> None:
         if me.rank == 0:  # alone: nothing is gathered any more
             states = twin.optimizer.state_dict()["state"], twin.oracle.optimizer.state_dict()["state"]
             shapes = [
-                {
-                    (i, key): getattr(value, "shape", None)
-                    for i, own in s.items()
-                    for key, value in own.items()
-                }
+                {(i, key): getattr(value, "shape", None) for i, own in s.items() for key, value in own.items()}
                 for s in states
             ]
             assert shapes[0] == shapes[1], shapes
@@ -337,7 +333,9 @@ def unused_parameters_on_shards(me: Me) -> None:
         twin = sharded(me, branches64, early_step=early)
         for step in range(8):
             twin.step(
-                lambda m, rank, step=step: using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
+                lambda m, rank, step=step: (
+                    using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
+                )
             )
             twin.compare(f"step {step}, early_step={early}", exact=False)
         release(twin.optimizer)
@@ -404,10 +402,7 @@ def each_rank_keeps_its_part_of_the_state(me: Me) -> None:
         optimizer.zero_grad()
     whole = 2 * sum(p.numel() for p in model.parameters())
     here = sum(
-        t.numel()
-        for state in optimizer._session.mode.shards.state.values()
-        for t in state.values()
-        if t.dim()
+        t.numel() for state in optimizer._session.mode.shards.state.values() for t in state.values() if t.dim()
     )
     assert here < whole / me.size * 1.1, f"{here} of {whole} elements of state are on rank {me.rank}"
     release(optimizer)

@@ -195,9 +195,7 @@ def stepping_after_synchronize_warns_as_horovod_does(me: Me) -> None:
             warnings.simplefilter("always")
             with twin.optimizer.skip_synchronize() if skipped else nullcontext():
                 twin.update()
-        said = [
-            "optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught
-        ]
+        said = ["optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught]
         assert said == [True] * (asked and not skipped), (asked, skipped, said)
         assert all(w.filename.endswith("reference_run.py") for w in caught), "the caller's line is told"
         twin.zero_grad()

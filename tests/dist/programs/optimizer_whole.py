@@ -55,11 +55,7 @@ def same_state(mine: Any, plain: Any, what: str) -> None:
 @case(ranks=(2, 3, 4))
 def every_optimizer_has_the_bits_of_plain_torch(me: Me) -> None:
     for name in OPTIMIZERS:
-        for how in (
-            {},
-            {"early_step": True},
-            {"transport": "ring"} if me.size == 2 else {"schedule": "optimal"},
-        ):
+        for how in ({}, {"early_step": True}, {"transport": "ring"} if me.size == 2 else {"schedule": "optimal"}):
             twin = whole(me, name, **how)
             for step in range(6):
                 twin.step(loss_of(step))
@@ -185,9 +181,7 @@ def the_ranks_share_the_work_and_send_the_same_bytes(me: Me) -> None:
         optimizer._base = type("Muon", (optimizer._base,), {"step": timed})
         for step in range(6):
             times.append(0.0)
-            model(
-                torch.randn(4, 96, generator=torch.Generator().manual_seed(step))
-            ).square().mean().backward()
+            model(torch.randn(4, 96, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         values(model)  # completes the last update

@@ -128,9 +128,7 @@ def dtensors_become_tiles_and_tiles_dtensors(me: Me) -> None:
 
     rows = distribute_tensor(image.detach(), mesh, [Shard(2), Replicate()])
     assert torch.equal(conv(spatial.from_dtensor(rows)).to_dtensor().full_tensor(), expected)
-    said = said_by(
-        lambda: spatial.from_dtensor(distribute_tensor(image.detach(), mesh, [Shard(1), Shard(3)]))
-    )
+    said = said_by(lambda: spatial.from_dtensor(distribute_tensor(image.detach(), mesh, [Shard(1), Shard(3)])))
     assert "mesh dimension 0 must be Shard(2) or Replicate(), got" in said, said
     said = said_by(lambda: spatial.scatter(image.detach()).to_dtensor())
     assert "cut at (0, 5, 9), and this tile has it cut at (0, 4, 9)" in said, said
