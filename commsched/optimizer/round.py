@@ -690,8 +690,9 @@ class Round:
         used = []
         for gradient in complete:
             i = gradient.number
-            if not self.used[i] or (gradient.sparse is not None and self.used[i] < SPARSE):
-                gradient.payload.unused(self.buffers)
+            only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
+            if not self.used[i] or only_sparse:
+                gradient.payload.unused(self.buffers)  # what came over the buckets
             if self.used[i] and not self.abandoned:
                 self.mode.show(gradient)
             if gradient.touched or (self.used[i] and not self.abandoned):
