@@ -6,15 +6,15 @@ at that action that names the way out. Never another number, never a hang.
     python -m tests.checker --programs 20000 --jobs 2              # ranks are threads; prints the seeds
     python -m tests.checker --programs 3000 --processes            # real ranks, over the real transports
     python -m tests.checker --programs 500 --processes --ranks 3
-    python -m tests.checker --replay SEED --shrink                 # one program, reduced to the actions that matter
+    python -m tests.checker --replay SEED --shrink                 # one program, reduced to what matters
 
 What plain PyTorch with averaged gradients does (``plain.py``):
 
 - Each rank runs the same actions on batches of its own. A whole backward that gives a gradient on every rank,
-  outside of ``no_sync()``, replaces every gradient of the optimizer by its mean over the ranks; None counts as
-  zeros, None on all ranks stays None. With ``backward_passes_per_step=k`` the k-th such backward does it.
-- Under ``no_sync()``, in passes before the k-th and in a backward that raised, gradients stay in ``p.grad`` as
-  plain torch leaves them on that rank. ``step()`` and ``synchronize()`` first average whatever has been
+  outside of ``no_sync()``, replaces every gradient of the optimizer by its mean over the ranks; None counts
+  as zeros, None on all ranks stays None. With ``backward_passes_per_step=k`` the k-th such backward does it.
+- Under ``no_sync()``, in passes before the k-th and in a backward that raised, gradients stay in ``p.grad``
+  as plain torch leaves them on that rank. ``step()`` and ``synchronize()`` first average whatever has been
   accumulated since. ``step()`` and ``zero_grad()`` begin a new count of passes.
 - ``op=Sum``: what has been summed is not summed again, only what was added since.
 - What the user does to parameters, gradients and modules means what it means in plain torch.

@@ -24,13 +24,13 @@ Exchange = Callable[[Any], "list[Any]"]
 class Book:
     """What is known of one optimizer's gradients.
 
-    ``local``: some were accumulated on this rank alone. ``fresh``: averaged since the last step. ``backwards``:
+    ``local``: some were accumulated on this rank alone. ``fresh``: averaged since a step. ``backwards``:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
     ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
-    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: a parameter
+    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: one
     may have had two in one backward; ``converted``: parameters have another type than when they were divided.
     """
 
