@@ -25,6 +25,23 @@ Left out, because no rank could know what the others do: a rank without a backwa
 backward where the others add a second one to gradients that are averaged already; with ``op=Sum``, other
 changes of gradients than those right after the sum.
 
+Which action found which fault of an earlier core, each seen there in a program of one to five actions:
+
+    change_grads data, set_; to_format    p.grad was cut off its bucket, and ranks trained apart
+    failing_backward, failing_rank        gradients of the failed batch were added to the next one's, or a hang
+    no_sync after a backward, step        gradients under no_sync() were lost
+    change_params vector, data; tie_data  with shards: writes to the parameters' memory were lost, ties undone
+    clear_grads none; copies_of deepcopy  with shards: an error, though no value was needed
+    model_state size                      with shards: a part's state was saved with the whole flat buffer
+    trace, use_traced                     a traced model read old weights
+    script_part; other_model script       scripting failed, as did wrapping a ScriptModule
+    keep_old_grads, add_by_hand           references to old gradients showed new ones
+    add_hook log                          a hook after accumulation saw no gradient
+    evaluate inference_mode               an error with op=Sum
+    wrap_again on a default device        an error
+    other_model complex                   an error deep in the engine
+    copies_of optimizer                   the optimizer could not be pickled
+
 The files: ``actions`` (what users do, each once), ``models`` (tiny nets and their data), ``plain`` (the
 oracle), ``world`` (one rank of a program), ``programs`` (draw, run, compare, shrink), ``allowed`` (the listed
 errors), ``distributed`` (how a rank makes its optimizers), ``threads`` and ``processes`` (what ranks are).

@@ -1268,6 +1268,7 @@ def use_closed(w: World, salt: int) -> Any:
     },
     legal=lambda w: (
         not w.diverged
+        and {id(p) for p in w.trained()} <= {id(p) for p in w.params()}
         and not any(b.local or b.consumed or b.ungathered for b in w.books)
         and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained()))
     ),

@@ -140,28 +140,27 @@ class PlainMethods(Optimizer):
         if book.closed:
             self._event("step", book)
             return self._base.step(self, closure) if closure is not None else self._base.step(self)
-        if closure is not None and self._base is LBFGS:
 
-            def whole() -> Any:
-                with torch.enable_grad():
-                    loss = closure()
-                self.average()
-                return loss
-
-            return self._base.step(self, whole)
-        loss = None
-        if closure is not None:
+        def whole() -> Any:
+            assert closure is not None
             with torch.enable_grad():
                 loss = closure()
-        self._event("step", book)
-        self.average()
-        result = self._base.step(self)
+            self.average()
+            return loss
+
+        if self._base is LBFGS:
+            result = self._base.step(self, whole)
+        else:
+            result = whole() if closure is not None else None
+            self._event("step", book)
+            self.average()
+            self._base.step(self)
         book.consumed = (
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
         book.ungathered = book.gathered = book.vague = book.fresh = book.late = book.converted = False
-        return result if closure is None else loss
+        return result
 
     def synchronize(self) -> None:
         self._event("synchronize", self.book)
