@@ -187,6 +187,7 @@ class Round:
         self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
         self._passes = 0  # early passes since the last step
         self._additions = 1  # backwards since the last sum
+        self._creates_graph = False  # the backward adds to p.grad out of place
         self.backward_passes = 1  # so many are accumulated before the gradients are reduced
         self.local_only = False  # within no_sync()
         self._dirty = False  # local gradients have come since the round was sent
@@ -354,6 +355,7 @@ class Round:
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
         self._is_local = self.local_only or self._is_early
         self._additions += 1
+        self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
 
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
@@ -446,7 +448,8 @@ class Round:
     def _put_apart(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a sparse gradient, or one that does not fit into its slot, be reduced at step time."""
         before, i = gradient.sum, gradient.number
-        if before is not None and before.base is not None and grad is before.shown and self.ranks.rank:
+        added = before is not None and (grad is before.shown or self._creates_graph)
+        if added and before is not None and before.base is not None and self.ranks.rank:
             grad = grad - before.base  # only the difference: see _put_difference
         self.flag[i] = SPARSE
         if self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
@@ -460,7 +463,7 @@ class Round:
         """Put the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
         assert gradient.view is not None
         gradient.payload.zeros = False
-        if grad is not before.shown:
+        if grad is not before.shown and not self._creates_graph:
             gradient.view.copy_(grad)
         elif grad._version > before.version + self._additions:
             raise ValueError(
@@ -480,7 +483,7 @@ class Round:
         if gradient.view is None:
             return
         i, payload = gradient.number, gradient.payload
-        if gradient.sparse is not None and grad.is_sparse:
+        if gradient.sparse is not None and (grad.is_sparse or gradient.misfits()):
             gradient.sparse = gradient.sparse + grad  # reduced at step time
             return
         early = isinstance(payload, Tied) and payload.early
@@ -523,6 +526,7 @@ class Round:
                 if self.watch is not None:
                     self.watch.mark("backward_end")
                 self.seal()
+            self._creates_graph = False
 
     def backward_raised(self) -> None:
         """Let nobody take the incomplete gradients for whole ones; RAISED.
@@ -686,8 +690,9 @@ class Round:
         used = []
         for gradient in complete:
             i = gradient.number
-            if not self.used[i] or (gradient.sparse is not None and self.used[i] < SPARSE):
-                gradient.payload.unused(self.buffers)
+            only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
+            if not self.used[i] or only_sparse:
+                gradient.payload.unused(self.buffers)  # what came over the buckets
             if self.used[i] and not self.abandoned:
                 self.mode.show(gradient)
             if gradient.touched or (self.used[i] and not self.abandoned):
@@ -916,11 +921,13 @@ class Round:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
-        place = {id(param): i for i, param in enumerate(self.params)}
-        for gradient in before.gradients:
-            i = place.get(id(gradient.param))
-            if i is not None and gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
+        here = {id(param): i for i, param in enumerate(self.params)}
+        places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}
+        for number, i in places.items():
+            gradient = before.gradients[number]
+            if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
                 self.gradients[i].sum = gradient.sum
+        self.mode.inherit(before.mode, places)
 
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""

@@ -214,11 +214,19 @@ class ShardedStep(StepMode):
         if gradient.clear is False:
             gradient.show_zeros()
         elif gradient.clear is None:
-            self._gone.add(i)
-            access = Access(
-                partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i)
-            )
-            mark_pending(gradient.param, access, only_grad=True)
+            self._lose(gradient)
+
+    def _lose(self, gradient: Gradient) -> None:
+        """Refuse to read a gradient that the last step has used up, until it is cleared."""
+        i = gradient.number
+        self._gone.add(i)
+        access = Access(partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i))
+        mark_pending(gradient.param, access, only_grad=True)
+
+    def inherit(self, before: StepMode, places: Mapping[int, int]) -> None:
+        for i in before._gone if isinstance(before, ShardedStep) else ():
+            if i in places:
+                self._lose(self.round.gradients[places[i]])
 
     def _refuse(self, gradient: Gradient) -> None:
         raise CommError(
@@ -631,7 +639,8 @@ class ShardView:
             return param
         like = _view(self.gradient)
         if param.stride() == like.stride():
-            return param.as_strided((param.numel(),), (1,), param.storage_offset())[self.start : self.stop]
+            vector = param.as_strided((param.numel(),), (1,), param.storage_offset())
+            return vector[self.start : self.stop].detach()  # a view's base would be one holder more
         return memory_order(param, like)[self.start : self.stop]
 
 

@@ -97,7 +97,8 @@ def main() -> int:
             )
     seconds = time.monotonic() - start
     print(
-        f"{count} programs from seed {seeds[0]}, {failed} failed, {seconds:.1f} s, cpu {time.process_time():.1f}"
+        f"{count} programs from seed {seeds[0]}, {failed} failed, {seconds:.1f} s,"
+        f" cpu {time.process_time():.1f}"
     )
     for name, number in classes.most_common():
         print(f"{number:6} {name}")

@@ -1,7 +1,7 @@
-"""What users do to a model and its optimizers. Each action is one function, run on the distributed and on the plain side.
+"""What users do to a model and its optimizers. Each action is one function for both sides.
 
-An action returns what the user sees: tensors, numbers, texts. ``salt`` is the action's own number, of which its
-random values are made, so that they stay the same when other actions are removed from the program.
+An action returns what the user sees: tensors, numbers, texts. ``salt`` is the action's own number, of which
+its random values are made, so that they stay the same when other actions are removed from the program.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def dense(w: PlainWorld) -> bool:
 
 
 def calm(w: PlainWorld) -> bool:
-    """Whether gradients are the same on all ranks, so that what is done to them has one meaning with op=Sum."""
+    """Whether gradients are the same on all ranks, so that changes have one meaning with op=Sum."""
     return not any(book.local and book.sums for book in w.books)
 
 
 def fresh(w: PlainWorld) -> bool:
-    """Whether gradients were averaged since the last step; with op=Sum, changes of others have two meanings."""
+    """Whether gradients were averaged since the last step; else changes have two meanings with op=Sum."""
     return not any(book.sums and not book.fresh for book in w.books)
 
 
@@ -906,7 +906,7 @@ def set_rate(w: World, salt: int, factor: float) -> Any:
 def schedule_rate(w: World, salt: int, base: bool) -> Any:
     """Make learning-rate schedulers, or step those that there are."""
     if "scheduler" not in w.kept:
-        # A plain optimizer shares all attributes with its base: a scheduler of that one would hide its step().
+        # A plain optimizer shares all attributes with its base, whose scheduler would hide its step().
         made = w.bases if base and not isinstance(w, PlainWorld) else w.optimizers
         w.kept["scheduler"] = [torch.optim.lr_scheduler.StepLR(o, 1, 0.7) for o in made]
     else:
@@ -1268,6 +1268,7 @@ def use_closed(w: World, salt: int) -> Any:
     },
     legal=lambda w: (
         not w.diverged
+        and {id(p) for p in w.trained()} <= {id(p) for p in w.params()}
         and not any(b.local or b.consumed or b.ungathered for b in w.books)
         and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained()))
     ),

@@ -24,7 +24,7 @@ class Row:
     or one "backward again" before a step, "step", "synchronize", take the optimizer's "state". ``when``: in
     which state of the optimizer. ``says``: what the text contains, of the rule and of the way out. ``sure``:
     whether that event is always refused in that state; programs avoid it then, with few exceptions.
-    ``goes_on``: whether a script may catch the error where it reads gradients, and go on: nothing has changed.
+    ``goes_on``: whether a script may catch the error where it reads gradients, and go on: nothing changed.
     """
 
     name: str

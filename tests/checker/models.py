@@ -1,4 +1,4 @@
-"""The small models of random programs, and their data: float64, a few hundred weights, no global random state."""
+"""The small models of random programs, and their data: float64, few weights, no global random state."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ Exchange = Callable[[Any], "list[Any]"]
 class Book:
     """What is known of one optimizer's gradients.
 
-    ``local``: some were accumulated on this rank alone. ``fresh``: averaged since the last step. ``backwards``:
+    ``local``: some were accumulated on this rank alone. ``fresh``: averaged since a step. ``backwards``:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
     ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
-    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: a parameter
+    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: one
     may have had two in one backward; ``converted``: parameters have another type than when they were divided.
     """
 
@@ -140,28 +140,27 @@ class PlainMethods(Optimizer):
         if book.closed:
             self._event("step", book)
             return self._base.step(self, closure) if closure is not None else self._base.step(self)
-        if closure is not None and self._base is LBFGS:
 
-            def whole() -> Any:
-                with torch.enable_grad():
-                    loss = closure()
-                self.average()
-                return loss
-
-            return self._base.step(self, whole)
-        loss = None
-        if closure is not None:
+        def whole() -> Any:
+            assert closure is not None
             with torch.enable_grad():
                 loss = closure()
-        self._event("step", book)
-        self.average()
-        result = self._base.step(self)
+            self.average()
+            return loss
+
+        if self._base is LBFGS:
+            result = self._base.step(self, whole)
+        else:
+            result = whole() if closure is not None else None
+            self._event("step", book)
+            self.average()
+            self._base.step(self)
         book.consumed = (
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
         book.ungathered = book.gathered = book.vague = book.fresh = book.late = book.converted = False
-        return result if closure is None else loss
+        return result
 
     def synchronize(self) -> None:
         self._event("synchronize", self.book)

@@ -1,4 +1,4 @@
-"""Programs on real ranks: one launch runs many programs, and a new one goes on after a program that failed."""
+"""Programs on real ranks: one launch runs many programs, and a new one goes on after a failure."""
 
 from __future__ import annotations
 

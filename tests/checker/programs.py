@@ -1,4 +1,4 @@
-"""Random programs: drawn, run on plain and on distributed ranks, compared after every action, shrunk and printed."""
+"""Random programs: drawn, run on plain and on distributed ranks, compared after every action, shrunk."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def draw(
 
 # With gradients rounded on the wire, results depend on what is sent: sums must not be sent again.
 _ROUNDED = (
-    "train closure_step idle_rank step synchronize read_params read_grads evaluate average_weights set_rate freeze"
-    " unfreeze optimizer_state model_state copies_of keep_alias"
+    "train closure_step idle_rank step synchronize read_params read_grads evaluate average_weights set_rate"
+    " freeze unfreeze optimizer_state model_state copies_of keep_alias"
 ).split()
 # With early_step=True every backward is a step.
 _EARLY = "train read_params evaluate average_weights set_rate optimizer_state model_state copies_of".split()

@@ -85,6 +85,7 @@ def zero_grad_of_the_model_is_enough(me: Me) -> None:
         twin.backward(loss_of(step))
         twin.update()
         before = twin.optimizer._session.round.pending
+        assert before == len(list(twin.model.parameters())), f"step() waited for all but {before}"
         twin.both(lambda model: model.zero_grad())
         assert twin.optimizer._session.round.pending == before
     twin.compare("zero_grad() of the model", exact=False)

@@ -1,4 +1,4 @@
-"""Random programs of ordinary actions give what plain PyTorch with averaged gradients gives: tests/checker."""
+"""Random programs of ordinary actions give what plain PyTorch with averaged gradients gives."""
 
 from __future__ import annotations
 
