@@ -1,6 +1,6 @@
 """Runs Horovod's own test suite over commsched and, beside it, over Horovod itself.
 
-    python -m tests.horovod_suite CHECKOUT [--ranks 2] [--runs 1] [--files FILE...] [-k WORDS]
+    python -m tests.horovod_suite CHECKOUT [--ranks 2] [--runs 1] [--files FILE...] [-k EXPRESSION]
 
 CHECKOUT is a checkout of Horovod at the installed version; source packages leave the tests out. Once the
 files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.

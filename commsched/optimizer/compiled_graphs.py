@@ -67,8 +67,10 @@ def follow(reader: Reader, params: Sequence[nn.Parameter]) -> bool:
 
 
 def unfollow(reader: Reader) -> None:
-    for key in [key for key, entry in _entries.items() if entry.reader() in (reader, None)]:
-        del _entries[key]
+    # Other threads may follow and unfollow at the same time: copy, and delete what is still there.
+    for key, entry in list(_entries.items()):
+        if entry.reader() in (reader, None):
+            _entries.pop(key, None)
 
 
 def _entry_of(thing: Any) -> _Entry | None:
@@ -240,7 +242,7 @@ def _tracing() -> Iterator[None]:
     """Complete all parameters, and let dynamo see those that keep their class as ordinary ones."""
     depth = getattr(_depth, "value", 0)
     if depth == 0:
-        for reader in {entry.reader() for entry in _entries.values()} - {None}:
+        for reader in {entry.reader() for entry in list(_entries.values())} - {None}:
             reader.before_tracing()  # type: ignore[union-attr]
         CompiledParameter.intercept(False)
     _depth.value = depth + 1

@@ -292,8 +292,8 @@ class Hooks:
         self.order.clear()
 
     def remove(self) -> None:
-        compiled_graphs.unfollow(self)
-        self._tied.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._tied.remove()
+        compiled_graphs.unfollow(self)

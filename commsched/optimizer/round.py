@@ -690,8 +690,9 @@ class Round:
         used = []
         for gradient in complete:
             i = gradient.number
-            if not self.used[i] or (gradient.sparse is not None and self.used[i] < SPARSE):
-                gradient.payload.unused(self.buffers)
+            only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
+            if not self.used[i] or only_sparse:
+                gradient.payload.unused(self.buffers)  # what came over the buckets
             if self.used[i] and not self.abandoned:
                 self.mode.show(gradient)
             if gradient.touched or (self.used[i] and not self.abandoned):
@@ -920,11 +921,13 @@ class Round:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
-        place = {id(param): i for i, param in enumerate(self.params)}
-        for gradient in before.gradients:
-            i = place.get(id(gradient.param))
-            if i is not None and gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
+        here = {id(param): i for i, param in enumerate(self.params)}
+        places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}
+        for number, i in places.items():
+            gradient = before.gradients[number]
+            if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
                 self.gradients[i].sum = gradient.sum
+        self.mode.inherit(before.mode, places)
 
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""

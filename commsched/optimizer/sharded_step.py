@@ -214,11 +214,19 @@ class ShardedStep(StepMode):
         if gradient.clear is False:
             gradient.show_zeros()
         elif gradient.clear is None:
-            self._gone.add(i)
-            access = Access(
-                partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i)
-            )
-            mark_pending(gradient.param, access, only_grad=True)
+            self._lose(gradient)
+
+    def _lose(self, gradient: Gradient) -> None:
+        """Refuse to read a gradient that the last step has used up, until it is cleared."""
+        i = gradient.number
+        self._gone.add(i)
+        access = Access(partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i))
+        mark_pending(gradient.param, access, only_grad=True)
+
+    def inherit(self, before: StepMode, places: Mapping[int, int]) -> None:
+        for i in before._gone if isinstance(before, ShardedStep) else ():
+            if i in places:
+                self._lose(self.round.gradients[places[i]])
 
     def _refuse(self, gradient: Gradient) -> None:
         raise CommError(

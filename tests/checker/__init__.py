@@ -28,7 +28,7 @@ changes of gradients than those right after the sum.
 Which action found which fault of an earlier core, each seen there in a program of one to five actions:
 
     change_grads data, set_; to_format    p.grad was cut off its bucket, and ranks trained apart
-    failing_backward, failing_rank        gradients of the failed batch were added to the next ones, or a hang
+    failing_backward, failing_rank        the failed batch's gradients were added to the next one's, or a hang
     no_sync after a backward, step        gradients under no_sync() were lost
     change_params vector, data; tie_data  with shards: writes to the parameters' memory were lost, ties undone
     clear_grads none; copies_of deepcopy  with shards: an error, though no value was needed

@@ -9,12 +9,13 @@ import copy
 import pickle
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched.integrations import replica as replicas
@@ -321,6 +322,43 @@ def optimizers_claim_gradients_at_any_time(me: Me) -> None:
     replica.close()
     for one in optimizers:
         one.close()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = layers(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = checkpoint(self.layers[1:4], self.layers[0](x), use_reentrant=self.reentrant)
+        return self.layers[4](middle)
+
+
+@case()
+def inner_backwards_and_those_that_raise(me: Me) -> None:
+    """The reduction ends with the outermost backward. After one that raised, cleared gradients start anew."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("this backward fails")
+
+    for reentrant in (False, True):
+        model, expected = Checkpointed(reentrant), Checkpointed(reentrant)
+        replica = replicated(model, [])
+        for step in range(6):
+            if step in (2, 4):
+                hook = model.layers[0].weight.register_hook(fail)
+                with suppress(RuntimeError):
+                    model(batch(me, step)).square().sum().backward()
+                hook.remove()
+                model.zero_grad()
+            model(batch(me, step)).square().sum().backward()
+            for rank in range(me.size):
+                (expected(batch(me, step, rank)).square().sum() / me.size).backward()
+            check_gradients(model, expected, (reentrant, step))
+            if step % 2:
+                for one in (model, expected):
+                    one.zero_grad()
+        replica.close()
 
 
 class Branches(nn.ModuleList):
