@@ -6,8 +6,8 @@ CHECKOUT is a checkout of Horovod at the installed version; source packages leav
 files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.
 A test has passed where it passed on every rank. The last lines are the seconds that the runs took, and
 "commsched P of N, Horovod Q of N"; N leaves out what a system skips. The exit status is 1 where a test passes
-with Horovod alone. ``--runs 20`` looks for rare hangs: it runs the files 20 times over commsched, and a test
-must pass each time.
+with Horovod alone, or did not run. ``--runs 20`` looks for rare hangs: it runs the files 20 times over
+commsched, and a test must pass each time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run(checkout: Path, files: list[str], system: str, ranks: int, arguments: li
         report, tests = folder / "report", [str(folder / file) for file in files]
         pytest = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments, *tests]
         results = run_ranks(_RANK, ranks, [str(report), *pytest], timeout=TIMEOUT, launcher="horovodrun")
-        print(f"--- {system}, rank 0\n{results[0].stdout[-6000:]}", file=sys.stderr)
+        said = "\n".join(text[-6000:] for text in (results[0].stdout, results[0].stderr))
+        print(f"--- {system}, rank 0\n{said}", file=sys.stderr)
         return outcomes([folder / f"report.{rank}" for rank in range(ranks)])
 
 
@@ -81,7 +82,8 @@ def compare(found: dict[str, dict[str, str]]) -> tuple[str, int]:
     ran = [name for name in ours if "skipped" not in (ours[name], theirs[name])]
     mine, others = ([name for name in ran if rows[name] == "passed"] for rows in (ours, theirs))
     lines.append(f"commsched {len(mine)} of {len(ran)}, Horovod {len(others)} of {len(ran)}")
-    return "\n".join(lines), int(not ran or bool(set(others) - set(mine)))
+    incomplete = not ran or "did not run" in (*ours.values(), *theirs.values())
+    return "\n".join(lines), int(incomplete or bool(set(others) - set(mine)))
 
 
 def main(words: list[str] | None = None) -> int:

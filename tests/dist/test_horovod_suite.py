@@ -71,6 +71,7 @@ def test_of_several_runs_the_worst_outcome_counts() -> None:
 
 def test_nothing_run_is_no_success() -> None:
     assert horovod_suite.compare({"commsched": {}, "Horovod": {}}) == ("commsched 0 of 0, Horovod 0 of 0", 1)
+    assert horovod_suite.compare({"commsched": {"test_a": "passed"}, "Horovod": {}})[1] == 1
 
 
 def test_a_source_package_has_no_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
