@@ -991,18 +991,17 @@ def average_weights(w: World, salt: int) -> Any:
 
 @action(0.25, legal=lambda w: not w.hooks)
 def trace(w: World, salt: int) -> Any:
-    x = models.batch(w.model.kind, w.seed)
+    """Trace a part of the model: the whole one would take as long as a whole program."""
     copies(w.params())  # nothing may wait for other ranks while this one has the lock
+    x = w.noise((2, WIDTH), salt)
     with models.JIT, torch.no_grad():
-        w.kept["traced"] = torch.jit.trace(
-            w.model, (x.to(w.dtype) if x.is_floating_point() else x,), check_trace=False
-        )
+        w.kept["traced"] = torch.jit.trace(w.model.body[salt % LAYERS], (x,), check_trace=False)
 
 
 @action(2, legal=lambda w: "traced" in w.kept, needs="trace")
 def use_traced(w: World, salt: int) -> Any:
     with torch.no_grad():
-        return w.kept["traced"](w.batch(salt))
+        return w.kept["traced"](w.noise((2, WIDTH), salt))
 
 
 @action(0.5, legal=lambda w: "second" not in w.kept and "graph" not in w.kept)
