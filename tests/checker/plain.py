@@ -119,7 +119,8 @@ class PlainMethods(Optimizer):
         ]
         sent = [None if g is None else self._sent(g.detach() * self._prescale) for g in mine]
         everyone = self._exchange((book.local, sent))
-        if self._wire is None or any(local for local, _ in everyone):
+        # On the wire gradients are rounded: those that were averaged since the last step are not sent again.
+        if self._wire is None or not book.fresh or any(local for local, _ in everyone):
             for p, c, grads in zip(params, common, zip(*(sent for _, sent in everyone))):
                 total = added(grads)
                 if total is not None:
@@ -185,7 +186,7 @@ class PlainMethods(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.book.consumed = False
         self._base.zero_grad(self, set_to_none)
-        self.book.changed = self.book.late = False
+        self.book.changed = self.book.late = self.book.fresh = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
         self.look()
 
@@ -208,7 +209,8 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.raised = book.local = book.ungathered = book.gathered = book.consumed = book.fresh = False
+            book.raised = book.local = book.ungathered = book.gathered = book.consumed = False
+            book.fresh = book.fresh and any(g is not None for g in grads)
             book.changed = book.changed and any(g is not None for g in grads)
             # Zeros that a step has used up are gone like other gradients.
             book.consumed = used_up and any(g is not None for g in grads)
