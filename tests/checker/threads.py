@@ -70,39 +70,6 @@ class Meeting:
         self._barrier.abort()
 
 
-class ThreadRanks(Ranks):
-    """The agreements among the threads of one job."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting = meeting
-        size = meeting.size
-        process_set: Any = SimpleNamespace(
-            rank=lambda: rank, size=lambda: size, included=lambda: True, ranks=None, process_set_id=0
-        )
-        super().__init__(process_set)
-
-    def share(self, value: Any) -> Any:
-        return self.all_values(value)[0]
-
-    def all_values(self, value: Any) -> list[Any]:
-        return [pickle.loads(text) for text in self.meeting.exchange(self.rank, pickle.dumps(value))]
-
-    def add_up(self, tensor: torch.Tensor, name: str) -> None:
-        values = self.all_values(tensor.clone())
-        tensor.copy_(torch.stack(values).sum(0))
-
-    def reduce_sparse(
-        self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
-    ) -> torch.Tensor:
-        present = [
-            g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None
-        ]
-        total = present[0] if present[0].is_sparse else present[0].to_sparse(1)
-        for other in present[1:]:
-            total = total + (other if other.is_sparse else other.to_sparse(1))
-        return (total / self.size if mean else total).coalesce()
-
-
 class Held:
     """What one rank has marked for sending, in all its backends, and the network has not taken."""
 
@@ -119,6 +86,40 @@ class Held:
             while self._marks:
                 mark, bucket = self._marks.popleft()
                 mark(bucket)
+
+
+class ThreadRanks(Ranks):
+    """The agreements among the threads of one job."""
+
+    def __init__(self, meeting: Meeting, rank: int, held: Held) -> None:
+        self.meeting, self._held = meeting, held
+        size = meeting.size
+        process_set: Any = SimpleNamespace(
+            rank=lambda: rank, size=lambda: size, included=lambda: True, ranks=None, process_set_id=0
+        )
+        super().__init__(process_set)
+
+    def share(self, value: Any) -> Any:
+        return self.all_values(value)[0]
+
+    def all_values(self, value: Any) -> list[Any]:
+        self._held.flush()
+        return [pickle.loads(text) for text in self.meeting.exchange(self.rank, pickle.dumps(value))]
+
+    def add_up(self, tensor: torch.Tensor, name: str) -> None:
+        values = self.all_values(tensor.clone())
+        tensor.copy_(torch.stack(values).sum(0))
+
+    def reduce_sparse(
+        self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
+    ) -> torch.Tensor:
+        present = [
+            g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None
+        ]
+        total = present[0] if present[0].is_sparse else present[0].to_sparse(1)
+        for other in present[1:]:
+            total = total + (other if other.is_sparse else other.to_sparse(1))
+        return (total / self.size if mean else total).coalesce()
 
 
 class LateBackend(Backend):
@@ -250,7 +251,7 @@ def late_backend(
     patience: float = PATIENCE,
 ) -> LateBackend:
     """Return the backend of one optimizer of one thread; ``stream``: the GPU's way, for CPU tensors."""
-    ranks, size = ThreadRanks(meeting, rank), meeting.size
+    ranks, size = ThreadRanks(meeting, rank, held), meeting.size
 
     def transport() -> Any:
         made = comm_core.DirectTransport(meeting.channel(rank), rank, size)
