@@ -346,6 +346,7 @@ class Round:
             inner = self.running > 0 or backward < self._backward or inside_a_backward()
             if inner:
                 self._backward = backward
+                self._additions += 1  # it may add to the same gradients
                 _EndOfBackward(self)
                 return
             self.end_of_backward(outermost=True)  # it ended without a gradient after those of an inner one
@@ -895,8 +896,9 @@ class Round:
                 self._abandon()
             elif self.state is State.SENT:
                 self.abandoned = True
+                waited_for = [] if self.mode.gathered else [g for g in self.travelling if not g.exposed]
                 self.mode.discard()
-                there = [g for g in self.travelling if self.used[g.number] and not g.touched]
+                there = [g for g in waited_for if self.used[g.number] and not g.touched]
             self._passes, self.samples, self._dirty = 0, 0, False
             for gradient in self.gradients:
                 gradient.clear, gradient.local = set_to_none or gradient.clear is True, None

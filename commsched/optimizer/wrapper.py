@@ -281,6 +281,8 @@ class DistributedMethods(Optimizer):
         now, ranks = self._session.round, self._session.backend.ranks
         with now.lock:
             if now.state is State.SENT:
+                now.leave_cleared()
+            if now.state is State.SENT:
                 raise ValueError(
                     "a weighted loss cannot add to gradients that are reduced already; accumulate several"
                     " backward passes with set_backward_passes_per_step() or no_sync(), or call step() or"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -203,7 +204,9 @@ def wrong_use_of_join_says_so(me: Me) -> None:
         said("did not call step()", lambda: values(p.grad for p in pair.model.parameters()))
     me.everybody()
     release(pair.optimizer)
-    hvd.join()  # rank 0 goes on with the join that it had begun
+    if me.rank == 0:
+        time.sleep(0.3)  # rank 1 joins
+    hvd.join()  # rank 0 goes on with the join that it had begun, although all ranks have joined by now
     assert int(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == me.size
 
 
