@@ -152,6 +152,10 @@ def dense(w: PlainWorld) -> bool:
     return w.model.kind != "sparse"
 
 
+def on_a_stream(w: PlainWorld) -> bool:
+    return w.options["stream"] or w.options["transport"] == "stream"
+
+
 def calm(w: PlainWorld) -> bool:
     """Whether gradients are the same on all ranks, so that changes have one meaning with op=Sum."""
     return not any(book.local and book.sums for book in w.books)
@@ -1027,7 +1031,8 @@ def script_part(w: World, salt: int) -> Any:
         "kind": dice.choice(["script", "parametrized", "bare", "complex", "complex", "lazy"]),
         "steps": dice.randint(1, 3),
     },
-    legal=lambda w: w.options["compression"] == "none",
+    # A CPU's stream blocks: a rank would wait in it while another one waits to make this optimizer.
+    legal=lambda w: w.options["compression"] == "none" and not on_a_stream(w),
     local=False,
 )
 def other_model(w: World, salt: int, kind: str, steps: int) -> Any:

@@ -391,7 +391,6 @@ def same_class(one: Failure, other: Failure | None) -> bool:
 def shrink(program: Program, failure: Failure, run: Run, seconds: float = 60.0) -> tuple[Program, Failure]:
     """Return a program with as few actions as can be that fails in the same way, and how it fails."""
     end = time.monotonic() + seconds
-    program = replace(program, steps=program.steps[: failure.step + 1])
 
     def still(candidate: Program) -> bool:
         nonlocal program, failure
@@ -404,6 +403,8 @@ def shrink(program: Program, failure: Failure, run: Run, seconds: float = 60.0) 
             return True
         return False
 
+    # A rank that is ahead may have made another one fail, so this is tried as well.
+    still(replace(program, steps=program.steps[: failure.step + 1]))
     before = None
     while before != program:
         before = program
