@@ -80,8 +80,9 @@ Update = Callable[[list[int]], None]
 # A parameter's entry in the flags that every round sums over the ranks: three counts of 20 bits.
 DENSE, SPARSE, LATE = 1, 1 << 20, 1 << 40
 
-# A rank's own entry. JOINED: it takes part with zeros until all have joined.
-STEPPED, RAISED, JOINED = 1, 2, 4
+# A rank's own entry, counts as well: an emulated network multiplies them by the number of ranks. JOINED: the
+# rank takes part with zeros until all have joined.
+STEPPED, RAISED, JOINED = 1, 1 << 20, 1 << 40
 
 _KEPT_WAITS = 4096  # more than one step has
 _KEPT_ROUNDS = 60
@@ -763,7 +764,7 @@ class Round:
 
         Where ranks had joined by the last round, and took a step after it, none is an error, too.
         """
-        stepped = {rank: flag & STEPPED for rank, flag in enumerate(by_rank) if not flag & JOINED}
+        stepped = {rank: bool(flag % RAISED) for rank, flag in enumerate(by_rank) if flag < JOINED}
         if some_joined and self.mode.steps_after_each_round and stepped and not any(stepped.values()):
             self.mode.finish_round()
             raise CommError(
@@ -991,4 +992,4 @@ class Round:
 
 
 def _ranks_with(flag: int, by_rank: Sequence[int]) -> list[int]:
-    return [rank for rank, flags in enumerate(by_rank) if flags & flag]
+    return [rank for rank, flags in enumerate(by_rank) if flags // flag % RAISED]
