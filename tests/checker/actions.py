@@ -77,6 +77,8 @@ def loss_spec(dice: random.Random, options: Args) -> Args:
         spec["twice"] = True
     if dice.random() < 0.15:
         spec["checkpointed"] = dice.choice(["reentrant", "not reentrant"])
+        if options["compression"] != "none":  # a second gradient would be rounded apart
+            spec["checkpointed"] = "not reentrant"
     if dice.random() < 0.15:
         spec["extra"] = dice.choice(["functional", "sum of weights"])
     return spec
