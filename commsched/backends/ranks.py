@@ -37,6 +37,7 @@ class Ranks:
         self._private: PrivateObjects | None = None
         self._orders = 0
         self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
+        self.own = slice(self.rank, self.rank + 1)  # the ranks for which this process answers
         # Root ranks are global ones, as in Horovod.
         self._root = min(process_set.ranks) if process_set.ranks else 0
 

@@ -153,9 +153,18 @@ class _BeforeForward:
     def __init__(self, hooks: Hooks | None, number: int, params: tuple[int, ...]) -> None:
         self._hooks, self._number, self._params = hooks, number, params
 
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if self._hooks is not None and not (self._hooks.graphs_wait and torch.compiler.is_compiling()):
-            self._hooks.before_forward(self._number, self._params)
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        hooks = self._hooks
+        if hooks is None or (hooks.graphs_wait and torch.compiler.is_compiling()):
+            return
+        if hooks.round.others:
+            after = hooks.after_others()
+            if after is not None:  # this hook has been replaced
+                for hook in list(module._forward_pre_hooks.values()):
+                    if isinstance(hook, _BeforeForward) and hook._hooks is after:
+                        hook(module, args)
+                return
+        hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, (None, -1, ())
@@ -203,11 +212,15 @@ class Hooks:
         modules: Sequence[Owner],
         graph_bytes: int | None = None,
         tied: TiedWeights | None = None,
+        outgrown: Callable[[], Callable[[], Hooks] | None] = lambda: None,
     ) -> None:
+        """``outgrown``: a weak reference to what makes a new plan for parameters that are trained now."""
         _hide_from_scripting()
         self.round = now
         self._tied = tied or TiedWeights(now, {}, {})
         self.graph_bytes = graph_bytes or 0
+        self._outgrown = outgrown
+        self._looked = -1  # the last round before which parameters outside of the plan were looked at
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
@@ -227,6 +240,22 @@ class Hooks:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(now.on_grad, i)))
         self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
         self.graphs_wait = compiled_graphs.follow(self, now.params)
+
+    def after_others(self) -> Hooks | None:
+        """Let a plan be made before a forward if parameters have been unfrozen; return its hooks.
+
+        Later is too late: without hooks of ours their gradients would stay on this rank until the step.
+        """
+        now = self.round
+        if self._looked == now.number or not now.can_be_replaced or not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return None
+        self._looked = now.number
+        if not any(param.requires_grad for param in now.others):
+            return None
+        make = self._outgrown()
+        return None if make is None else make()
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""

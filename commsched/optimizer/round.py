@@ -65,6 +65,7 @@ from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.payloads import Payload, Residuals, Tied, payload_of
 from commsched.optimizer.pending import (
     Access,
+    can_pend,
     clear_pending,
     has_alias,
     mark_pending,
@@ -205,7 +206,8 @@ class Round:
         self.deferred: Update | None = None
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
         self.repeated = False  # with gradients that came late
-        self.abandoned = False  # its backward has raised: nobody uses its sums
+        self.abandoned = False  # nobody uses its sums
+        self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
 
         # From round to round.
         self.stepped = False  # since the last round
@@ -225,6 +227,8 @@ class Round:
             Access(partial(self.complete, (i,)), partial(self.replaced, i), partial(self.cleared, i))
             for i in range(len(params))
         ]
+        self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
+        self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
         self._installed = self.closed = False
         mode.round = self
 
@@ -360,9 +364,14 @@ class Round:
         self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
 
+    def _is_there(self, gradient: Gradient) -> bool:
+        """Return whether ``p.grad`` stays what it is: no sum will take its place."""
+        touched = gradient.touched and self.state is State.SENT
+        return gradient.exposed or touched or self.mode.gathered
+
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a gradient stay on this rank until the next round."""
-        if not (gradient.exposed or self.mode.gathered):
+        if not self._is_there(gradient):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
         elif self.state is State.IDLE and not self.pending and not self.sums and not grad.is_sparse:
@@ -388,7 +397,7 @@ class Round:
         A backward without a step since the last one adds to what that one has reduced: plain PyTorch
         accumulates.
         """
-        if not (gradient.exposed or self.mode.gathered):
+        if not self._is_there(gradient):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
         self.leave_cleared()
@@ -410,7 +419,7 @@ class Round:
         self.number += 1
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
-        self.used, self.factor, self.repeated, self.abandoned = [], 1.0, False, False
+        self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
         for gradient in self.gradients:
             gradient.clear = gradient.sparse = gradient.late = None
             gradient.touched = False
@@ -608,14 +617,32 @@ class Round:
                     mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
             if unguarded:
                 self.complete(unguarded)
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean."""
+        for param in self.others:
+            if param.requires_grad and raw_grad(param) is not None and can_pend(param):
+                refuse = partial(self._refuse_other, param)
+                access = Access(refuse, partial(_set_grad, param), partial(_clear_grad, param))
+                mark_pending(param, access, only_grad=True)
+                self._refused.append(param)
+
+    def _refuse_other(self, param: nn.Parameter) -> None:
+        raise ValueError(
+            f"rank {self.ranks.rank}: the gradient of a parameter of shape {tuple(param.shape)} is read, and"
+            " it is this rank's alone, because the parameter was added or unfrozen after the last step; call"
+            " optimizer.synchronize() on all ranks first"
+        )
 
     def _send_flags(self) -> None:
-        flag, places, rank = self.flag, self.places, self.ranks.rank
+        flag, places, own = self.flag, self.places, self.ranks.own
         flag[places.samples] = self.samples
         flag[places.unweighted] = int(not self.samples and flag[: places.votes].any())
         flag[places.votes] = self.vote
-        flag[places.steps + rank] = STEPPED * self.stepped + RAISED * self.abandoned + JOINED * self.joined
-        flag[places.waits + rank] = self.waited
+        state = STEPPED * self.stepped + RAISED * self.abandoned + JOINED * self.joined
+        flag[places.steps : places.samples][own] = state
+        flag[places.waits :][own] = self.waited
         self.stepped, self.samples = False, 0
         self.backend.mark_ready(self.flags_bucket)
 
@@ -736,27 +763,28 @@ class Round:
         by_rank = flags[places.steps : places.samples]
         some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
         self.waits_of_ranks.append(flags[places.waits :])
-        self._check_raised(_ranks_with(RAISED, by_rank))
+        self.raised = _ranks_with(RAISED, by_rank)
+        self._check_raised()
         self._check_steps(by_rank, some_joined)
         self._weigh(flags[places.samples], flags[places.unweighted])
         if any(flag >= SPARSE for flag in used):
             self._reduce_outside(any(flag >= LATE for flag in used))
 
     def _reduce_outside(self, late: bool) -> None:
-        """Reduce what no bucket contained."""
+        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none."""
         used = self.used = [flag % LATE for flag in self.used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if (late or sparse) and not self.abandoned:
+        if (late or sparse) and not self.raised:
             self.mode.reduce_outside(late, sparse)
 
-    def _check_raised(self, raised: list[int]) -> None:
-        if raised and not self.abandoned and not self._all_cleared():
+    def _check_raised(self) -> None:
+        if self.raised and not self.abandoned and not self._all_cleared():
             self.mode.finish_round()
             raise CommError(
-                f"rank {self.ranks.rank}: the backward of {ranks_text(raised)} raised an exception, so this"
-                " step has incomplete gradients; catch the exception and call optimizer.zero_grad() on all"
-                " ranks, and step() on none"
+                f"rank {self.ranks.rank}: the backward of {ranks_text(self.raised)} raised an exception, so"
+                " this step has incomplete gradients; catch the exception and call optimizer.zero_grad() on"
+                " all ranks, and step() on none"
             )
 
     def _check_steps(self, by_rank: Sequence[int], some_joined: bool) -> None:
@@ -834,6 +862,11 @@ class Round:
     def all_arrived(self) -> bool:
         """Return whether nothing needs to be waited for."""
         return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0
+
+    @property
+    def can_be_replaced(self) -> bool:
+        """Whether a round of other parameters can take over now: nothing accumulates."""
+        return self.state is State.IDLE and not self._dirty and not self._passes
 
     def settle(self) -> None:
         """Apply every pending update. Does not affect a running backward."""
@@ -961,10 +994,21 @@ class Round:
     def drain(self) -> None:
         """Apply pending updates and show the last sums, before the end. Collective."""
         with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
             if self.state is State.RAISED:
                 self._abandon()
-            if self.state is State.SENT:
-                self.mode.end_round()
+            elif self.state is State.SENT:
+                try:
+                    self.wait_for_flags()
+                except CommError:
+                    if not self.raised:
+                        raise
+                if self.raised:  # the ranks whose backward has raised do the same
+                    self.abandoned = True
+                    self.mode.discard()
+                else:
+                    self.mode.end_round()
             self.complete_all()
 
     def leave(self) -> None:
@@ -982,6 +1026,8 @@ class Round:
         """Make the parameters ordinary again, and give the buckets back; pending results are lost."""
         with self.lock:
             self.closed, self.deferred, self.state = True, None, State.IDLE
+            for param in self._refused:
+                clear_pending(param)
             for gradient in self.gradients:
                 gradient.unclear = False
                 clear_pending(gradient.param)
@@ -989,6 +1035,16 @@ class Round:
                 gradient.place(None)
                 gradient.local = gradient.sparse = gradient.late = None
             self.mode.close()
+
+
+def _set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
+    set_raw_grad(param, grad)
+    clear_pending(param)
+    return True
+
+
+def _clear_grad(param: nn.Parameter, set_to_none: bool) -> bool:
+    return _set_grad(param, None if set_to_none else torch.zeros_like(param, requires_grad=False))
 
 
 def _ranks_with(flag: int, by_rank: Sequence[int]) -> list[int]:

@@ -8,7 +8,8 @@ or faster that a new plan is due, so that no rank decides alone. Soon after the 
 enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
 
 Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Parameters that are added,
-unfrozen or converted to another type get a new plan at the next step, over the same connections.
+unfrozen or converted to another type get a new plan at the next forward or step, over the same connections.
+Where that is too late, because a backward has begun, their gradients cannot be read before the step.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from commsched.optimizer.measuring import (
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.payloads import Residuals
+from commsched.optimizer.pending import raw_grad
 from commsched.optimizer.planner import Plan, Planner
 from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.round import Round, State
@@ -171,7 +173,9 @@ class Session:
         self.times = StepTimes(self.round, backend)
         self.install(self.planner.first(self.order))
         tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
-        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied)
+        outgrown = weakref.WeakMethod(self.outgrown)
+        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied, outgrown)
+        self._note_others()
         self._made_for = _kinds(params)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
@@ -189,6 +193,7 @@ class Session:
     def refresh(self, in_step: bool = False) -> None:
         """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
         optimizer = self._optimizer
+        self._note_others()
         if not in_step and self.round.state is not State.IDLE:
             return  # the next step does it
         trained = _trained(optimizer)
@@ -204,7 +209,10 @@ class Session:
                 return
         self._frozen_steps = 0
         before = self.round
-        if in_step and not optimizer._skip:
+        before.leave_cleared()
+        # A rank without data comes from its step(), the others from the forward or from theirs.
+        sent = self.backend.ranks.all_values(before.state is State.SENT)
+        if any(sent) and not optimizer._skip:
             before.require_sent()
         self.mode.finish_all()
         self.hooks.remove()
@@ -214,12 +222,18 @@ class Session:
         self.round.inherit(before)
         self._start()
 
+    def _note_others(self) -> None:
+        planned = {id(param) for param in self.round.params}
+        self.round.others = [p for p in self._optimizer._every_param() if id(p) not in planned]
+
+    def outgrown(self) -> Hooks:
+        """Make a new plan before a forward, for parameters that are trained now; return the new hooks."""
+        self.refresh()
+        return self.hooks
+
     def frozen_with_gradient(self) -> bool:
         """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
-        planned = {id(param) for param in self.round.params}
-        with torch._C.DisableTorchFunctionSubclass():
-            others = (p for p in self._optimizer._every_param() if id(p) not in planned)
-            return any(p.grad is not None for p in others)
+        return any(raw_grad(param) is not None for param in self.round.others)
 
     # -- plans -----------------------------------------------------------------------------------------------
 

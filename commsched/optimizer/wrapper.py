@@ -17,7 +17,7 @@ from commsched.collectives.reductions import Adasum
 from commsched.errors import CommError
 from commsched.optimizer.master_weights import load_unrounded
 from commsched.optimizer.options import Options, later_names
-from commsched.optimizer.pending import ordinary
+from commsched.optimizer.pending import clear_pending, clear_raw_grad, ordinary
 from commsched.optimizer.round import State
 from commsched.optimizer.session import Session
 from commsched.optimizer.sharded_step import ShardedStep
@@ -243,10 +243,9 @@ class DistributedMethods(Optimizer):
             self._base.zero_grad(self, set_to_none)
             return
         session.round.clear_grads(set_to_none)
-        planned = {id(p) for p in session.round.params}
-        for param in self._every_param():
-            if id(param) not in planned and param.grad is not None:
-                param.grad = None if set_to_none else param.grad.detach().zero_()
+        for param in session.round.others:
+            clear_raw_grad(param, set_to_none)
+            clear_pending(param)
 
     def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return a loss for ``backward()`` from the mean loss of this rank's samples.

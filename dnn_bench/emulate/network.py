@@ -30,6 +30,10 @@ def emulated_ranks(size: int) -> Any:
 class OneProcess(Ranks):
     """Ranks that all have this process's values, so they always agree."""
 
+    def __init__(self, process_set: Any) -> None:
+        super().__init__(process_set)
+        self.own = slice(0, self.size)
+
     def share(self, value: Any) -> Any:
         return value
 

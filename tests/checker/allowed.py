@@ -105,6 +105,14 @@ ROWS = (
         sure=False,
     ),
     Row(
+        "not planned",
+        ("read",),
+        lambda book: book.unplanned(),
+        (ValueError,),
+        ("added or unfrozen", "synchronize()"),
+        sure=False,
+    ),
+    Row(
         "closed",
         ("step", "synchronize"),
         lambda book: book.closed,

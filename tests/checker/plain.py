@@ -27,7 +27,8 @@ class Book:
     ``local``: some were accumulated on this rank alone. ``fresh``: averaged since a step. ``backwards``:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
-    ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised.
+    ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``unplanned``:
+    says whether a parameter that was unfrozen or added since the last step has a gradient.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: one
@@ -53,6 +54,7 @@ class Book:
     closed: bool = False
     paused: bool = False
     raised: bool = False
+    unplanned: Callable[[], bool] = lambda: False
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -71,6 +73,12 @@ class PlainMethods(Optimizer):
 
     def every_param(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def note_trained(self) -> None:
+        known = {id(p) for p in self.every_param() if p.requires_grad}
+        self.book.unplanned = lambda: any(
+            p.requires_grad and p.grad is not None and id(p) not in known for p in self.every_param()
+        )
 
     def before_backward(self) -> list[Any]:
         """Remember the sums that are not to be summed again; return marks of all gradients."""
@@ -161,12 +169,14 @@ class PlainMethods(Optimizer):
         )
         book.done = book.backwards = 0
         book.ungathered = book.gathered = book.vague = book.fresh = book.late = book.converted = False
+        self.note_trained()
         return result
 
     def synchronize(self) -> None:
         self._event("synchronize", self.book)
         self.average()
         self.book.ungathered, self.book.gathered = False, True
+        self.note_trained()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -196,6 +206,7 @@ class PlainMethods(Optimizer):
         self.average()
         if book.sharded and not book.gathered:
             book.ungathered = any(p.grad is not None for p in self.every_param())
+        self.note_trained()
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
     def close(self, wait: bool = True) -> None:
@@ -262,6 +273,7 @@ def plain_optimizer(
     early = sharded and options["early_step"]
     plain.book = Book(sharded, early, sums, options["passes"])
     plain._exchange, plain._event = exchange, event
+    plain.note_trained()
     plain._prescale = 1.0 / options["predivide"]
     plain._factor = 1.0 if sums else options["predivide"] / ranks
     plain._wire = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[options["compression"]]

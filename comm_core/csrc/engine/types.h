@@ -50,9 +50,14 @@ constexpr const char* dtype_name(DType type) {
 // RS reduce-scatter, AG all-gather, AR both.
 enum class Op : uint8_t { RS, AG, AR };
 
+// The op may come from another rank's message: one outside the plan has none of these numbers.
 constexpr const char* op_name(Op op) {
-  constexpr const char* names[] = {"RS", "AG", "AR"};
-  return names[static_cast<int>(op)];
+  switch (op) {
+    case Op::RS: return "RS";
+    case Op::AG: return "AG";
+    case Op::AR: return "AR";
+  }
+  return "an exchange outside the plan, after those";
 }
 
 struct PlanOp {

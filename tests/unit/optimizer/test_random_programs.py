@@ -72,6 +72,11 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
     ("backward raised", {}, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), STEP]),
     ("backward raised", SHARDS, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), BACKWARD]),
     ("inside its backward", {}, [TRAIN, ("add_hook", {"kind": "peek", "place": 1}), BACKWARD]),
+    (
+        "not planned",
+        {"frozen": 1},
+        [BACKWARD, ("unfreeze", {}), BACKWARD, ("read_grads", {"how": "norm", "gathered": False})],
+    ),
     ("closed", {}, [("close_and_go_on", {}), ("use_closed", {})]),
 ]
 
