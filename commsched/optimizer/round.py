@@ -364,16 +364,14 @@ class Round:
         self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
 
-    def _is_there(self, gradient: Gradient) -> bool:
-        """Return whether ``p.grad`` stays what it is: no sum will take its place."""
-        touched = gradient.touched and self.state is State.SENT
-        return gradient.exposed or touched or self.mode.gathered
-
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a gradient stay on this rank until the next round."""
-        if not self._is_there(gradient):
+        if not (gradient.exposed or self.mode.gathered):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
+            if gradient.touched and self.state is State.SENT:  # user code has cleared it: no sum will come
+                self.leave_cleared()
+                gradient.add_local()
         elif self.state is State.IDLE and not self.pending and not self.sums and not grad.is_sparse:
             self._keep_in_slot(gradient, grad)
         self._dirty = True
@@ -397,7 +395,7 @@ class Round:
         A backward without a step since the last one adds to what that one has reduced: plain PyTorch
         accumulates.
         """
-        if not self._is_there(gradient):
+        if not (gradient.exposed or self.mode.gathered):
             gradient.local = grad if gradient.local is None else gradient.local + grad
             set_raw_grad(gradient.param, None)
         self.leave_cleared()
@@ -957,6 +955,7 @@ class Round:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
+        self._additions = before._additions
         here = {id(param): i for i, param in enumerate(self.params)}
         places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}
         for number, i in places.items():

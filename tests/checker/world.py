@@ -214,6 +214,7 @@ class PlainWorld(World):
                 optimizer.before_backward()
             torch.autograd.backward(value)
         for optimizer in self.wrapped:
+            optimizer.book.local = True  # the sums of this batch are to be made
             optimizer.average()
         self.step()
         self.zero_grad()
