@@ -25,6 +25,7 @@ class Joining(Protocol):
     uses_carrier: bool  # its bytes travel as operations of the carrier
     ended: bool  # all of its ranks have joined
     failure: CommError | None  # its connections have failed
+    joined_last: set[int]  # ranks that have joined since the last step of another one
 
     def poll(self) -> None:
         """Take part in what the others have begun, without waiting for their next step."""
@@ -80,6 +81,9 @@ def join(device: int = -1) -> int:
             raise work.failure
     for work in agreed:
         work.end()
+        # The carrier may hear of several ranks at once, in any order.
+        if last not in work.joined_last and len(work.ranks_of_job) in (0, carrier().launch.size):
+            last = max(work.joined_last)
     if missed:
         raise missed[0]
     return last

@@ -67,6 +67,7 @@ class Joining:
         self.ended = False
         self._early: Sequence[int] = ()  # ranks that joined in an earlier round than the last one
         self._last = 0
+        self.joined_last: set[int] = set()  # ranks of the job
         self._in_step = False  # the flags of the others' round are known, its end is not
         self._steps = 0  # of the others
 
@@ -121,7 +122,8 @@ class Joining:
             now.wait_for_flags()
             self._in_step = len(ranks.joined) < ranks.size
         if not self._in_step:
-            self._last = max(set(ranks.joined) - set(self._early) or ranks.joined)
+            last = set(ranks.joined) - set(self._early) or set(ranks.joined)
+            self._last, self.joined_last = max(last), {ranks.global_rank(rank) for rank in last}
             self.ended = True
             return
         stepped = now.mode.follow()
