@@ -175,7 +175,8 @@ class PlainMethods(Optimizer):
     def synchronize(self) -> None:
         self._event("synchronize", self.book)
         self.average()
-        self.book.ungathered, self.book.gathered = False, True
+        self.book.ungathered = False
+        self.book.gathered = any(p.grad is not None for p in self.every_param())  # else the round is over
         self.note_trained()
 
     @contextmanager
