@@ -68,6 +68,9 @@ class Joining:
         self._early: Sequence[int] = ()  # ranks that joined in an earlier round than the last one
         self._last = 0
         self.joined_last: set[int] = set()  # ranks of the job
+        self._stepped: bool | None = (
+            None  # whether the step that this rank has followed was one; None: not yet
+        )
         self._in_step = False  # the flags of the others' round are known, its end is not
         self._steps = 0  # of the others
 
@@ -126,10 +129,12 @@ class Joining:
             self._last, self.joined_last = max(last), {ranks.global_rank(rank) for rank in last}
             self.ended = True
             return
-        stepped = now.mode.follow()
-        if stepped is None:
+        if self._stepped is None:
+            self._stepped = now.mode.follow()
+        if self._stepped is None or not now.is_here():
             return
-        self._in_step = False
+        stepped, self._stepped, self._in_step = self._stepped, None, False
+        now.settle()
         if stepped:
             self._steps += 1
             self._after_step()

@@ -857,6 +857,10 @@ class Round:
             return []
         return [b for b, done in enumerate(self.done) if not done and self.backend.is_gathered(b)]
 
+    def is_here(self) -> bool:
+        """Return whether everything that is pending can be completed without waiting."""
+        return not self.pending or len(self.arrived()) == self.done.count(False)
+
     def all_arrived(self) -> bool:
         """Return whether nothing needs to be waited for."""
         return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0

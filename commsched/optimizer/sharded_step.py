@@ -300,7 +300,7 @@ class ShardedStep(StepMode):
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Any, synchronous: bool) -> None:
+    def step(self, optimizer: Any, synchronous: bool, read: bool = True) -> None:
         """Update each bucket's shard once it is reduced, and start the all-gather of its parameters."""
         now = self.round
         now.mark("step")
@@ -321,7 +321,7 @@ class ShardedStep(StepMode):
             self._kept = self._gathered
             for gradient in now.gradients:
                 gradient.clear = None
-            self._end_round(stepped=True)
+            self._end_round(stepped=True, read=read)
         if synchronous:
             now.settle()
 
@@ -376,14 +376,16 @@ class ShardedStep(StepMode):
         self.shards.update(bucket, dict(zip(params, now.early_flags[bucket].tolist(), strict=False)))
         backend.mark_updated(bucket)
 
-    def _end_round(self, stepped: bool) -> None:
+    def _end_round(self, stepped: bool, read: bool = True) -> None:
+        """``read``: user code may read parameters from here on."""
         now = self.round
         now.deferred = self.shards.factor = None
         self._updated = stepped
         now.finish_step(stepped)
         self._gathered = False
         now.guard()
-        now.complete(now.readable_unnoticed())
+        if read:
+            now.complete(now.readable_unnoticed())
 
     def end_round(self) -> None:
         if self._early is None:
@@ -393,6 +395,10 @@ class ShardedStep(StepMode):
 
     def discard(self) -> None:
         """End the round without an update."""
+        self._begin_discard()
+        self.round.complete_all()
+
+    def _begin_discard(self, read: bool = True) -> None:
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
         else:
@@ -402,8 +408,7 @@ class ShardedStep(StepMode):
             self.backend.wait_reduced(bucket)
             if self._early is None:
                 self.backend.mark_updated(bucket)
-        self._end_round(stepped=False)
-        self.round.complete_all()
+        self._end_round(stepped=False, read=read)
 
     def finish_all(self) -> None:
         self.round.leave_cleared()
@@ -422,6 +427,8 @@ class ShardedStep(StepMode):
         """Do what the others do, on a rank that has joined, until they step (True) or discard the round.
 
         None: they have not said yet what they do next; call again. They may be busy with another optimizer.
+        Nothing here waits for the other ranks' updates: one that has joined may be in another optimizer's
+        round, and two that waited for each other there would wait for ever.
         """
         while (order := self.ranks.next_order()) is not None:
             what, value = order
@@ -429,10 +436,10 @@ class ShardedStep(StepMode):
                 self.clip_grad_norm_(*value)
             elif what == "step":
                 set_options(self._optimizer, value)
-                self.step(self._optimizer, synchronous=True)
+                self.step(self._optimizer, synchronous=False, read=False)
                 return True
             else:
-                self.discard()
+                self._begin_discard(read=False)
                 return False
         return None
 
