@@ -13,7 +13,7 @@ The way of a gradient, file by file::
 
 ``session`` owns the round, the hooks and the plans of one optimizer, and decides when to measure and to plan.
 ``planner`` agrees on a program with the other ranks, from times that ``measuring`` took. ``model_layers``
-maps parameters to the scheduler's layers, ``bucket_layout`` places them in flat buffers, and ``row_traffic``
+maps parameters to the scheduler's layers, ``buckets`` places them in flat buffers, and ``row_traffic``
 decides which embeddings travel by rows. ``reports`` tells the user what it costs.
 
 ``distributed`` has ``DistributedOptimizer``, ``options`` checks its arguments, and ``wrapper`` has the

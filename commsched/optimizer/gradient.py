@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from comm_core import alias_of, data_pointers, move_out, shares_storage, storage_holders
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.payloads import Payload
 from commsched.optimizer.pending import can_pend, clear_raw_grad, raw_grad, set_raw_grad
 

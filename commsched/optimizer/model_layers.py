@@ -17,7 +17,7 @@ from torch import nn
 
 from commsched.backends.interface import Scaling
 from commsched.collectives.compression import block_code
-from commsched.optimizer.bucket_layout import Layout, build_layout
+from commsched.optimizer.buckets import Layout, build_layout
 from commsched.optimizer.measuring import Sample
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.link import Link

@@ -16,7 +16,7 @@ from torch import nn
 from comm_core import changed_rows
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.bucket_layout import Buffers, Slice
+from commsched.optimizer.buckets import Buffers, Slice
 
 
 class Payload:

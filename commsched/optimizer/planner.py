@@ -24,7 +24,7 @@ from torch import nn
 import scheduler
 from commsched.backends.interface import Backend
 from commsched.env import settings
-from commsched.optimizer.bucket_layout import Layout
+from commsched.optimizer.buckets import Layout
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
 from commsched.optimizer.row_traffic import Owner, counted_rows, first_rows, sent_by_rows, tied_heads

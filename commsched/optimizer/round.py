@@ -59,7 +59,7 @@ from comm_core import foreign_users
 from commsched.backends.interface import Backend, Scaling, step_work
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, Slice
+from commsched.optimizer.buckets import Buffers, Slice
 from commsched.optimizer.gradient import Gradient, Sum, overlapping
 from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.payloads import Payload, Residuals, Tied, payload_of

@@ -21,7 +21,7 @@ from torch import nn
 
 from commsched.backends.interface import Backend
 from commsched.collectives.compression import block_code
-from commsched.optimizer.bucket_layout import Layout
+from commsched.optimizer.buckets import Layout
 from commsched.optimizer.model_layers import Model, Rows
 from commsched.optimizer.options import Options
 from scheduler.ir.link import Link

@@ -33,7 +33,7 @@ from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.initialization import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
 from commsched.optimizer.joining import Joining, check_can_join
 from commsched.optimizer.measuring import (

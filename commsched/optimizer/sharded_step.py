@@ -37,7 +37,7 @@ from comm_core import shares_storage, storage_holders
 from commsched.backends.interface import Backend
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient
 from commsched.optimizer.master_weights import HALVES, KEY, take_written
 from commsched.optimizer.payloads import State as OptimizerState

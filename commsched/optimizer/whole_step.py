@@ -21,7 +21,7 @@ from commsched.backends.interface import Backend
 from commsched.backends.ranks import ranks_text
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, Sum
 from commsched.optimizer.payloads import State as OptimizerState
 from commsched.optimizer.pending import ordinary, set_raw_grad

@@ -13,7 +13,7 @@ import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.interface import Scaling
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.hooks import Hooks, owners
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.payloads import Residuals

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.hooks import owners
 from commsched.optimizer.model_layers import Model, Rows
 from commsched.optimizer.options import Options

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commsched.optimizer.bucket_layout import ALIGN, Buffers, build_layout
+from commsched.optimizer.buckets import ALIGN, Buffers, build_layout
 from commsched.optimizer.whole_matrix import balanced, whole_buckets
 from scheduler.ir.buckets import Bucket, Piece, check_cover, fuse_by_bytes
 
