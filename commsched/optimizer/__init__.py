@@ -4,7 +4,7 @@ The way of a gradient, file by file::
 
     hooks                   autograd has accumulated it; ``compiled_graphs``: hooks inside compiled models
     round                   which backward it belongs to; put it into its slot, send the buckets that are full
-    gradient, payloads      all state of this one parameter; how it is written: dense, rows, blocks, two parts
+    gradient                all state of this one parameter; how it is written: dense, rows, blocks, two parts
     commsched.backends      reduce-scatter and all-gather between the ranks
     pending                 whoever reads the parameter, or ``p.grad``, waits for it
     round                   wait for its buckets, show the sum as ``p.grad``

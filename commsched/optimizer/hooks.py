@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from comm_core import instances_of
 from commsched.optimizer import compiled_graphs
-from commsched.optimizer.payloads import Tied
+from commsched.optimizer.gradient import Tied
 from commsched.optimizer.pending import PendingParameter, complete_value
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.row_traffic import Owner

@@ -34,6 +34,7 @@ from commsched.collectives.initialization import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
 from commsched.optimizer.joining import Joining, check_can_join
 from commsched.optimizer.measuring import (
@@ -47,7 +48,6 @@ from commsched.optimizer.measuring import (
 )
 from commsched.optimizer.model_layers import Model
 from commsched.optimizer.options import Options
-from commsched.optimizer.payloads import Residuals
 from commsched.optimizer.pending import raw_grad
 from commsched.optimizer.planner import Plan, Planner
 from commsched.optimizer.reports import StepReports, Timeline

@@ -38,9 +38,8 @@ from commsched.backends.interface import Backend
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
-from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.gradient import Gradient, OptimizerState
 from commsched.optimizer.master_weights import HALVES, KEY, take_written
-from commsched.optimizer.payloads import State as OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.round import State
 from commsched.optimizer.whole_matrix import WHOLE

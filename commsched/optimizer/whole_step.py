@@ -22,8 +22,7 @@ from commsched.backends.ranks import ranks_text
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
 from commsched.optimizer.buckets import Buffers
-from commsched.optimizer.gradient import Gradient, Sum
-from commsched.optimizer.payloads import State as OptimizerState
+from commsched.optimizer.gradient import Gradient, OptimizerState, Sum
 from commsched.optimizer.pending import ordinary, set_raw_grad
 from commsched.optimizer.round import LATE, SPARSE, Round, State, Update
 from scheduler.ir.program import Program
