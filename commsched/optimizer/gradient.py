@@ -1,4 +1,4 @@
-"""All state of one parameter's gradient: the memory in which user code sees it, and how it travels (``Payload``).
+"""All state of one parameter's gradient, the memory in which user code sees it, and how it travels.
 
 [Note: memory that users keep]
 A gradient travels in its slot, a part of a flat buffer. After a reduction ``p.grad`` is a tensor over the
@@ -235,10 +235,10 @@ def overlapping(params: Sequence[torch.Tensor]) -> set[int]:
 
 
 # -- how a gradient is put into its slot and travels from there ----------------------------------------------
-#
-# ``Payload`` is the ordinary one. It also serves embeddings that travel by rows: the engine leaves out rows of
-# zeros, whatever wrote the gradient. ``Blocks`` is for gradients that are quantised, ``Tied`` for weights of an
-# embedding and a head.
+
+# ``Payload`` is the ordinary one. It also serves embeddings that travel by rows: the engine leaves out rows
+# of zeros, whatever wrote the gradient. ``Blocks`` is for gradients that are quantised, ``Tied`` for weights
+# of an embedding and a head.
 
 
 class Payload:
@@ -293,7 +293,7 @@ class Payload:
 # -- in blocks -----------------------------------------------------------------------------------------------
 
 # In a state dict: what the reduced gradients of a parameter still lack.
-WIRE_RESIDUAL = "wire_residual"
+RESIDUAL = "wire_residual"
 
 OptimizerState = dict[Any, dict[str, Any]]
 
@@ -386,7 +386,10 @@ class Residuals:
                 self._own(whole, piece).add_(self._sums[piece.number])
         self._total(whole)
         views = {p: whole.view(p, whole.layout.slots[i]) for i, p in self.params.items()}
-        return {**state, **{p: {**state.get(p, {}), WIRE_RESIDUAL: v.clone()} for p, v in views.items() if v.any()}}
+        return {
+            **state,
+            **{p: {**state.get(p, {}), RESIDUAL: v.clone()} for p, v in views.items() if v.any()},
+        }
 
     def keep(self) -> None:
         """Put the residuals into the optimizer's state. Collective."""
@@ -403,7 +406,7 @@ class Residuals:
     def take(self) -> None:
         """Take residuals out of the optimizer's state: their owners send them with the next gradients."""
         state = self._state()
-        kept = {i: state[p].pop(WIRE_RESIDUAL) for i, p in self.params.items() if WIRE_RESIDUAL in state.get(p, {})}
+        kept = {i: state[p].pop(RESIDUAL) for i, p in self.params.items() if RESIDUAL in state.get(p, {})}
         for i in kept:
             if not state[self.params[i]]:
                 del state[self.params[i]]  # an entry without its own keys looks like a broken one
