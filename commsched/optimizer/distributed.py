@@ -29,8 +29,7 @@ from commsched.optimizer.options import (
     transport_for_blocks,
 )
 from commsched.optimizer.session import Session
-from commsched.optimizer.unplanned import Unplanned
-from commsched.optimizer.wrapper import DistributedMethods
+from commsched.optimizer.wrapper import DistributedMethods, Unplanned
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 

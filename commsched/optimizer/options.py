@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from commsched.backends import PLAIN, wanted_transport
 from commsched.collectives.compression import Compression
 from commsched.collectives.reductions import Adasum, Average, Sum
-from commsched.optimizer.master_weights import HALVES
+from commsched.optimizer.sharded_step import HALVES
 from scheduler.ir.program import Program
 
 
