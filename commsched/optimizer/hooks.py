@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from comm_core import instances_of
 from commsched.optimizer.gradient import Tied
 from commsched.optimizer.pending import CompiledParameter, PendingParameter, complete_value, keep_class
+from commsched.optimizer.planner import Owner
 from commsched.optimizer.round import Round, State
-from commsched.optimizer.row_traffic import Owner
 
 
 def owners(params: Sequence[nn.Parameter], model: nn.Module | None = None) -> list[Owner]:

@@ -46,14 +46,11 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.options import Options
 from commsched.optimizer.pending import raw_grad
-from commsched.optimizer.planner import Plan, Planner
+from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of
 from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
-from commsched.optimizer.whole_matrix import owners_of
 from commsched.optimizer.whole_step import StepMode, WholeStep
 from scheduler.ir.profile import Profile
 

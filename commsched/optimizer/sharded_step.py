@@ -14,7 +14,7 @@ So the sums make room for the updated parameters, and p.grad has no value after 
 until it is cleared. After ``synchronize()``, which gathers the sums, gradients are copied and stay.
 
 That is exact for optimizers that treat every element by itself. For others each parameter lies in one rank's
-shard, as a whole (``whole_matrix``). Some parameters are updated on every rank, from gathered sums: complex
+shard, as a whole (``planner.owners_of``). Some parameters are updated on every rank, from gathered sums: complex
 ones, and those that share memory with another one (``a.data = b.data``), whose updates build on each other.
 """
 
@@ -40,8 +40,8 @@ from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
+from commsched.optimizer.planner import WHOLE
 from commsched.optimizer.round import State
-from commsched.optimizer.whole_matrix import WHOLE
 from commsched.optimizer.whole_step import ELEMENTWISE, OptimizerView, StepMode, plain_math
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program

@@ -19,8 +19,8 @@ from commsched.collectives.handles import synchronize
 from commsched.collectives.process_sets import ProcessSet
 from commsched.collectives.reductions import Adasum, Sum
 from commsched.errors import CommError
-from commsched.optimizer.options import Options, later_names
 from commsched.optimizer.pending import clear_pending, clear_raw_grad, ordinary
+from commsched.optimizer.planner import Options
 from commsched.optimizer.round import State
 from commsched.optimizer.session import Session
 from commsched.optimizer.sharded_step import ShardedStep, load_unrounded
@@ -30,6 +30,12 @@ from scheduler.ir.profile import Profile
 Closure = Callable[[], Any]
 
 LARGEST = 1 << 31  # samples of all ranks in a step are fewer
+
+
+def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
+    """Return the names, with numbers for parameters that were added later."""
+    params = [param for group in param_groups for param in group["params"]]
+    return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
 
 
 class _Forwarded:

@@ -16,8 +16,7 @@ from commsched.backends.ranks import Ranks
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, owners
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.planner import Plan
+from commsched.optimizer.planner import Model, Plan
 from commsched.optimizer.round import Round
 from commsched.optimizer.whole_step import WholeStep
 from scheduler.ir.link import Link

@@ -10,7 +10,7 @@ from torch import nn
 
 import commsched as hvd
 from commsched.optimizer.gradient import RESIDUAL
-from commsched.optimizer.model_layers import travels_quantised
+from commsched.optimizer.planner import travels_quantised
 from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, case
 from tests.support.oracle import Oracle, batch

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.model_layers import travels_quantised
+from commsched.optimizer.planner import travels_quantised
 from commsched.optimizer.gradient import RESIDUAL
 from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, main
