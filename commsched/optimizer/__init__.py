@@ -12,8 +12,8 @@ The way of a gradient, file by file::
     sharded_step            or the update of this rank's shards; then the parameters are gathered
 
 ``session`` owns the round, the hooks and the plans of one optimizer, and decides when to measure and to plan.
-It also has the part of a rank that has run out of data (``Joining``). ``planner`` agrees on a program with the
-other ranks, from times that ``measuring`` took, and ``buckets`` places the parameters in flat buffers.
+It also has the part of a rank that has run out of data (``Joining``). ``planner`` agrees on a program with
+the other ranks, from times that ``measuring`` took, and ``buckets`` places the parameters in flat buffers.
 ``reports`` tells the user what it costs.
 
 ``distributed`` has ``DistributedOptimizer`` and checks its arguments. ``wrapper`` has the methods of the

@@ -14,7 +14,7 @@ So the sums make room for the updated parameters, and p.grad has no value after 
 until it is cleared. After ``synchronize()``, which gathers the sums, gradients are copied and stay.
 
 That is exact for optimizers that treat every element by itself. For others each parameter lies in one rank's
-shard, as a whole (``planner.owners_of``). Some parameters are updated on every rank, from gathered sums: complex
+shard, as a whole (``owners_of``). Some parameters are updated on every rank, from gathered sums: complex
 ones, and those that share memory with another one (``a.data = b.data``), whose updates build on each other.
 """
 
