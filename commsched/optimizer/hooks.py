@@ -231,7 +231,7 @@ class Hooks:
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
         # A module, or a piece of a compiled graph (None), and the layers that it is.
-        self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []  # None: a compiled graph
+        self.owners: list[tuple[nn.Module | None, tuple[int, ...]]] = []
         for number, (module, params) in enumerate(modules):
             before = _BeforeForward(self, number, params)
             here = self._tied.layers_of(module)
@@ -399,9 +399,7 @@ def _readers_of(params: Sequence[Any]) -> dict[Reader, tuple[int, ...]]:
     """Return the readers that follow some of these parameters, with their indices there."""
     readers: dict[Reader, list[int]] = {}
     for param in params:
-        entry = _entry_of(param)
-        reader = entry.reader() if entry is not None else None
-        if entry is not None and reader is not None:
+        if (entry := _entry_of(param)) is not None and (reader := entry.reader()) is not None:
             readers.setdefault(reader, []).append(entry.index)
     return {reader: tuple(indices) for reader, indices in readers.items()}
 
@@ -486,11 +484,7 @@ class _Size:
 
 
 def _size_of_pieces(gm: torch.fx.GraphModule, found: Mapping[str, Any]) -> _Size:
-    given = 0
-    for param in found.values():
-        entry = _entry_of(param)
-        reader = entry.reader() if entry is not None else None
-        given = given or (reader.graph_bytes if reader is not None else 0)
+    given = next((reader.graph_bytes for reader in _readers_of([*found.values()]) if reader.graph_bytes), 0)
     places = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name in found]
     to_come = {str(node.target): _bytes(found[node.name]) for node in places if not _is_table(node)}
     return _Size(given, sum(map(_bytes, found.values())), to_come)
@@ -536,9 +530,7 @@ def _wrap_dynamo() -> bool:
     @wraps(call_compiler)
     def call_in_pieces(output: Any, *args: Any, **kwargs: Any) -> Any:
         if output.export or not getattr(_depth, "value", 0):
-            return call_compiler(
-                output, *args, **kwargs
-            )  # a graph to look at, not to run here: it stays whole
+            return call_compiler(output, *args, **kwargs)  # to look at, not to run here: it stays whole
         backend = output.compiler_fn
         output.compiler_fn = _in_pieces(backend)
         try:

@@ -793,14 +793,14 @@ class Planner:
         if self.groups is None and self.owners is None:
             return self.options
         options = {key: value for key, value in self.options.items() if key != "bucket_bytes"}
+        kinds = [layer.group for layer in profile.layers]
         if self.groups is None:
             assert self.owners is not None
             owners = [0, *(self.owners[i] for i in order)]
-            kinds, limit = [layer.group for layer in profile.layers], self.options.get("bucket_bytes")
-            whole = whole_buckets(profile.sizes, kinds, owners, self.ranks.size, limit or BUCKET_BYTES)
+            limit = self.options.get("bucket_bytes", BUCKET_BYTES)
+            whole = whole_buckets(profile.sizes, kinds, owners, self.ranks.size, limit)
             return {**options, "buckets": in_backward_order(whole)}
         layer_of = {i: place + 1 for place, i in enumerate(order)}
-        kinds = [layer.group for layer in profile.layers]
         grouped = [sorted((layer_of[i] for i in group), reverse=True) for group in self.groups]
         taken = {layer for group in grouped for layer in group}
         rest = [0 if layer in taken else size for layer, size in enumerate(profile.sizes)]
