@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.collectives.sync_batch_norm import *
     from commsched.errors import *
     from commsched.optimizer.distributed import *
+    from commsched.optimizer.planner import register_whole_matrix as register_whole_matrix
     from commsched.optimizer.reports import *
     from commsched.optimizer.sharded_step import register_elementwise as register_elementwise
-    from commsched.optimizer.whole_matrix import register_whole_matrix as register_whole_matrix
     from commsched.optimizer.whole_step import register_separable as register_separable
 
 # Module -> the public names that it defines.
@@ -55,7 +55,7 @@ _HOMES = {
     "commsched.optimizer.distributed": "DistributedOptimizer",
     "commsched.optimizer.reports": "Metrics explain log_metrics metrics operations",
     "commsched.optimizer.sharded_step": "register_elementwise",
-    "commsched.optimizer.whole_matrix": "register_whole_matrix",
+    "commsched.optimizer.planner": "register_whole_matrix",
     "commsched.optimizer.whole_step": "register_separable",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -14,8 +14,7 @@ from commsched.backends.interface import Backend
 from commsched.collectives.initialization import local_size
 from commsched.collectives.process_sets import global_process_set
 from commsched.optimizer.measuring import across_ranks
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.planner import TimedLink
+from commsched.optimizer.planner import Model, TimedLink
 from scheduler.ir.link import Link
 
 # Larger messages show the link's rate; none may take longer than this many seconds.

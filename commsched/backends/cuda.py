@@ -44,7 +44,7 @@ from commsched.collectives.private_groups import data_connections
 from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
+from commsched.optimizer.buckets import Buffers, Layout, Slice
 from commsched.optimizer.measuring import Watch
 from commsched.process import failure_monitor
 

@@ -20,7 +20,7 @@ import torch
 
 from commsched.backends.ranks import Ranks
 from commsched.collectives.compression import block_code
-from commsched.optimizer.bucket_layout import ALIGN, Buffers
+from commsched.optimizer.buckets import ALIGN, Buffers
 from commsched.optimizer.measuring import Watch
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program

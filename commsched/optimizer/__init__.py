@@ -2,9 +2,9 @@
 
 The way of a gradient, file by file::
 
-    hooks                   autograd has accumulated it; ``compiled_graphs``: hooks inside compiled models
+    hooks                   autograd has accumulated it, also inside compiled models
     round                   which backward it belongs to; put it into its slot, send the buckets that are full
-    gradient, payloads      all state of this one parameter; how it is written: dense, rows, blocks, two parts
+    gradient                all state of this one parameter; how it is written: dense, rows, blocks, two parts
     commsched.backends      reduce-scatter and all-gather between the ranks
     pending                 whoever reads the parameter, or ``p.grad``, waits for it
     round                   wait for its buckets, show the sum as ``p.grad``
@@ -12,14 +12,10 @@ The way of a gradient, file by file::
     sharded_step            or the update of this rank's shards; then the parameters are gathered
 
 ``session`` owns the round, the hooks and the plans of one optimizer, and decides when to measure and to plan.
-``planner`` agrees on a program with the other ranks, from times that ``measuring`` took. ``model_layers``
-maps parameters to the scheduler's layers, ``bucket_layout`` places them in flat buffers, and ``row_traffic``
-decides which embeddings travel by rows. ``reports`` tells the user what it costs.
+It also has the part of a rank that has run out of data (``Joining``). ``planner`` agrees on a program with
+the other ranks, from times that ``measuring`` took, and ``buckets`` places the parameters in flat buffers.
+``reports`` tells the user what it costs.
 
-``distributed`` has ``DistributedOptimizer``, ``options`` checks its arguments, and ``wrapper`` has the
-methods of the wrapped optimizer.
-
-Special cases: ``joining`` (ranks that have run out of data), ``master_weights`` (float32 weights of
-half-precision shards), ``whole_matrix`` (each parameter is updated by one rank), and ``unplanned`` (gradients
-are reduced one by one, without buckets).
+``distributed`` has ``DistributedOptimizer`` and checks its arguments. ``wrapper`` has the methods of the
+wrapped optimizer, and reduces gradients one by one where buckets cannot carry them (``Unplanned``).
 """

@@ -29,8 +29,7 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.compression import block_code
 from commsched.env import Settings
 from commsched.optimizer.measuring import StepTimes, Watch
-from commsched.optimizer.model_layers import SHARE
-from commsched.optimizer.planner import Plan
+from commsched.optimizer.planner import SHARE, Plan
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 

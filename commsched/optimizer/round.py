@@ -59,10 +59,9 @@ from comm_core import foreign_users
 from commsched.backends.interface import Backend, Scaling, step_work
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, Slice
-from commsched.optimizer.gradient import Gradient, Sum, overlapping
+from commsched.optimizer.buckets import Buffers, Slice
+from commsched.optimizer.gradient import Gradient, Payload, Residuals, Sum, Tied, overlapping, payload_of
 from commsched.optimizer.measuring import Watch, profiled
-from commsched.optimizer.payloads import Payload, Residuals, Tied, payload_of
 from commsched.optimizer.pending import (
     Access,
     can_pend,

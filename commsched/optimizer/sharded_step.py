@@ -14,7 +14,7 @@ So the sums make room for the updated parameters, and p.grad has no value after 
 until it is cleared. After ``synchronize()``, which gathers the sums, gradients are copied and stay.
 
 That is exact for optimizers that treat every element by itself. For others each parameter lies in one rank's
-shard, as a whole (``whole_matrix``). Some parameters are updated on every rank, from gathered sums: complex
+shard, as a whole (``owners_of``). Some parameters are updated on every rank, from gathered sums: complex
 ones, and those that share memory with another one (``a.data = b.data``), whose updates build on each other.
 """
 
@@ -37,13 +37,11 @@ from comm_core import shares_storage, storage_holders
 from commsched.backends.interface import Backend
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.gradient import Gradient
-from commsched.optimizer.master_weights import HALVES, KEY, take_written
-from commsched.optimizer.payloads import State as OptimizerState
+from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Gradient, OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
+from commsched.optimizer.planner import WHOLE
 from commsched.optimizer.round import State
-from commsched.optimizer.whole_matrix import WHOLE
 from commsched.optimizer.whole_step import ELEMENTWISE, OptimizerView, StepMode, plain_math
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
@@ -914,3 +912,37 @@ class _ByElement:
     """Stands for a tensor with one value for each element of the parameter."""
 
     dtype: torch.dtype
+
+
+# -- float32 weights of half-precision shards ----------------------------------------------------------------
+
+# With ``master_weights=True`` each rank keeps float32 weights for its own shards. They are part of the
+# optimizer's state, under ``KEY``, once the first update has made them differ from the parameters. A master
+# is valid as long as it rounds to the parameter: where the parameter got another value (a broadcast, a loaded
+# model, ``p.mul_()``), that value replaces it.
+
+KEY = "master_weight"
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Replace the master's elements that do not round to the weight's."""
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+
+
+def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
+    """Load a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
+    given: dict[str, Any] = {}
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+    try:
+        load()
+    finally:
+        hook.remove()
+    names = chain.from_iterable(group["params"] for group in given["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    state = optimizer.__dict__["state"]
+    for name, param in zip(names, params, strict=True):
+        for key, value in given["state"].get(name, {}).items():
+            rounded = state[param][key]
+            if isinstance(value, torch.Tensor) and rounded.dtype in HALVES:
+                state[param][key] = value.to(rounded.device)

@@ -21,9 +21,8 @@ from commsched.backends.interface import Backend
 from commsched.backends.ranks import ranks_text
 from commsched.collectives.model_state import broadcast_parameters
 from commsched.collectives.objects import broadcast_object
-from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.gradient import Gradient, Sum
-from commsched.optimizer.payloads import State as OptimizerState
+from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Gradient, OptimizerState, Sum
 from commsched.optimizer.pending import ordinary, set_raw_grad
 from commsched.optimizer.round import LATE, SPARSE, Round, State, Update
 from scheduler.ir.program import Program

@@ -13,11 +13,10 @@ import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.interface import Scaling
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.bucket_layout import Buffers
+from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, owners
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.payloads import Residuals
-from commsched.optimizer.planner import Plan
+from commsched.optimizer.planner import Model, Plan
 from commsched.optimizer.round import Round
 from commsched.optimizer.whole_step import WholeStep
 from scheduler.ir.link import Link

@@ -10,7 +10,7 @@ import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import Device, StreamBackend
 from commsched.backends.interface import Scaling, StepWork
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.buckets import Buffers, build_layout
 from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
 from scheduler.ir.buckets import Bucket, Piece
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.master_weights import KEY, take_written
+from commsched.optimizer.sharded_step import KEY, take_written
 from tests.support.cases import Me, case, main
 from tests.support.masters import CastEachStep
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import Gradient
 from commsched.optimizer.sharded_step import Shards
 from scheduler.ir.buckets import fuse_by_bytes

@@ -9,7 +9,7 @@ import torch
 
 from comm_core import DirectTransport, Engine, PythonTransport, RingTransport, local_channels
 from commsched.backends.interface import Scaling, step_work
-from commsched.optimizer.bucket_layout import Buffers, Layout
+from commsched.optimizer.buckets import Buffers, Layout
 from commsched.optimizer.round import DENSE, LATE, SPARSE
 from scheduler.ir.actions import parse_actions
 from scheduler.ir.buckets import one_per_layer

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from commsched.optimizer.distributed import checked_names, group_indices
 from commsched.optimizer.measuring import Sample
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.options import checked_names, group_indices
-from commsched.optimizer.planner import Plan
+from commsched.optimizer.planner import Model, Plan
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile

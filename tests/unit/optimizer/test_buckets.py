@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commsched.optimizer.bucket_layout import ALIGN, Buffers, build_layout
-from commsched.optimizer.whole_matrix import balanced, whole_buckets
+from commsched.optimizer.buckets import ALIGN, Buffers, build_layout
+from commsched.optimizer.planner import balanced, whole_buckets
 from scheduler.ir.buckets import Bucket, Piece, check_cover, fuse_by_bytes
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
