@@ -132,6 +132,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "bench_link.py": {"--megabytes": "1", "--repeats": "1"},
     "bench_overlap.py": {"--megabytes": "1", "--repeats": "1"},
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
+    "tests.checker": {"--programs": lambda _: "8"},
 }
 # These are smaller wherever they stand.
 WORDS = {
