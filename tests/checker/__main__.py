@@ -71,6 +71,7 @@ def main() -> int:
     classes: Counter[str] = Counter()
     tally, findings = Tally(), Findings()
     failed, start = 0, time.monotonic()
+    print(f"programs from seed {seeds[0]} on {asked.ranks} ranks", flush=True)
     drawn = [draw(each, asked.ranks, only, fixed, asked.processes) for each in seeds]
     if asked.processes:
         outcomes = run_in_processes(drawn, asked.ranks)
@@ -177,6 +178,7 @@ def in_processes(program: Program) -> Failure | None:
 def report(program: Program, failure: Failure, again: Run | None) -> None:
     """Print a failing program, the smallest that fails like it if ``again`` can run it."""
     if again is not None:
+        print(f"seed {program.seed}: {failure.name}; looking for a smaller program", flush=True)
         program, failure = reduced(program, failure, again)
     print(f"\n{program}\n{failure}\n", flush=True)
 
