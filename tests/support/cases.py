@@ -14,6 +14,7 @@ through a store of their own.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
@@ -39,6 +40,8 @@ TESTS = Path(__file__).resolve().parents[1]
 PROGRAMS = TESTS / "dist" / "programs"
 PREFIX = "CASE "
 _PORT, _SEED = "CASES_PORT", "CASES_SEED"
+_LONG = 480.0
+"""Seconds after which ranks print where they are."""
 # Jobs that the search of one plan may place: a hundredth of the default. Cases compare results, which no plan
 # changes, and make hundreds of plans.
 SEARCH = 40_000
@@ -110,6 +113,7 @@ def main(name: str) -> None:
     """Runs the program's cases: those named on the command line, or all for this number of ranks."""
     if name != "__main__":
         return
+    faulthandler.dump_traceback_later(_LONG)
     # Plans are then made in this process: hundreds of cases need not start hundreds of children.
     import numba  # noqa: F401
     import torch
@@ -193,7 +197,7 @@ def launch(
     ranks: int,
     names: Sequence[str],
     env: Mapping[str, str] | None = None,
-    timeout: float = 600,
+    timeout: float = _LONG + 60,
     launcher: str = "torchrun-env",
     keep: Path | None = None,
 ) -> dict[str, list[str]]:
