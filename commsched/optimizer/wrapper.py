@@ -321,7 +321,9 @@ class DistributedMethods(Optimizer):
         if self._shards is not None:
             session = self._refreshed()
             session.round.require_sent()
-            return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+            norm = self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+            session.round.leave_empty()
+            return norm
         self._synchronize()
         return nn.utils.clip_grad_norm_(self._every_param(), max_norm, norm_type, error_if_nonfinite)
 

@@ -88,6 +88,27 @@ def test_a_listed_error_is_raised(name: str, options: dict[str, Any], steps: Ste
     assert set(tally.listed) == {name}
 
 
+FOUND: list[tuple[dict[str, Any], Steps]] = [
+    # A norm of no gradients begins no round, which the rank without data would step alone.
+    (
+        SHARDS,
+        [
+            ("clip", {"how": "optimizer", "sync": True}),
+            ("idle_rank", LOSS | {"rank": 1, "then": "step"}),
+        ],
+    ),
+]
+"""Programs that failed once, drawn at random."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("options", "steps"), FOUND)
+def test_what_random_programs_have_found(options: dict[str, Any], steps: Steps) -> None:
+    numbered = tuple((action, salt, False, arguments) for salt, (action, arguments) in enumerate(steps))
+    failure = run_on_threads(Program(1, {**PLAINEST, **options}, numbered))
+    assert failure is None, failure
+
+
 def test_every_listed_error_has_a_program() -> None:
     assert {name for name, _, _ in ENDS_WITH} == {row.name for row in ROWS}
 
