@@ -30,8 +30,41 @@ class TcpChannel(Channel):
 def abort_message(work: Any) -> None:
     """Abort a c10d group's send or receive: a thread in its wait() returns False."""
 
+def alias_of(
+    flat: Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a tensor over the elements of the flat tensor from `offset` on, with a storage of its own.
+
+    The storage reaches from the tensor's first to its last element and keeps the flat tensor's memory alive.
+    `offset` counts elements of `flat`, the strides those of the result: `dtype` may be another type of the
+    same memory, such as complex64 over pairs of float32. `record_stream()` of the result has no effect:
+    torch reuses the memory only once the flat tensor's storage ends.
+    """
+
 def changed_rows(part: Tensor, whole: Tensor, changed: Tensor) -> None:
     """Write into `changed` in how many rows, and which, `whole` has other bits than `part + 0`."""
+
+def data_pointers(tensors: list[Tensor]) -> list[int]:
+    """Return the address of each tensor's first element; 0 without elements or without a storage."""
+
+def foreign_users(parameters: list[Tensor]) -> list[int]:
+    """Return the indices of the parameters with `foreign_uses`."""
+
+def foreign_uses(parameter: Tensor) -> int:
+    """Return how many C++ references to a parameter exist besides its Python object and its AccumulateGrad.
+
+    Traced and scripted modules and DDP's reducer hold such references as long as they exist, views of the
+    parameter (their `_base`) too, and a graph in which the parameter is saved, up to its backward; with
+    `retain_graph=True` as long as the graph exists. Detached tensors, `.data`, hooks, Python's references,
+    copies and optimizers hold none.
+    """
+
+def gradients_held(parameters: list[Tensor]) -> list[int]:
+    """Return the indices of the parameters whose gradient something besides the parameter refers to.
+
+    That is a variable that holds `p.grad`, a view or a detached tensor of it, its storage, a NumPy array of
+    it, or a graph that saved it.
+    """
 
 def instances_of(type: type[_T]) -> list[_T]:
     """Return the instances of a class among all objects that the garbage collector knows."""
@@ -40,6 +73,13 @@ def lost_host(descriptor: int, address: str) -> str:
     """Return why the host of a keepalive connection is lost, "" if only its process has ended.
 
     Call it for a connection that poll() reports.
+    """
+
+def move_out(tensor: Tensor) -> None:
+    """Give the tensor's storage fresh memory with a copy of its bytes.
+
+    All tensors with this storage keep their values and leave the memory that they had. On a GPU the copy runs
+    in the current stream. Addresses taken before cannot follow: a NumPy array, DLPack, a captured CUDA graph.
     """
 
 def quantise_blocks(
@@ -54,6 +94,18 @@ def quantise_blocks(
     For each 256 float32 values: a float32 scale, then their codes, as `add_bucket(wire_dtype=)` sends them.
     `baseline`: with the code for any x86-64, though the processor may have more.
     """
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors have the same storage; False for sparse tensors."""
+
+def storage_holders(tensor: Tensor) -> int:
+    """Return how many tensors and storage objects refer to the tensor's storage; 0 for a sparse tensor.
+
+    Python variables of the same tensor object count once: see `gradients_held` for those.
+    """
+
+def storages_held(tensors: list[Tensor], expected: Sequence[int]) -> list[int]:
+    """Return the indices of the tensors whose `storage_holders` exceed the expected number."""
 
 def sum_blocks(
     parts: Sequence[Tensor], count: int, wire_dtype: torch.dtype, scale: float = 1.0, baseline: bool = False
@@ -105,6 +157,12 @@ class Transport:
     def size(self) -> int: ...
     def set_timeout(self, seconds: float) -> None: ...
     def abort(self, reason: str) -> None: ...
+    def close(self, reason: str = "the transport is closed") -> None:
+        """End operations in progress, and give back connections and memory.
+
+        Later operations raise the reason.
+        """
+
     def reduce_scatter(
         self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
     ) -> None:
@@ -211,8 +269,11 @@ class Engine:
         """Block until all steps begun so far are finished."""
 
     def abort(self, reason: str) -> None: ...
-    def close(self) -> None:
-        """End the thread and abort operations in flight. Never hangs."""
+    def close(self, reason: str = "the engine is closed") -> None:
+        """Abort operations in flight; give back the thread, the connections and the buckets' memory.
+
+        Never raises and never hangs. Later calls raise the reason; buckets that have arrived stay readable.
+        """
 
     def error(self) -> str | None: ...
     def events(self, clear: bool = True) -> npt.NDArray[np.void]:

@@ -20,12 +20,11 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
     from commsched.collectives.reductions import *
     from commsched.collectives.sync_batch_norm import *
     from commsched.errors import *
-    from commsched.optimizer.deferred_updates import *
     from commsched.optimizer.distributed import *
-    from commsched.optimizer.explanation import *
-    from commsched.optimizer.metrics import *
-    from commsched.optimizer.shards import *
-    from commsched.optimizer.whole_matrix import *
+    from commsched.optimizer.planner import register_whole_matrix as register_whole_matrix
+    from commsched.optimizer.reports import *
+    from commsched.optimizer.sharded_step import register_elementwise as register_elementwise
+    from commsched.optimizer.whole_step import register_separable as register_separable
 
 # Module -> the public names that it defines.
 _HOMES = {
@@ -34,7 +33,8 @@ _HOMES = {
         allgather allgather_async alltoall alltoall_async broadcast broadcast_ broadcast_async
         broadcast_async_ grouped_allgather grouped_allgather_async
     """,
-    "commsched.collectives.handles": "barrier join poll synchronize",
+    "commsched.collectives.handles": "barrier poll synchronize",
+    "commsched.collectives.joins": "join",
     "commsched.collectives.initialization": """
         ccl_built cross_rank cross_size cuda_built ddl_built engine_name gloo_built gloo_enabled init
         is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank
@@ -52,12 +52,11 @@ _HOMES = {
     """,
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
     "commsched.errors": "CommError HorovodInternalError",
-    "commsched.optimizer.deferred_updates": "register_separable",
     "commsched.optimizer.distributed": "DistributedOptimizer",
-    "commsched.optimizer.explanation": "explain operations",
-    "commsched.optimizer.metrics": "Metrics log_metrics metrics",
-    "commsched.optimizer.shards": "register_elementwise",
-    "commsched.optimizer.whole_matrix": "register_whole_matrix",
+    "commsched.optimizer.reports": "Metrics explain log_metrics metrics operations",
+    "commsched.optimizer.sharded_step": "register_elementwise",
+    "commsched.optimizer.planner": "register_whole_matrix",
+    "commsched.optimizer.whole_step": "register_separable",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -34,7 +34,7 @@ from typing import Any
 SERVERS = 2
 # Programs read these variables when they need them. Any other variable may have been read before the fork: by
 # Python, by torch or by the loader.
-LATE = ("COMMSCHED_", "CASES_", "PYTEST_", "RANK", "LOCAL_", "GROUP_", "WORLD_SIZE", "MASTER_", "DNN_BENCH_")
+LATE = tuple("COMMSCHED_ CASES_ PYTEST_ RANK LOCAL_ GROUP_ WORLD_SIZE MASTER_ DNN_BENCH_ SLURM".split())
 
 # The process that shares its servers, and the folder of their sockets.
 SHARED = "DNN_BENCH_FORK_SERVERS"

@@ -24,12 +24,13 @@ TEXT
 
 SMOKE=(
     tests/dist/test_collectives_launchers.py::test_torchrun
-    tests/dist/test_optimizer_bits.py
+    tests/dist/test_optimizer_cases.py
     tests/dist/test_pipeline_processes.py::test_profile_partition_train
     tests/dist/test_spatial_processes.py
 )
-# Selects the tests with two ranks: their names end with the number of ranks in brackets.
-TWO_RANKS='test_torchrun or test_profile_partition_train or 2]'
+# Selects the tests with two ranks (the names of cases end with the number of ranks), and of the optimizer's
+# cases those that compare bits.
+TWO_RANKS='test_torchrun or test_profile_partition_train or (2] and (optimizer_bits or spatial_runs))'
 # Enough for a CUDA build of torch, unpacked, and pip's downloads of it.
 NEEDED_GB=${COMMSCHED_MATRIX_GB:-16}
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler import policies, profiles
-from scheduler.bounds import lower_bound, split_bound, startup_bound
+from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate
@@ -23,8 +23,6 @@ RATIOS = (0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 10.0)
 
 STARTUPS = (0.0, 20e-6, 200e-6)
 ROUNDING = 1 + 1e-9
-SPLIT_GOAL = 1.03
-"""``optimal`` with weight gradients in places of their own, over the bound for them, without start-ups."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class Cell:
     ratios: dict[str, float]
     startup_bound: float
     buckets: int
-    split_bound: float | None = None
-    split: float | None = None
 
     @property
     def goal(self) -> float | None:
@@ -52,20 +48,16 @@ class Cell:
         where = f"{self.profile}, ratio {self.ratio:g}, start-up {self.startup * 1e6:g} us"
         if self.goal is not None and found > self.goal:
             yield f"{where}: optimal is at {found:.4f} of the bound, not within {self.goal}"
-        if self.split is not None and self.split_bound and not self.startup:
-            part = self.split / self.split_bound
-            if part > SPLIT_GOAL:
-                yield f"{where}: split, optimal is at {part:.4f} of its bound, not within {SPLIT_GOAL}"
         for name, other in self.ratios.items():
             if found > other * ROUNDING:
                 yield f"{where}: optimal is at {found:.6f} of the bound, {name} at {other:.6f}"
 
 
-def measure(profile: Profile, ratio: float, startup: float, split: bool = False) -> Cell:
+def measure(profile: Profile, ratio: float, startup: float) -> Cell:
     link = Link(startup, ratio * profile.compute / (2 * profile.total_bytes))
     bound = lower_bound(profile, link)
     plans = {name: policies.plan(profile, link, name) for name in policies.names()}
-    cell = Cell(
+    return Cell(
         profile.name,
         ratio,
         startup,
@@ -73,23 +65,16 @@ def measure(profile: Profile, ratio: float, startup: float, split: bool = False)
         startup_bound(profile, link) / bound,
         len(plans["optimal"].buckets),
     )
-    if not split:
-        return cell
-    plan = policies.plan(profile, link, "optimal", split_backward=True)
-    period = simulate(plan, profile, link).period
-    return replace(cell, split_bound=split_bound(profile, link) / bound, split=period / bound)
 
 
 def rows_of(cells: Sequence[Cell]) -> list[list[str]]:
     """Return the names of the columns and a row for each cell."""
     names = list(cells[0].ratios)
-    more = ["split_bound", "split"] if cells[0].split is not None else []
-    rows = [["profile", "ratio", "startup_us", *names, "startup_bound", "buckets", *more]]
+    rows = [["profile", "ratio", "startup_us", *names, "startup_bound", "buckets"]]
     for cell in cells:
         figures = [f"{cell.ratios[name]:.4f}" for name in names]
         place = [cell.profile, f"{cell.ratio:g}", f"{cell.startup * 1e6:g}"]
-        split = [f"{value:.4f}" for value in (cell.split_bound, cell.split) if value is not None]
-        rows.append([*place, *figures, f"{cell.startup_bound:.4f}", str(cell.buckets), *split])
+        rows.append([*place, *figures, f"{cell.startup_bound:.4f}", str(cell.buckets)])
     return rows
 
 
@@ -98,9 +83,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---:"] * len(head), *rows])
 
 
-def run(
-    names: Iterable[str], ratios: Sequence[float], startups: Sequence[float], split: bool = False
-) -> list[Cell]:
+def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
     """Prints a table for each profile as soon as it is complete, and returns all cells."""
     from rich.console import Console
     from rich.progress import track
@@ -111,7 +94,7 @@ def run(
         links = [(ratio, startup) for ratio in ratios for startup in startups]
         # On standard error, so that the tables can be kept in a file.
         shown = track(links, profile.name, console=Console(stderr=True), transient=True)
-        mine = [measure(profile, ratio, startup, split) for ratio, startup in shown]
+        mine = [measure(profile, ratio, startup) for ratio, startup in shown]
         print(f"{markdown(mine)}\n")
         cells += mine
     return cells
@@ -122,12 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("profiles", nargs="*", help="shipped names or files (default: all shipped ones)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--startups", type=float, nargs="+", default=STARTUPS, help="seconds")
-    text = "also with weight gradients in places of their own (needs SciPy)"
-    parser.add_argument("--split", action="store_true", help=text)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all cells here, as one table")
     options = parser.parse_args(arguments)
     try:
-        cells = run(options.profiles or profiles.names(), options.ratios, options.startups, options.split)
+        cells = run(options.profiles or profiles.names(), options.ratios, options.startups)
     except ValueError as error:
         print(f"scheduler.table: {error}", file=sys.stderr)
         return 2

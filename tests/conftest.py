@@ -16,6 +16,9 @@ from dnn_bench import fork_server
 from tests.support import needs
 from tests.support.launch import clean_environment
 
+# Some images set this. Every process that a test starts would compile torch's thousands of sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before anything imports torch or numpy: ranks started by tests share few cores. Ranks of tests and ranks of
 # dnn_bench have one environment, so that they come from the same servers.
 variables = clean_environment()
@@ -27,11 +30,25 @@ fork_server.share()
 # later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
 GRACE = float(os.environ.get("PYTEST_STUCK_GRACE", 60))
 STDERR = pytest.StashKey[int]()
+COLLECTED = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_collection_finish() -> None:
     """Let collections, and an optimizer's search for its modules, pass over everything imported so far."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, keep the tests of a file together, but those that name another group.
+
+    Runs before ``-m`` leaves tests out: where all are collected, note their names and marks.
+    """
+    if [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]:
+        config.stash[COLLECTED] = {i.nodeid: [mark.name for mark in i.iter_markers()] for i in items}
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,11 +1,13 @@
 """Runs Horovod's own test suite over commsched and, beside it, over Horovod itself.
 
-    python -m tests.horovod_suite CHECKOUT [--ranks 2] [--files test/parallel/test_torch.py] [-k EXPRESSION]
+    python -m tests.horovod_suite CHECKOUT [--ranks 2] [--runs 1] [--files FILE...] [-k EXPRESSION]
 
 CHECKOUT is a checkout of Horovod at the installed version; source packages leave the tests out. Once the
 files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.
-A test has passed where it passed on every rank. The last line is "commsched P of N, Horovod Q of N"; N leaves
-out what a system skips. The exit status is 1 where a test passes with Horovod alone.
+A test has passed where it passed on every rank. The last lines are the seconds that the runs took, and
+"commsched P of N, Horovod Q of N"; N leaves out what a system skips. The exit status is 1 where a test passes
+with Horovod alone, or did not run. ``--runs 20`` looks for rare hangs: it runs the files 20 times over
+commsched, and a test must pass each time.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -31,6 +34,11 @@ sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ['HOROVOD_RAN
 """
 
 
+def worst(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """The worse outcome of each test."""
+    return before | {name: max(before.get(name, one), one, key=_ORDER.index) for name, one in now.items()}
+
+
 def outcomes(reports: list[Path]) -> dict[str, str]:
     """The worst outcome that a rank reports of each test. A rank without a report has failed all of them."""
     found: dict[str, str] = {}
@@ -38,8 +46,7 @@ def outcomes(reports: list[Path]) -> dict[str, str]:
         for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
             kinds = {child.tag for child in case}
             now = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-            before = found.get(case.attrib["name"], "passed")
-            found[case.attrib["name"]] = max(before, now, key=_ORDER.index)
+            found = worst(found, {case.attrib["name"]: now})
     return found if all(map(Path.exists, reports)) else dict.fromkeys(found, "failed")
 
 
@@ -56,7 +63,8 @@ def run(checkout: Path, files: list[str], system: str, ranks: int, arguments: li
         report, tests = folder / "report", [str(folder / file) for file in files]
         pytest = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments, *tests]
         results = run_ranks(_RANK, ranks, [str(report), *pytest], timeout=TIMEOUT, launcher="horovodrun")
-        print(f"--- {system}, rank 0\n{results[0].stdout[-6000:]}", file=sys.stderr)
+        said = "\n".join(text[-6000:] for text in (results[0].stdout, results[0].stderr))
+        print(f"--- {system}, rank 0\n{said}", file=sys.stderr)
         return outcomes([folder / f"report.{rank}" for rank in range(ranks)])
 
 
@@ -74,7 +82,8 @@ def compare(found: dict[str, dict[str, str]]) -> tuple[str, int]:
     ran = [name for name in ours if "skipped" not in (ours[name], theirs[name])]
     mine, others = ([name for name in ran if rows[name] == "passed"] for rows in (ours, theirs))
     lines.append(f"commsched {len(mine)} of {len(ran)}, Horovod {len(others)} of {len(ran)}")
-    return "\n".join(lines), int(not ran or bool(set(others) - set(mine)))
+    incomplete = not ran or "did not run" in (*ours.values(), *theirs.values())
+    return "\n".join(lines), int(incomplete or bool(set(others) - set(mine)))
 
 
 def main(words: list[str] | None = None) -> int:
@@ -82,6 +91,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="horovod_suite", description=__doc__, formatter_class=form)
     parser.add_argument("checkout", type=Path, help="Horovod's sources, with their tests")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each run (default 2)")
+    parser.add_argument("--runs", type=int, default=1, help="runs over commsched (default 1)")
     parser.add_argument("--files", nargs="+", default=FILES, help=f"test files (default {' '.join(FILES)})")
     parser.add_argument("-k", dest="expression", help="run only the tests that match, as in pytest")
     options = parser.parse_args(words)
@@ -92,9 +102,18 @@ def main(words: list[str] | None = None) -> int:
         if WITH["Horovod"] not in path.read_text():
             parser.error(f"{path} does not say {WITH['Horovod']!r}: it is no test of horovod.torch")
     chosen = ["-k", options.expression] if options.expression else []
-    found = {system: run(options.checkout, options.files, system, options.ranks, chosen) for system in WITH}
+    found: dict[str, dict[str, str]] = {system: {} for system in WITH}
+    seconds: dict[str, list[float]] = {system: [] for system in WITH}
+    for system, runs in zip(WITH, (options.runs, 1), strict=True):
+        for _ in range(runs):
+            start = time.monotonic()
+            now = run(options.checkout, options.files, system, options.ranks, chosen)
+            seconds[system].append(time.monotonic() - start)
+            found[system] = worst(found[system], now)
     text, status = compare(found)
-    print(text)
+    *differences, last = text.splitlines()
+    times = [f"{system} {', '.join(f'{one:.0f}' for one in seconds[system])}" for system in WITH]
+    print(*differences, f"seconds: {'; '.join(times)}", last, sep="\n")
     return status
 
 

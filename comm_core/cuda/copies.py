@@ -46,7 +46,8 @@ class BucketCopy:
         # Gradients mostly come back at the same addresses, so the table in device memory rarely changes.
         self._table = torch.zeros(max(tensors, 1), dtype=torch.int64, device=bucket.device)
         self._addresses: list[int] = []
-        self._stream: Any = None  # the one that was current last time
+        # The stream that wrote or read the table last: now it fills in zeros.
+        self._stream = current_stream(bucket.device)
 
     def pack(self, tensors: Tensors, scale: float = 1.0) -> None:
         """Write scale * tensors into the bucket; a tensor that is None counts as zeros."""
@@ -75,14 +76,15 @@ class BucketCopy:
 
         A change travels through pinned memory, which torch keeps until it has arrived.
         """
-        # Kernels on the stream that was current last time may still read the table. Compare streams, not
-        # their numbers: torch makes a new stream of the default one's number, which is 0.
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        # Kernels on another stream may still read the table, or the first one fill it. Compare streams,
+        # not their numbers: torch makes a new stream of the default one's number, which is 0.
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
         if addresses != self._addresses:
             self._addresses = addresses
-            source = torch.tensor(addresses, dtype=torch.int64)
+            source = torch.tensor(addresses, dtype=torch.int64, device="cpu")
             self._table[: len(addresses)].copy_(
                 source.pin_memory() if self._table.is_cuda else source, non_blocking=True
             )

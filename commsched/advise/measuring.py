@@ -9,13 +9,12 @@ import torch
 
 from commsched.advise.forecast import Measurement, Times, slowdown_of
 from commsched.advise.observation import observe
-from commsched.backends.choice import backend_for
+from commsched.backends import backend_for
 from commsched.backends.interface import Backend
 from commsched.collectives.initialization import local_size
 from commsched.collectives.process_sets import global_process_set
-from commsched.optimizer.link_timing import TimedLink
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.profiling import across_ranks
+from commsched.optimizer.measuring import across_ranks
+from commsched.optimizer.planner import Model, TimedLink
 from scheduler.ir.link import Link
 
 # Larger messages show the link's rate; none may take longer than this many seconds.

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import commsched
-from commsched.backends.cuda_device import device_of
+from commsched.backends.cuda import device_of
 from commsched.optimizer.hooks import forward_order, owners
-from commsched.optimizer.layer_timing import Watch
-from commsched.optimizer.profiling import Sample, combine, iteration_times
+from commsched.optimizer.measuring import Sample, Watch, combine, iteration_times
 
 WARM_UP = 2  # DDP arranges its buckets anew after the first step
 ALONE = 4  # steps without communication, of which the first is ignored

@@ -1,4 +1,9 @@
-"""The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own."""
+"""The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own.
+
+The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own,
+``gloo`` like ``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the
+launcher keep start-up and control whatever moves the bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,22 @@ import numpy.typing as npt
 import torch
 
 import comm_core
-from commsched.backends.interface import Backend, StepWork
+from commsched.backends.interface import Backend, StepWork, as_real, write_into
 from commsched.backends.ranks import Ranks
-from commsched.backends.transports import OVER_GROUPS, make_transport
-from commsched.collectives.current_carrier import epoch
+from commsched.collectives.current_carrier import carrier, epoch
+from commsched.collectives.data_movement import allgather
+from commsched.collectives.private_groups import data_channel, private_group
 from commsched.collectives.process_sets import ProcessSet, registered_id
+from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
+
+NAMES = ("direct", "ring", "gloo", "horovod")
+OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
+
+# Up to this many ranks `direct` is faster; beyond it, the fewer connections of a ring win.
+_LARGEST_DIRECT = 8
 
 # Elements per rank of the message that precedes each timed one.
 _FILLER = 1 << 16
@@ -30,11 +43,11 @@ _channels: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(lambda: ite
 
 
 def new_channel(process_set: ProcessSet) -> int:
-    """Return a number that no other connections of this process set use."""
+    """Return a number that no other connections of this process set use: the same one on all of its ranks."""
     return next(_channels[epoch(), registered_id(process_set)])
 
 
-class _Translated:
+class _EngineErrorsAsCommErrors:
     """A context manager that turns the engine's errors into ``CommError``; cheaper than a generator."""
 
     def __enter__(self) -> None:
@@ -45,7 +58,15 @@ class _Translated:
             raise CommError(str(error)) from None
 
 
-translated = _Translated()
+engine_errors_as_comm_errors = _EngineErrorsAsCommErrors()
+
+
+def closed_text(rank: int) -> str:
+    """Return the error of marks and waits after an orderly close()."""
+    return (
+        f"rank {rank}: the optimizer is closed, and its connections with it: make a new DistributedOptimizer"
+        " to train on"
+    )
 
 
 class EngineBackend(Backend):
@@ -58,12 +79,12 @@ class EngineBackend(Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
         self._outside = 0  # all-gathers outside of the steps
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
 
     def install(self, work: StepWork) -> None:
         engine, gathered, scaling = self.engine, work.gathered, work.scaling
-        with translated:
+        with engine_errors_as_comm_errors:
             engine.wait_all()
             engine.clear_buckets()
             for piece in work.buffers.layout.slices:
@@ -71,16 +92,17 @@ class EngineBackend(Backend):
                 sent, sums = work.residuals.get(piece.number, (None, None))
                 # Parameters, another bucket's gradients that this one corrects, or (None) its own.
                 target = (work.buffers.corrected if gathered is None else gathered.bucket)(piece.number)
+                numbers = 2 if data.is_complex() else 1  # of an element
                 engine.add_bucket(
-                    data,
-                    gather=target,
+                    as_real(data),
+                    gather=None if target is None else as_real(target),
                     wire_dtype=scaling.wire_type(data.dtype) if sent is None else scaling.wire_dtype,
                     prescale=scaling.before,
                     postscale=scaling.after,
                     needs_update=gathered is not None,
                     name=f"bucket {piece.number}",
-                    ends=piece.ends,
-                    row=piece.row,
+                    ends=[end * numbers for end in piece.ends],
+                    row=piece.row * numbers,
                     sent_residual=sent,
                     sum_residual=sums,
                     changed=work.changed.get(piece.number),
@@ -90,12 +112,14 @@ class EngineBackend(Backend):
             engine.install(work.order)
 
     def begin_step(self) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.begin_step()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
         if grad.data_ptr() != slot.data_ptr():
             slot.copy_(grad)
+        else:
+            write_into(slot, grad)
 
     def mark_ready(self, bucket: int) -> None:
         try:
@@ -104,32 +128,35 @@ class EngineBackend(Backend):
             raise CommError(str(error)) from None
 
     def mark_updated(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.mark_updated(bucket)
 
     def wait_reduced(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.wait_rs(bucket)
 
     def wait_gathered(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.wait_ag(bucket)
 
     def is_gathered(self, bucket: int) -> bool:
-        with translated:
+        with engine_errors_as_comm_errors:
             return self.engine.ag_done(bucket)
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         """All-gather now. The engine must be idle or wait for an update: both use the transport."""
         self._outside += 1
-        with translated:
-            self._transport.all_gather(buffer, step=-self._outside, ends=list(ends))
+        numbers = 2 if buffer.is_complex() else 1
+        ends = [end * numbers for end in ends]
+        with engine_errors_as_comm_errors:
+            self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
         transport, unit = self._transport, self.ranks.size * 64
-        data, filler = torch.zeros(-(-size // (4 * unit)) * unit), torch.zeros(self.ranks.size * _FILLER)
+        lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
+        data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
-        with translated:
+        with engine_errors_as_comm_errors:
             for _ in range(3):
                 # A shaped link sends at full speed after a pause: this message uses that burst up.
                 transport.all_gather(filler)
@@ -142,18 +169,78 @@ class EngineBackend(Backend):
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         return self.engine.events(clear)
 
+    def failure(self) -> str | None:
+        return self.engine.error()
+
     def abort(self, reason: str) -> None:
         self.engine.abort(reason)
 
     def close(self, orderly: bool = True) -> None:
-        self.engine.close()
+        failure_monitor.unregister(self)
+        self.engine.close(
+            f"rank {self.ranks.rank}: the optimizer is closed, and its connections with it: make a new"
+            " DistributedOptimizer to train on"
+        )
+
+
+def choose(name: str | None, size: int) -> str:
+    """Return the transport of argument or ``COMMSCHED_TRANSPORT``, else the fastest for ``size`` ranks."""
+    wanted = (name or settings().transport or "auto").lower()
+    if wanted == "auto":
+        return "direct" if size <= _LARGEST_DIRECT else "ring"
+    if wanted not in NAMES:
+        raise ValueError(f"there is no transport {wanted!r}; the transports are auto, {', '.join(NAMES)}")
+    return wanted
+
+
+def make_transport(
+    name: str | None, process_set: ProcessSet, channel: int, timeout: float
+) -> tuple[str, Any]:
+    """Return the transport's name and object. Collective: every rank of the process set must call."""
+    rank, size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
+    chosen = choose(name, size)
+    transport: Any
+    if chosen == "horovod":
+        transport = comm_core.PythonTransport(HorovodCollectives(process_set))
+    else:
+        kind = comm_core.RingTransport if chosen == "ring" else comm_core.DirectTransport
+        link: Any
+        if chosen == "gloo":
+            link = comm_core.C10dChannel(private_group(process_set, channel))
+        else:
+            link = data_channel(process_set, channel=channel)
+        transport = kind(link, rank, size)
+    transport.set_timeout(timeout)
+    return chosen, transport
+
+
+class HorovodCollectives:
+    """Horovod's operations with the interface of the engine's Python transport: blocking, in place."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        if carrier().name != "horovod":
+            raise ValueError(
+                "transport='horovod' needs Horovod to carry this job; start it with horovodrun or set"
+                " COMMSCHED_RUNTIME=horovod"
+            )
+        self._process_set = process_set
+        self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
+
+    def scatter_sum(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
+        shard.copy_(reducescatter(full, op=Sum, name=name, process_set=self._process_set))
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
+        full.copy_(allgather(shard, name=name, process_set=self._process_set))
+
+    def sum(self, full: torch.Tensor, name: str) -> None:
+        allreduce_(full, op=Sum, name=name, process_set=self._process_set)
 
 
 def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBackend:
     """Return the engine over new connections among the ranks of a process set. Collective."""
-    timeout = settings().timeout
-    name, carrier = make_transport(transport, process_set, new_channel(process_set), timeout)
-    backend = EngineBackend(Ranks(process_set), name, carrier, timeout)
+    timeout, number = settings().timeout, new_channel(process_set)
+    name, exchange = make_transport(transport, process_set, number, timeout)
+    backend = EngineBackend(Ranks(process_set, number), name, exchange, timeout)
     if name in OVER_GROUPS:  # the other transports notice a lost rank themselves
         failure_monitor.register(backend, process_set.ranks or ())
     return backend

@@ -1,43 +1,611 @@
 """The backend for buckets in a GPU's memory: streams and NCCL move them, and the host does not wait.
 
-The flags, which hold what every rank's host has done, stay on the host and a CPU backend sums them. So
-reading them never waits for the GPU, and the hosts notice a lost rank while their GPUs hang.
+- ``Device``: streams and events. ``CudaDevice`` uses torch's; ``Device`` itself serves CPU tensors.
+- ``Memory``: the memory of buckets, torch's or registered with NCCL (COMMSCHED_NCCL_REGISTER=1).
+- ``StreamSchedule``: the operations of a step on the communication stream, in the plan's order.
+- ``StreamBackend``: the backend. The flags, which hold what every rank's host has done, stay on the host and
+  a CPU backend sums them. So reading them never waits for the GPU, and the hosts notice a lost rank while
+  their GPUs hang.
+
+The host enqueues an operation once all earlier ones are enqueued and an event marks its input. The stream
+runs the operations one after the other, each after its input's event. A stream that needs a result waits for
+the result's event, so that the host never waits::
+
+    backward stream   B3 pack(0)* B2 pack(1)* B1
+                               |          |
+    comm stream                RS0 ...... RS1 AG1* AG0*
+                                                |    |
+    forward stream                 F0(waits AG0, update) F1(waits AG1, update)
 """
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
+from comm_core import OPS, EngineError
 from comm_core.cuda import BucketCopy, Region
-from commsched.backends.cpu import engine_backend, new_channel
-from commsched.backends.cuda_collectives import Collectives, collectives_for
-from commsched.backends.cuda_device import Device, Stream, device_of
-from commsched.backends.cuda_memory import Memory, memory_for
-from commsched.backends.cuda_peers import PeerConnections
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
-from commsched.backends.interface import Backend, StepWork
+from commsched.backends.cpu import closed_text, engine_backend, new_channel
+from commsched.backends.interface import Backend, StepWork, as_real, is_in_slot, write_into
+from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
+from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.private_groups import data_connections
 from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.bucket_layout import Buffers, Layout, Slice
-from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.buckets import Buffers, Layout, Slice
+from commsched.optimizer.measuring import Watch
 from commsched.process import failure_monitor
 
-_TIMED_EXCHANGES = 5
-# Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
+Stream = Any
+Event = Any
+
+# Seconds. CUDA returns the time between two events in single precision, which is 0.2 ms after an hour.
+_LONGEST_SPAN = 5.0
+_LOOK_AGAIN = 1e-3
+# Seconds to wait for the GPU when registered memory is given back for good, and after an exception in the
+# script: other ranks may never join a collective.
+_PATIENCE_AT_THE_END = 5.0
 _PATIENCE_AFTER_AN_ERROR = 5.0
+_TIMED_EXCHANGES = 5
+_KEPT_OPERATIONS = 1 << 13
+
 _NO_BUFFERS = Buffers(Layout({}, [], {}), {})
+# What an exchange raises when another rank is gone or the backend was aborted.
+_FAILURES = (EngineError, torch.distributed.DistError, CommError)
+
+_log = logging.getLogger("commsched")
+
+_RECORD = np.dtype(
+    [
+        ("step", "i8"),
+        ("op", "i4"),
+        ("bucket", "i4"),
+        ("ready", "f8"),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("bytes", "i8"),
+    ]
+)
+
+
+class Device:
+    """One device with streams; this class is the CPU, where operations end when their calls return.
+
+    ``comm`` is the stream that all communication runs on. Tests have devices of their own, which run streams
+    in any legal order and report accesses that no event orders.
+    """
+
+    comm: Stream = "host"
+    asynchronous = False  # whether operations end later than their calls
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> Stream:
+        """Return the stream on which the calling thread computes."""
+        return "host"
+
+    def record(self, stream: Stream) -> Event:
+        """Put a mark after all operations on the stream and return it."""
+        return time.monotonic()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Make later operations on the stream run after the mark. Does not block the host."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Return a context in which operations go onto this stream."""
+        return nullcontext()
+
+    def has_passed(self, event: Event) -> bool:
+        """Return whether everything before the mark is done."""
+        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
+
+    def finished(self, patience: float) -> bool:
+        """Wait until the communication stream has finished; False after ``patience`` seconds."""
+        end, latest = self.record(self.comm), time.monotonic() + patience
+        while self.asynchronous and not self.has_passed(end):
+            if time.monotonic() > latest:
+                return False
+            time.sleep(_LOOK_AGAIN)
+        return True
+
+    def moment(self, event: Event) -> float:
+        """Wait for the mark; return when it was passed, in seconds of ``time.monotonic()``."""
+        return float(event)
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do not reuse the tensor's memory before the stream has finished all operations it has now."""
+
+    def is_capturing(self) -> bool:
+        """Return whether operations are recorded into a CUDA graph and not run."""
+        return False
+
+
+class CudaDevice(Device):
+    """One GPU, with torch's streams."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        # High priority: a collective's few blocks start as soon as any block of the backward has ended.
+        self.comm = torch.cuda.Stream(self.device, priority=-1)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record(torch.cuda.current_stream(self.device))
+        self._start.synchronize()
+        self._began = time.monotonic()
+
+    def current(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def has_passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def moment(self, event: Event) -> float:
+        event.synchronize()
+        moment = self._began + self._start.elapsed_time(event) / 1e3
+        if moment > self._began + _LONGEST_SPAN:
+            self._start, self._began = event, moment
+        return moment
+
+    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def device_of(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else Device(device)
+
+
+class Memory:
+    """torch's memory, which needs no registration."""
+
+    def room(self) -> AbstractContextManager[Any]:
+        """Return the context in which the next plan's buckets are allocated."""
+        return nullcontext()
+
+    def take_over(self) -> None:
+        """Free the former plan's buckets, after those of the next plan were allocated."""
+
+    def forget(self) -> None:
+        """Drop the registrations, which ended when the group was aborted."""
+
+    def close(self) -> None:
+        """Free registered memory."""
+
+
+def can_register(group: Any, device: torch.device) -> bool:
+    """Return whether torch, NCCL and the GPU can register memory with the ``ProcessGroupNCCL``."""
+    known = hasattr(torch.cuda, "MemPool") and hasattr(group, "mem_allocator")
+    return known and bool(group.supports_tensor_alloc(device))
+
+
+class RegisteredMemory(Memory):
+    """Memory registered with ``group``, a ``ProcessGroupNCCL``.
+
+    NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
+    sums. Every rank must use the same places of its registered memory in a collective. So each plan has a
+    pool of its own, which is filled in the order of the plan's layout and therefore alike on all ranks.
+    """
+
+    def __init__(self, group: Any, exchange: Exchange, device: Device, timeout: float) -> None:
+        self._group, self._device, self._timeout = group, device, timeout
+        self._next: Any = None  # the pool that is being filled
+        self._registered: Any = None
+        # NCCL connects with the first collective and registers only once it is connected.
+        with device.on(device.comm), torch.no_grad():
+            exchange.all_gather(torch.zeros(group.size(), dtype=torch.float32, device=device.device))
+
+    def room(self) -> AbstractContextManager[Any]:
+        if self._next is None:
+            self._next = self._new_pool()
+        return self._within(self._next)
+
+    def take_over(self) -> None:
+        if not self._give_back(self._timeout):
+            raise CommError(
+                f"rank {self._group.rank()}: the GPU did not end its communication in {self._timeout:g} s,"
+                " so that a new plan cannot start; is another rank gone? (COMMSCHED_TIMEOUT sets the time)"
+            )
+        if self._next is not None:
+            self._group.register_mem_pool(self._next)
+        self._registered, self._next = self._next, None
+
+    def forget(self) -> None:
+        self._registered = None
+
+    def close(self) -> None:
+        # Wait briefly: after an exception other ranks may never join. Closing the group deregisters too.
+        self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
+
+    def _give_back(self, patience: float) -> bool:
+        """Free the former pool, but wait first for the operations that use it."""
+        device = self._device
+        if self._registered is None:
+            return True
+        device.wait(device.comm, device.record(device.current()))  # which has read what has arrived
+        if not self._device.finished(patience):
+            return False
+        self._group.deregister_mem_pool(self._registered)
+        self._registered = None
+        return True
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.MemPool(self._group.mem_allocator)
+
+    def _within(self, pool: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.use_mem_pool(pool, self._device.device)
+
+
+def memory_for(ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> Memory:
+    asked = settings().nccl_register == "1"
+    if not isinstance(exchange, NcclExchange):
+        if asked:
+            _warn_unregistered(f"buckets do not travel over NCCL, but {exchange.name}")
+        return Memory()
+    ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
+    if not asked:
+        return Memory()
+    able = ranks.all_values(can_register(exchange.group, device.device))
+    unable = [rank for rank, can in enumerate(able) if not can]
+    if unable:
+        _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
+        return Memory()
+    return RegisteredMemory(exchange.group, exchange, device, timeout)
+
+
+def _warn_unregistered(reason: str) -> None:
+    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)
+
+
+@dataclass
+class StreamBucket:
+    """``data`` is reduced (as ``wire``, if that has another type); ``gather``, else ``data``, is gathered."""
+
+    data: torch.Tensor
+    wire: torch.Tensor | None = None
+    gather: torch.Tensor | None = None
+    postscale: float = 1.0
+    events: dict[str, Event] = field(default_factory=dict)  # ready, reduced, updated, gathered
+
+    @property
+    def travels(self) -> torch.Tensor:
+        return self.data if self.wire is None else self.wire
+
+
+class StreamSchedule:
+    """Puts the operations of every step onto a device's communication stream, in one order."""
+
+    def __init__(self, device: Device, exchange: Exchange, rank: int, size: int) -> None:
+        self.device, self.exchange = device, exchange
+        self.rank, self.size = rank, size
+        self.order: list[tuple[str, int]] = []
+        self.buckets: list[StreamBucket] = []
+        self.step = 0
+        self._next = 0
+        self._last: Event | None = None  # the end of the operation before
+        self._log: deque[tuple[int, str, int, Event, Event, Event, int]] = deque(maxlen=_KEPT_OPERATIONS)
+
+    def install(self, order: Sequence[tuple[str, int]], buckets: Sequence[StreamBucket]) -> None:
+        """Replace the order of every step, between two steps."""
+        self.order, self.buckets = list(order), list(buckets)
+        self._next = len(self.order)
+
+    def close(self) -> None:
+        """Drop the buckets, and the events of the log."""
+        self.install((), ())
+        self._log.clear()
+        self._last = None
+
+    def begin_step(self) -> None:
+        if self.device.is_capturing():
+            raise CommError(
+                f"rank {self.rank}: a step with commsched cannot be captured into a CUDA graph: in every step"
+                " the ranks' hosts tell each other which parameters were used, and a graph has no host;"
+                " capture the model's forward and backward without the optimizer's hooks, or use one rank"
+            )
+        self.check_ended()
+        self.step += 1
+        self._next = 0
+        for bucket_ in self.buckets:
+            bucket_.events.clear()
+
+    def check_ended(self) -> None:
+        """Raise unless all operations of the step were started."""
+        if self._next < len(self.order):
+            op, bucket = self.order[self._next]
+            raise CommError(
+                f"rank {self.rank}: step {self.step} ended before {op} of bucket {bucket} was started"
+            )
+
+    # -- hand-overs, from the thread that computes -----------------------------------------------------------
+
+    def mark(self, bucket: int, what: str) -> None:
+        """Allow a ``ready`` or ``updated`` bucket to be sent after all operations on the current stream."""
+        if what in self.buckets[bucket].events:
+            raise ValueError(
+                f"rank {self.rank}: a bucket is marked {what} once in each step, but bucket {bucket} was"
+                f" marked twice in step {self.step}"
+            )
+        self.buckets[bucket].events[what] = self.device.record(self.device.current())
+        while self._next < len(self.order):
+            op, number = self.order[self._next]
+            gathers = "reduced" if self.buckets[number].gather is None else "updated"
+            event = self.buckets[number].events.get("ready" if op != "AG" else gathers)
+            if event is None:
+                return
+            self._next += 1
+            self._start(op, number, event)
+
+    def wait(self, bucket: int, what: str) -> None:
+        """Make the current stream wait until this rank's shard is ``reduced``, or the bucket ``gathered``."""
+        event = self.buckets[bucket].events.get(what)
+        if event is not None:
+            self.device.wait(self.device.current(), event)
+        elif self.step:  # before the first step everything is where it belongs
+            raise CommError(
+                f"rank {self.rank}: bucket {bucket} is waited for and is not {what} in step {self.step}:"
+                f" {self._next} of {len(self.order)} operations were started"
+            )
+
+    def gather_now(self, buffer: torch.Tensor) -> None:
+        """All-gather outside of the plan, after all operations started so far. Collective."""
+        device, current = self.device, self.device.current()
+        device.wait(device.comm, device.record(current))
+        with device.on(device.comm), torch.no_grad():
+            self.exchange.all_gather(buffer)
+        device.wait(current, device.record(device.comm))
+        device.uses(buffer, device.comm)
+
+    def is_gathered(self, bucket: int) -> bool:
+        """Return whether the device has gathered the bucket."""
+        event = self.buckets[bucket].events.get("gathered")
+        return event is not None and self.device.has_passed(event)
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def _start(self, op: str, number: int, after: Event) -> None:
+        device, bucket = self.device, self.buckets[number]
+        device.wait(device.comm, after)
+        with device.on(device.comm), torch.no_grad():
+            if op != "AG":
+                self._reduce(bucket)
+            if op != "RS":
+                self._gather(bucket)
+            end = device.record(device.comm)
+        if op != "AG":
+            bucket.events["reduced"] = end
+        if op != "RS":
+            bucket.events["gathered"] = end
+        size = bucket.travels.numel() * bucket.travels.element_size()
+        self._log.append(
+            (self.step, op, number, after, after if self._last is None else self._last, end, size)
+        )
+        self._last = end
+
+    def _reduce(self, bucket: StreamBucket) -> None:
+        self.exchange.reduce_scatter(bucket.travels, bucket.postscale)
+        if bucket.wire is not None and bucket.gather is not None:
+            self._shard(bucket.data).copy_(self._shard(bucket.wire))
+
+    def _gather(self, bucket: StreamBucket) -> None:
+        if bucket.gather is not None:
+            self.exchange.all_gather(bucket.gather)
+            return
+        self.exchange.all_gather(bucket.travels)
+        if bucket.wire is not None:
+            bucket.data.copy_(bucket.wire)
+
+    def _shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor.numel() // self.size
+        return tensor.narrow(0, self.rank * part, part)
+
+    # -- the log ---------------------------------------------------------------------------------------------
+
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        """Return the operations of earlier steps like ``comm_core.Engine.events()``, in device times."""
+        done = [entry for entry in self._log if entry[0] < self.step]
+        rows = []
+        for step, op, bucket, *marks, size in done:
+            ready, before, end = map(self.device.moment, marks)
+            # An operation starts when the one before it ends: a mark of its own would cost the host time.
+            rows.append((step, OPS.index(op), bucket, ready, max(ready, before), end, size))
+        if clear:
+            for _ in done:
+                self._log.popleft()
+        return np.array(rows, _RECORD)
+
+
+@dataclass(slots=True)
+class Offer:
+    """A gradient where autograd has written it, and how many buckets are still to be packed from it."""
+
+    grad: torch.Tensor
+    unread: int
+
+
+class Packing:
+    """Writes the gradients of a step into their buckets: one launch for all gradients of a bucket.
+
+    [Note: lifetime of a gradient]
+    A gradient is offered where autograd has written it, and each bucket that holds a part of it is packed
+    from there. A tensor may lie in several buckets, which are marked in any order::
+
+        put(t)              the offer holds the gradient; nothing is copied
+        mark_ready(1)       bucket 1 is packed from it on stream P, after the stream on which it was computed
+        mark_ready(0)       so is bucket 0, the last one: the offer is dropped
+
+    Dropping the last reference lets torch's allocator give the memory to a later operation on the stream of
+    the gradient. Where that is not P, ``Device.uses`` (record_stream) makes the allocator wait for P.
+
+    A gradient that cannot be packed as it lies in memory (another type or order, an unresolved conjugate, or
+    memory of the buckets themselves, which other buckets overwrite) is copied into its slot at once.
+
+    Slots and buckets are written on any stream, but not before the step before this one has done with them.
+    The stream that begins the step waits for that; each other stream waits for that moment before it first
+    writes here.
+    """
+
+    def __init__(
+        self, device: Device, buffers: Buffers, buckets: Sequence[StreamBucket], scale: float
+    ) -> None:
+        self._device, self._layout, self._scale = device, buffers.layout, scale
+        # Where the buckets' memory begins and ends.
+        self._memory = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in buffers.flat.values()]
+        self._slots = {
+            i: as_real(buffers.flat[slot.group].narrow(0, slot.offset, slot.numel))
+            for i, slot in buffers.layout.slots.items()
+        }
+        self._complex = {
+            i for i, slot in buffers.layout.slots.items() if buffers.flat[slot.group].is_complex()
+        }
+        self._copies = [self._copy_of(*pair) for pair in zip(buffers.layout.slices, buckets, strict=True)]
+        # Whether a bucket is packed even if all of its gradients are in their slots.
+        self._changes = [scale != 1.0 or bucket.wire is not None for bucket in buckets]
+        self._offers: dict[int, Offer] = {}
+        self._written_on: dict[int, Stream] = {}  # where each gradient was computed, or its slot written
+        self._packed: set[int] = set()
+        self._began_on: Stream = device.current()
+        self._begun: Event = device.record(self._began_on)
+        self._entered: set[Stream] = set()
+
+    def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
+        regions = []
+        for place, i in enumerate(piece.params):
+            slot, numbers = self._layout.slots[i], 2 if i in self._complex else 1
+            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
+            fields = start - slot.offset, start - piece.start, stop - start
+            regions.append(Region(place, *(numbers * field for field in fields)))
+        return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
+
+    def begin(self) -> None:
+        """Begin a step: the current stream may write into all slots."""
+        self._offers.clear()
+        self._written_on.clear()
+        self._packed.clear()
+        self._entered.clear()
+        self._began_on = self._device.current()
+        self._begun = self._device.record(self._began_on)
+
+    def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
+        self._check_unsent(param)
+        current = self._device.current()
+        if param in self._written_on:
+            self._follow((param,), current)
+        self._offers.pop(param, None)
+        if self._can_stay(grad, slot):
+            self._offers[param] = Offer(grad, len(self._layout.slots[param].buckets))
+        elif not is_in_slot(grad, slot):
+            self._enter(current)
+            write_into(slot, grad)
+        self._written_on[param] = current
+
+    def _can_stay(self, grad: torch.Tensor, slot: torch.Tensor) -> bool:
+        address = grad.data_ptr()
+        for start, stop in self._memory:
+            if start <= address < stop:
+                return False
+        alike = grad.stride() == slot.stride() and grad.dtype == slot.dtype
+        return alike and not (grad.is_conj() or grad.is_neg())
+
+    def take_back(self, param: int, slot: torch.Tensor) -> None:
+        self._check_unsent(param)
+        current = self._device.current()
+        self._enter(current)
+        self._follow((param,), current)
+        offer = self._offers.pop(param, None)
+        if offer is not None:
+            slot.copy_(offer.grad)
+            self._has_read(param, offer, current)
+        self._written_on[param] = current
+
+    def _check_unsent(self, param: int) -> None:
+        if self._packed.isdisjoint(self._layout.slots[param].buckets):
+            return
+        bucket = next(b for b in self._layout.slots[param].buckets if b in self._packed)
+        raise ValueError(
+            f"a gradient may change until the first of its buckets is marked ready, but bucket {bucket},"
+            f" which holds parameter {param}, was marked in this step"
+        )
+
+    def pack(self, bucket: int) -> None:
+        """Write the bucket's gradients into what travels, on the current stream."""
+        params, current = self._layout.slices[bucket].params, self._device.current()
+        self._enter(current)
+        self._follow(params, current)
+        offers = [self._offers.get(i) for i in params]
+        if self._changes[bucket] or any(offers):
+            sources = [
+                self._slots[i] if offer is None else self._real(i, offer)
+                for i, offer in zip(params, offers, strict=True)
+            ]
+            with torch.no_grad():
+                self._copies[bucket].pack(sources, self._scale)
+        self._packed.add(bucket)
+        for i, offer in zip(params, offers, strict=True):
+            if offer is not None:
+                self._has_read(i, offer, current)
+                offer.unread -= 1
+                if not offer.unread:
+                    del self._offers[i]
+
+    def _real(self, param: int, offer: Offer) -> torch.Tensor:
+        return torch.view_as_real(offer.grad) if param in self._complex else offer.grad
+
+    def _enter(self, current: Stream) -> None:
+        """Let the current stream, which is to write here, wait for the step's begin."""
+        if current != self._began_on and current not in self._entered:
+            self._device.wait(current, self._begun)
+            self._entered.add(current)
+
+    def _follow(self, params: Sequence[int], current: Stream) -> None:
+        """Let the current stream wait for those on which these gradients were written."""
+        for stream in dict.fromkeys(self._written_on[i] for i in params if i in self._written_on):
+            if stream != current:
+                self._device.wait(current, self._device.record(stream))
+
+    def _has_read(self, param: int, offer: Offer, current: Stream) -> None:
+        if current != self._written_on[param]:
+            self._device.uses(offer.grad, current)
 
 
 class StreamBackend(Backend):
-    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU."""
+    """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU.
+
+    [Note: lifetime of a plan's memory]
+    Buckets, wire buffers and the tables of ``Packing`` are allocated on the stream that installs the plan.
+    They are read and written on that of the exchanges, those of the backward, and those that complete
+    parameters. Before ``install()`` and ``close()`` drop them, the stream of the allocation waits for all of
+    these: the exchanges of a bucket run after it was packed, and ``updates_issued()`` lets the stream of the
+    user's steps wait for each stream that has completed parameters.
+    """
 
     can_step_early = False  # a thread of its own has no place in a device's streams
 
@@ -45,34 +613,44 @@ class StreamBackend(Backend):
         self,
         host: Backend,
         device: Device,
-        collectives: Collectives,
+        exchange: Exchange,
         memory: Memory | None = None,
         peers: PeerConnections | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.host, self.streams, self.collectives = host, device, collectives
+        self.host, self.streams, self.exchange = host, device, exchange
         self.ranks, self.device = host.ranks, device.device
-        self.name = f"{collectives.name}, flags over {host.name}"
+        self.name = f"{exchange.name}, flags over {host.name}"
         self.memory = memory or Memory()
-        self.schedule = StreamSchedule(device, collectives, self.ranks.rank, self.ranks.size)
+        self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
-        self._failure: str | None = None
-        self._offers: dict[int, torch.Tensor] = {}  # gradients to be packed, by parameter
-        self._stream_of: dict[int, Stream] = {}  # where each gradient was computed
-        self._home = device.current()
+        self._failure: str | None = None  # the reason of the first failure, or that of the end
+        self._closing = self._ended = False
+        self._home = self._allocated_on = device.current()
+        self._no_plan()
+
+    def _no_plan(self) -> None:
+        nowhere = Device(torch.device("cpu"))  # asks nothing of a GPU, which may have failed
+        self._packing, self._first_flags = Packing(nowhere, _NO_BUFFERS, [], 1.0), 0
 
     # -- failures --------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """End every wait with an error, also the host's waits for the GPU."""
-        self._fail(reason)
-        warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
+        if not self._ended:
+            self._fail(reason)
+            warnings.warn(f"{reason}. What this rank's GPU computed since is wrong", stacklevel=2)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> CommError:
+        """End every wait; return the error of marks and waits from now on."""
         self._failure = self._failure or reason
         self.host.abort(reason)
         self.memory.forget()
-        self.collectives.abort(reason)
+        self.exchange.abort(reason)
+        return CommError(self._failure)
+
+    def failure(self) -> str | None:
+        return self._failure or self.host.failure()
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -80,114 +658,103 @@ class StreamBackend(Backend):
 
     # -- plans -----------------------------------------------------------------------------------------------
 
-    def room(self) -> AbstractContextManager[Any]:
-        return self.memory.room()
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        with super().room(), self.memory.room():
+            yield
 
     def install(self, work: StepWork) -> None:
+        self._check()
+        self.schedule.check_ended()
         self.host.install(StepWork([("AR", 0)], _NO_BUFFERS, work.flags))
-        self._layout, self._flat, self._scaling = work.buffers.layout, work.buffers.flat, work.scaling
-        buckets = []
-        self._copies = []
-        for piece in self._layout.slices:
+        layout, buckets = work.buffers.layout, []
+        for piece in layout.slices:
             data = work.buffers.bucket(piece.number)
             kind = work.scaling.wire_type(data.dtype)
             with self.room():
                 wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
-            gather = None if work.gathered is None else work.gathered.bucket(piece.number)
-            buckets.append(StreamBucket(data, wire, gather, work.scaling.after))
-            self._copies.append(self._copy_of(piece, buckets[-1]))
+            gather = None if work.gathered is None else as_real(work.gathered.bucket(piece.number))
+            buckets.append(StreamBucket(as_real(data), wire, gather, work.scaling.after))
+        # Packing rounds to the wire's type; sums in it must come scaled before.
+        scale = work.scaling.before * (1.0 if self.exchange.scales else work.scaling.after)
+        with super().room():
+            packing = Packing(self.streams, work.buffers, buckets, scale)
         self._first_flags = len(buckets)
         order = [(op, bucket) for op, bucket in work.order if bucket < self._first_flags]
-        self.memory.take_over()
+        try:
+            self.memory.take_over()
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
+        self._release_after_use()
+        self._packing = packing
         self.schedule.install(order, buckets)
 
-    def _copy_of(self, piece: Slice, bucket: StreamBucket) -> BucketCopy:
-        regions = []
-        for place, i in enumerate(piece.params):
-            slot = self._layout.slots[i]
-            start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
-            regions.append(Region(place, start - slot.offset, start - piece.start, stop - start))
-        return BucketCopy(regions, bucket.travels, len(piece.params), bucket.data.dtype)
+    def _release_after_use(self) -> None:
+        """Let the stream on which the plan's memory was allocated wait for everything that uses it."""
+        device, current = self.streams, self.streams.current()
+        for stream in dict.fromkeys((device.comm, self._home, current)):
+            if stream != self._allocated_on:
+                device.wait(self._allocated_on, device.record(stream))
+        self._allocated_on = current
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._check()
         self.schedule.begin_step()
-        self.host.begin_step()
-        self._offers.clear()
-        self._stream_of.clear()
+        try:
+            self.host.begin_step()
+        except CommError as error:
+            raise self._fail(str(error)) from error
+        current = self.streams.current()
+        if current != self._home:  # which may have read the slots last
+            self.streams.wait(current, self.streams.record(self._home))
+        self._packing.begin()
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
         """Remember the gradient: one launch packs all of a bucket's gradients when the bucket is complete."""
-        self._stream_of[param] = self.streams.current()
-        if grad.data_ptr() == slot.data_ptr():
-            return
-        if grad.dtype == slot.dtype and grad.stride() == slot.stride():
-            self._offers[param] = grad
-        else:
-            slot.copy_(grad)
+        self._check()
+        self._packing.put(param, grad, slot)
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
-        offered = self._offers.pop(param, None)
-        if offered is not None:
-            slot.copy_(offered)
+        self._check()
+        self._packing.take_back(param, slot)
 
     def mark_ready(self, bucket: int) -> None:
-        """Pack the bucket's gradients on the current stream; the bucket is sent behind that."""
-        if bucket >= self._first_flags:
-            self.host.mark_ready(bucket - self._first_flags)
-            return
+        """Pack the bucket's gradients on the current stream; the bucket is sent after that."""
         self._check()
-        piece = self._layout.slices[bucket]
-        self._join_streams(piece.params)
-        # Packing rounds to the wire's type; sums in it must come scaled before.
-        scale = self._scaling.before * (1.0 if self.collectives.scales else self._scaling.after)
-        cast = self.schedule.buckets[bucket].wire is not None
-        if scale != 1.0 or cast or self._offers.keys() & set(piece.params):
-            with torch.no_grad():
-                self._copies[bucket].pack([self._source(i) for i in piece.params], scale)
-        self.schedule.mark(bucket, "ready")
-        for i in piece.params:
-            if bucket == self._layout.slots[i].buckets[-1]:
-                self._offers.pop(i, None)
-
-    def _source(self, param: int) -> torch.Tensor:
-        offered = self._offers.get(param)
-        if offered is not None:
-            return offered
-        slot = self._layout.slots[param]
-        return self._flat[slot.group].narrow(0, slot.offset, slot.numel)
-
-    def _join_streams(self, params: Sequence[int]) -> None:
-        """Make the current stream wait for every stream on which a gradient was computed."""
-        current = self.streams.current()
-        for stream in dict.fromkeys(self._stream_of[i] for i in params if i in self._stream_of):
-            if stream != current:
-                self.streams.wait(current, self.streams.record(stream))
-                for i in params:
-                    if i in self._offers and self._stream_of[i] == stream:
-                        self.streams.uses(self._offers[i], current)
+        try:
+            if bucket < self._first_flags:
+                self._packing.pack(bucket)
+                self.schedule.mark(bucket, "ready")
+            else:
+                self.host.mark_ready(bucket - self._first_flags)
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def mark_updated(self, bucket: int) -> None:
-        self.schedule.mark(bucket, "updated")
+        self._check()
+        try:
+            self.schedule.mark(bucket, "updated")
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def wait_reduced(self, bucket: int) -> None:
         self._check()
         self.schedule.wait(bucket, "reduced")
 
     def wait_gathered(self, bucket: int) -> None:
+        self._check()
         if bucket < self._first_flags:
-            self._check()
             self.schedule.wait(bucket, "gathered")
             return
         try:
             self.host.wait_gathered(bucket - self._first_flags)
         except CommError as error:
-            self._fail(str(error))
-            raise
+            raise self._fail(str(error)) from error
 
     def is_gathered(self, bucket: int) -> bool:
+        self._check()
         if bucket >= self._first_flags:
             return self.host.is_gathered(bucket - self._first_flags)
         return self.schedule.is_gathered(bucket)
@@ -208,25 +775,32 @@ class StreamBackend(Backend):
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         self._check()
-        if buffer.device.type == self.device.type:
-            self.schedule.gather_now(buffer)
-        else:
+        if buffer.device.type != self.device.type:
             self.host.gather_now(buffer)
+            return
+        try:
+            self.schedule.gather_now(as_real(buffer))
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
 
     def exchange_seconds(self, size: int) -> float:
         """Return the mean duration of several consecutive exchanges."""
+        self._check()
         unit = self.ranks.size * 64
-        data = torch.zeros(-(-size // (4 * unit)) * unit, device=self.device)
-        device, collectives = self.streams, self.collectives
+        data = torch.zeros(-(-size // (4 * unit)) * unit, dtype=torch.float32, device=self.device)
+        device, exchange = self.streams, self.exchange
         device.wait(device.comm, device.record(device.current()))
-        with device.on(device.comm):
-            collectives.reduce_scatter(data, 1.0)
-            start = device.record(device.comm)
-            for _ in range(_TIMED_EXCHANGES):
-                collectives.reduce_scatter(data, 1.0)
-                collectives.all_gather(data)
-            end = device.record(device.comm)
-        began, ended = device.moment(start), device.moment(end)
+        try:
+            with device.on(device.comm):
+                exchange.reduce_scatter(data, 1.0)
+                start = device.record(device.comm)
+                for _ in range(_TIMED_EXCHANGES):
+                    exchange.reduce_scatter(data, 1.0)
+                    exchange.all_gather(data)
+                end = device.record(device.comm)
+        except _FAILURES as error:
+            raise self._fail(str(error)) from error
+        began, ended = device.moment(start), device.moment(end)  # waits, so that ``data`` may be freed
         return max((ended - began) / (2 * _TIMED_EXCHANGES), 1e-9)
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
@@ -250,28 +824,54 @@ class StreamBackend(Backend):
         return Watch(lambda: device.record(device.current()), device.moment, sees_waits=False)
 
     def close(self, orderly: bool = True) -> None:
-        """Wait for operations in flight, then close the group's connections and free its memory."""
+        """Wait for operations in flight, then close the group's connections and free the plan's memory.
+
+        ``abort()`` ends the wait, because another rank may be lost during it.
+        """
+        if self._closing:
+            return
+        self._closing = True
         patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
-        if self._failure is None and not self.streams.finished(patience):
-            self._fail(f"rank {self.ranks.rank}: the GPU did not end its communication within {patience:g} s")
+        rank, ended = self.ranks.rank, [False]
+        if self._failure is None:
+            self._attempt(lambda: ended.append(self.streams.finished(patience)))
+            if not any(ended):
+                reason = f"rank {rank}: the GPU did not end its communication within {patience:g} s"
+                self._attempt(partial(self._fail, reason))
+        self._ended, farewell = True, orderly and self._failure is None
+        self._failure = self._failure or closed_text(rank)
+        failure_monitor.unregister(self)
+        self._attempt(self._release_after_use)
+        self._attempt(self.memory.close)
+        if self._peers is not None:
+            self._attempt(partial(self._peers.close, farewell))
+        self._attempt(self.host.close)
+        self._attempt(self.exchange.close)
+        self._attempt(self.schedule.close)
+        self._attempt(self._no_plan)
+        self._peers = None
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        """Do a part of ``close()``. Its failure, that of a broken GPU say, must not keep the other parts."""
         try:
-            self.memory.close()
-        finally:
-            failure_monitor.unregister(self)
-            if self._peers is not None:
-                self._peers.close(farewell=orderly and self._failure is None)
-            self.host.close()
-            self.collectives.close()
+            act()
+        except Exception:
+            _log.exception("rank %d: a part of a closed optimizer could not be given back", self.ranks.rank)
 
 
 def stream_backend(process_set: ProcessSet, transport: str | None, device: torch.device) -> StreamBackend:
     """Return a backend over new connections; ``transport`` is for the flags. Collective."""
-    host, timeout = engine_backend(process_set, transport), settings().timeout
-    streams, channel = device_of(device), new_channel(process_set)
-    collectives = collectives_for(host.ranks, streams, channel)
-    memory = memory_for(host.ranks, collectives, streams, timeout)
-    connections = data_connections(process_set, channel)
-    peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
-    backend = StreamBackend(host, streams, collectives, memory, peers, timeout)
-    failure_monitor.register(backend, process_set.ranks or (), peers.problem)
+    timeout = settings().timeout
+    with ExitStack() as undo:  # where a later part fails
+        host = engine_backend(process_set, transport)
+        undo.callback(host.close)
+        streams, channel = device_of(device), new_channel(process_set)
+        exchange = exchange_for(host.ranks, device, channel)
+        undo.callback(exchange.close)
+        memory = memory_for(host.ranks, exchange, streams, timeout)
+        connections = data_connections(process_set, channel)
+        peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
+        backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
+        failure_monitor.register(backend, process_set.ranks or (), peers.problem)
+        undo.pop_all()
     return backend

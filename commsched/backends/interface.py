@@ -1,8 +1,8 @@
-"""The interface between a reducer and the backend that moves its buckets between the ranks.
+"""The interface between a round and the backend that moves its buckets between the ranks.
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
-are gathered) and gathered. The flags are further buckets, numbered behind those of the layout: small int32
+are gathered) and gathered. The flags are further buckets, numbered after those of the layout: small int32
 tensors on the host that are summed over the ranks in every step.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 
 from commsched.backends.ranks import Ranks
 from commsched.collectives.compression import block_code
-from commsched.optimizer.bucket_layout import ALIGN, Buffers
-from commsched.optimizer.layer_timing import Watch
+from commsched.optimizer.buckets import ALIGN, Buffers
+from commsched.optimizer.measuring import Watch
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
 
@@ -70,7 +70,8 @@ def step_work(
     lengths = [flags]
     if program.early_step:
         lengths += [len(piece.params) for piece in buffers.layout.slices]
-    tensors = [torch.zeros(padded(length, ranks), dtype=torch.int32) for length in lengths]
+    with torch.inference_mode(False):
+        tensors = [torch.zeros(padded(n, ranks), dtype=torch.int64, device="cpu") for n in lengths]
     return StepWork(link_order(program), buffers, tensors, gathered, scaling, residuals, changed)
 
 
@@ -78,7 +79,7 @@ def link_order(program: Program) -> list[tuple[str, int]]:
     """Return the program's order on the link, flags included.
 
     The flags are known when the backward has ended, which is when the first layer's gradients are complete.
-    They stand right behind those, not behind the last reduction: a schedule may put that one late, behind
+    They stand right after those, not after the last reduction: a schedule may put that one late, after
     all-gathers that the forward needs sooner, and no parameter may be used before the flags are there.
     """
     flags = len(program.buckets)
@@ -104,8 +105,37 @@ def padded(count: int, ranks: int) -> int:
     return -(-max(count, 1) // (ranks * ALIGN)) * ranks * ALIGN
 
 
+def is_in_slot(grad: torch.Tensor, slot: torch.Tensor) -> bool:
+    """Return whether a gradient is its slot: the same memory, read in the same way.
+
+    ``p.grad = p.grad.t()`` and ``p.grad = p.grad.conj()`` begin at the slot's address and are other values.
+    """
+    return (
+        grad.data_ptr() == slot.data_ptr()
+        and grad.stride() == slot.stride()
+        and grad.dtype == slot.dtype
+        and not (grad.is_conj() or grad.is_neg())
+    )
+
+
+def write_into(slot: torch.Tensor, grad: torch.Tensor) -> None:
+    """Write a gradient into its slot, unless autograd has written it there itself."""
+    if grad.data_ptr() != slot.data_ptr():
+        slot.copy_(grad)
+    elif not is_in_slot(grad, slot):
+        slot.copy_(grad.clone())
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor's memory as real numbers: sums and real factors act alike on both parts."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 class Backend(ABC):
-    """Moves the buckets of one optimizer. Failures that other ranks cause raise ``CommError``."""
+    """Moves the buckets of one optimizer. Failures that other ranks cause raise ``CommError``.
+
+    After ``abort()`` and ``close()``, marks and waits raise ``CommError`` with the reason.
+    """
 
     name: str  # of the transport, for reports
     ranks: Ranks
@@ -115,8 +145,11 @@ class Backend(ABC):
     by_rows = False  # whether buckets of rows may leave out the rows that are zero
 
     def room(self) -> AbstractContextManager[Any]:
-        """Return the context in which the memory of the next buckets is allocated."""
-        return nullcontext()
+        """Return the context in which the memory of the next buckets is allocated.
+
+        Tensors made in inference mode could never be written again outside of it.
+        """
+        return torch.inference_mode(False)
 
     @abstractmethod
     def install(self, work: StepWork) -> None:
@@ -130,10 +163,19 @@ class Backend(ABC):
 
     @abstractmethod
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        """Write ``grad`` into the parameter's slot before the bucket is sent."""
+        """Write ``grad`` into the parameter's slot before a bucket is sent; the last of several calls counts.
+
+        None of the parameter's buckets may be marked ready in this step. The gradient may stay where it is
+        until every bucket that holds a part of it is marked ready, so it must not be changed. Code that
+        writes into the slot itself calls ``put(param, slot, slot)`` afterwards: on a GPU, the bucket is then
+        sent after what the current stream has written.
+        """
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
-        """Write the last gradient of `put()` into ``slot`` now, because another one is added to it."""
+        """Write the last gradient of `put()` into ``slot`` now, because another one is added to it.
+
+        None of the parameter's buckets may be marked ready in this step.
+        """
 
     @abstractmethod
     def mark_ready(self, bucket: int) -> None:
@@ -169,8 +211,10 @@ class Backend(ABC):
 
     def gather_scalars(self, value: torch.Tensor) -> torch.Tensor:
         """Return every rank's number, in rank order, on the number's device. Collective."""
-        numbers = value.new_zeros(self.ranks.size)
-        numbers[self.ranks.rank] = value
+        with torch.inference_mode(False):
+            numbers = torch.zeros(self.ranks.size, dtype=value.dtype, device=value.device)
+        with torch.no_grad():
+            numbers[self.ranks.rank].copy_(value)
         self.gather_now(numbers)
         return numbers
 
@@ -183,7 +227,7 @@ class Backend(ABC):
         """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""
 
     def now(self) -> Any:
-        """Return a mark of this moment, where the model computes: on a GPU behind all work so far."""
+        """Return a mark of this moment, where the model computes: on a GPU after all work so far."""
         return time.monotonic()
 
     def seconds(self, mark: Any) -> float | None:
@@ -195,9 +239,16 @@ class Backend(ABC):
         return Watch()
 
     @abstractmethod
+    def failure(self) -> str | None:
+        """Return why every operation fails from now on, None while they do not."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """End every wait with an error, now and later. May be called from any thread."""
 
     @abstractmethod
     def close(self, orderly: bool = True) -> None:
-        """End connections and threads; ``orderly`` is False after an exception in the script."""
+        """Give back connections, threads and memory; ``orderly`` is False after an exception in the script.
+
+        Never raises, whatever failed before; a second call does nothing.
+        """

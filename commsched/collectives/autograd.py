@@ -97,7 +97,8 @@ class Allgather(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         process_set, grouped = ctx.arguments
         averaged = _reduced(gradients, process_set, grouped)
-        (all_rows,) = _run("allgather", [torch.tensor([ctx.rows])], None, process_set, grouped=False)
+        rows = torch.tensor([ctx.rows], dtype=torch.int64, device="cpu")
+        (all_rows,) = _run("allgather", [rows], None, process_set, grouped=False)
         before = all_rows[: process_set.rank()].sum(dim=0).tolist()
         mine = (
             gradient.narrow(0, start, rows)

@@ -95,6 +95,14 @@ class OperationNames:
         self._counts.clear()
 
 
+@dataclass(frozen=True)
+class JoinHandle:
+    """A join that has begun. ``done()``: whether it has ended; ``wait()``: the rank that joined last."""
+
+    done: Callable[[], bool]
+    wait: Callable[[], int]
+
+
 class Carrier(ABC):
     """Carries this process's collectives between ``init()`` and ``shutdown()``: Horovod or torch."""
 
@@ -144,10 +152,11 @@ class Carrier(ABC):
         """Wait for every rank of the process set."""
 
     @abstractmethod
-    def start_join(self, device: int) -> Callable[[], int]:
+    def start_join(self, device: int) -> JoinHandle:
         """Contribute zeros to the others' all-reduces until every rank has joined.
 
-        Returns a function that waits for that and returns the rank that joined last.
+        Until then this rank may not start other operations. Called again before that, it goes on with the
+        same join.
         """
 
     def report_progress(self) -> None:

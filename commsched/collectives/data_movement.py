@@ -92,4 +92,4 @@ def alltoall(
 def _as_tensor(splits: Any) -> torch.Tensor | None:
     if splits is None or isinstance(splits, torch.Tensor):
         return splits
-    return torch.tensor(splits, dtype=torch.int32)
+    return torch.tensor(splits, dtype=torch.int32, device="cpu")

@@ -1,23 +1,17 @@
-"""Start a collective, poll and wait for it; ``join`` and ``barrier``, which have no handle."""
+"""Start a collective, poll and wait for it; ``barrier``, which has no handle."""
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Signature, signature
-from typing import Any, ParamSpec, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, ParamSpec
 
 import torch
 
 from commsched.collectives.carrier import Collective
 from commsched.collectives.current_carrier import carrier
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
-
-_POLL_SECONDS = 0.001
-_PROGRESS_SECONDS = 1.0  # between two reports that the others go on
 
 
 def start(
@@ -76,50 +70,6 @@ def grouped(single: Callable[..., Any], what: str) -> Callable[..., Any]:
     run.__name__ = run.__qualname__ = f"grouped_{single.__name__}"
     run.__doc__ = what
     return run
-
-
-class Joining(Protocol):
-    """The work that a rank does for the others after it has joined."""
-
-    def poll(self) -> bool:
-        """Take part in what the others have begun, without waiting; return whether all ranks have joined."""
-
-    def end(self) -> None:
-        """Give all ranks the same state, once all have joined. Collective."""
-
-
-# What starts such work, in the order in which the ranks have made it.
-_joiners: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def register_joiner(joiner: Any) -> None:
-    """Let ``join()`` call ``joiner.start_join()``, which returns a ``Joining`` or None; a weak reference."""
-    _joiners[next(_numbers)] = joiner
-
-
-def join(device: int = -1) -> int:
-    """Tell the other ranks that this one has no more data, and wait until every rank has joined.
-
-    Until then this rank contributes zeros to the others' all-reduces, on GPU `device` (-1: the CPU), and to
-    the steps of every ``DistributedOptimizer`` with a plan. Averages still divide by the number of all ranks.
-    Afterwards all ranks have the same parameters and state of these optimizers, and no gradients. Returns the
-    rank that joined last.
-    """
-    joiners = [joiner for _, joiner in sorted(_joiners.items())]
-    started = [work for work in [joiner.start_join() for joiner in joiners] if work is not None]
-    wait = carrier().start_join(device)
-    pending, reported = list(started), time.monotonic()
-    while pending:
-        pending = [work for work in pending if not work.poll()]
-        if time.monotonic() - reported > _PROGRESS_SECONDS:
-            carrier().report_progress()
-            reported = time.monotonic()
-        time.sleep(_POLL_SECONDS)
-    last = wait()
-    for work in started:
-        work.end()
-    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
+import torch
+
+from commsched.collectives.carrier import Built, Carrier, Collective, JoinHandle, OperationNames
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process.launch import Launch
@@ -82,6 +84,7 @@ class HorovodCarrier(Carrier):
             self._horovod.init()
         self.launch = launch
         self._names = OperationNames()
+        self._join: JoinHandle | None = None
         self._sets: dict[int, Any] = {0: self._horovod.global_process_set}
         found = (self._horovod.rank(), self._horovod.size())
         if found != (self.launch.rank, self.launch.size):
@@ -165,14 +168,25 @@ class HorovodCarrier(Carrier):
         with _own_errors(self._horovod):
             self._horovod.barrier(process_set=self._set(set_id))
 
-    def start_join(self, device: int) -> Callable[[], int]:
-        def join() -> int:
-            with _own_errors(self._horovod):
-                last = int(self._horovod.join(device))
-            self._names.restart()
-            return last
+    def start_join(self, device: int) -> JoinHandle:
+        """Do what ``horovod.torch.join()`` does, in two halves: that function waits, this one must not."""
+        if self._join is not None:  # a call that raised an error has begun it
+            return self._join
+        last = torch.tensor(-1, dtype=torch.int32, device="cpu")
+        try:
+            handle = self._horovod.mpi_lib.horovod_torch_join(last, device)
+        except RuntimeError as error:
+            raise CommError(f"Horovod: {error}") from error
+        self._horovod._handle_map[handle] = None, last
 
-        return join  # Horovod's join blocks, and allows no other operation of this rank
+        def wait() -> int:
+            self._join = None
+            result = int(self.synchronize(handle))
+            self._names.restart()
+            return result
+
+        self._join = JoinHandle(lambda: self.poll(handle), wait)
+        return self._join
 
     def poll(self, handle: int) -> bool:
         return bool(self._horovod.poll(handle))

@@ -13,7 +13,10 @@ from torch.distributed import PrefixStore
 
 import comm_core
 from commsched.collectives.current_carrier import carrier, epoch
+from commsched.collectives.objects import dumps, loads
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
+from commsched.collectives.torch_carrier import algorithms
+from commsched.collectives.torch_carrier.rank_group import GlooGroup
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
@@ -55,6 +58,39 @@ def _new_group(set_id: int, kind: str, channel: str) -> Any:
     if kind == "cpu":
         return gloo_group(store, name, place, members, meeting.address)
     return nccl_group(store, name, place, len(members))
+
+
+class PrivateObjects:
+    """Gathers objects over connections of its own, so that ranks can take part that have called ``join()``.
+
+    A carrier takes a rank that has joined for one that submits nothing until all have.
+    """
+
+    def __init__(self, process_set: ProcessSet, channel: int) -> None:
+        """Connect the ranks of the process set. Collective."""
+        self._group = GlooGroup(private_group(process_set, channel))
+        self._reason = ""
+        failure_monitor.register(self, process_set.ranks or ())
+
+    def abort(self, reason: str) -> None:
+        self._reason = reason
+        self._group.abort()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective."""
+        group, data = self._group, dumps(value)
+        try:
+            lengths = algorithms.allgather(
+                group, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), [1] * group.size
+            ).tolist()
+            gathered = algorithms.allgather(group, data, lengths)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {group.rank} of {group.size}: an agreement among the ranks of an optimizer failed"
+                f" while some of them have called join(): {self._reason or error}; look for the first error"
+                " in the other ranks' output"
+            ) from error
+        return [loads(part) for part in gathered.split(lengths)]
 
 
 def data_channel(process_set: ProcessSet = global_process_set, *, channel: int = 0) -> comm_core.TcpChannel:

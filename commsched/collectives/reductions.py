@@ -111,7 +111,11 @@ def sparse_allreduce_async(
         if op == Average:
             all_values = all_values / process_set.size()
         return torch.sparse_coo_tensor(
-            all_indices.transpose(0, 1), all_values, tensor.size(), check_invariants=False
+            all_indices.transpose(0, 1),
+            all_values,
+            tensor.size(),
+            device=tensor.device,
+            check_invariants=False,
         )
 
     return finish

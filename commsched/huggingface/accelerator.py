@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from commsched.huggingface.job import check_ranks, joined
 from commsched.integrations.optimizers import accumulating, split_options
 from commsched.integrations.replica import Replica
+from commsched.integrations.unclaimed import UnclaimedGradients
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods
 
@@ -107,7 +108,11 @@ class Accelerator(accelerate.Accelerator):
         if prepared not in self._replicas:
             buffers = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[prepared] = replica = Replica(
-                prepared, buffers, in_evaluation=self._in_evaluation, only_written=True
+                prepared,
+                buffers,
+                in_evaluation=self._in_evaluation,
+                only_written=True,
+                unclaimed=UnclaimedGradients(prepared, self._distributed_optimizers, self._optimizer_options),
             )
             replica.attach()
         return prepared
@@ -154,6 +159,17 @@ class Accelerator(accelerate.Accelerator):
                 yield
             return
         with accumulating(model, self._distributed_optimizers(), self._replicas.get(model)):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Within this context a backward reduces the gradients of forwards that ran under ``no_sync()``.
+
+        Optimizers do it anyway: they reduce in the first backward outside of ``no_sync()``.
+        """
+        replica = Replica.of(model)
+        with nullcontext() if replica is None else replica.reducing():
             yield
 
     def sharded_optimizers(self) -> list[DistributedMethods]:

@@ -1,12 +1,13 @@
 """Keeps the ranks' copies of a model equal as ``DistributedDataParallel`` does.
 
-Rank 0's parameters and buffers are sent once, its buffers again later: a forward may write to them.
+Rank 0's parameters and buffers are sent once, its buffers again later: a forward may write to them. Gradients
+that no distributed optimizer reduces are averaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +19,7 @@ from commsched.collectives.data_movement import broadcast_
 from commsched.collectives.initialization import size
 from commsched.collectives.objects import allgather_object
 from commsched.errors import CommError
+from commsched.integrations.unclaimed import UnclaimedGradients
 
 _NAME = "commsched.replica"
 _BYTES_AT_ONCE = 250 * 2**20
@@ -34,6 +36,7 @@ class Replica:
         in_evaluation: bool = True,
         only_written: bool = False,
         hold_statistics: bool = False,
+        unclaimed: UnclaimedGradients | None = None,
     ) -> None:
         """Overwrite parameters and buffers with rank 0's.
 
@@ -44,6 +47,8 @@ class Replica:
         - ``only_written``: only if this rank has written to a buffer. All ranks must write in the same steps.
         - ``hold_statistics``: running statistics of normalisation wait for a forward in evaluation mode. A
           forward in training mode updates them without reading them.
+
+        ``unclaimed`` averages the gradients of the model's parameters that no optimizer updates.
         """
         self.model = model
         self._in_evaluation, self._only_written = in_evaluation, only_written
@@ -52,6 +57,7 @@ class Replica:
         self._due, self._paused = True, False
         self._held: list[tuple[str, nn.Module]] = []  # modules whose statistics are due and wait
         self._ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._unclaimed = unclaimed if size() > 1 else None
         self._hook: Any = None
         if size() > 1:
             named = [*model.named_parameters(), *model.named_buffers()]
@@ -62,18 +68,38 @@ class Replica:
 
     def attach(self) -> None:
         """Call ``before_forward`` before each forward of the model, until ``close()``."""
-        if self._sends:
+        if self._sends or self._unclaimed is not None:
             self._hook = self.model.register_forward_pre_hook(self._before_forward)
 
-    def close(self) -> None:
+    @staticmethod
+    def of(model: nn.Module) -> Replica | None:
+        """Return the replica that is attached to the model."""
+        owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+        return next((o for o in owners if isinstance(o, Replica) and o.model is model), None)
+
+    def close(self, wait: bool = True) -> None:
+        """End what ``attach`` has begun; after an error, with ``wait=False``, without the other ranks."""
+        if self._unclaimed is not None:
+            self._unclaimed.close(wait)
         if self._hook is not None:
             self._hook.remove()
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        self.before_forward()
+        if model is self.model:
+            self.before_forward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        """Return this: a copy of the model has the hook but is trained, or not, by this rank alone."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Leave this out of a pickled model, which has the hook."""
+        return _Nothing, ()
 
     def before_forward(self) -> None:
-        """Overwrite the buffers that are due with rank 0's."""
+        """Overwrite the buffers that are due with rank 0's; look up which gradients no optimizer reduces."""
+        if self._unclaimed is not None:
+            self._unclaimed.before_forward()
         trains = torch.is_grad_enabled()
         if not self._sends or not (trains or self._in_evaluation):
             return
@@ -87,12 +113,26 @@ class Replica:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within this context forwards make no buffers due, as in ``DistributedDataParallel.no_sync``."""
+        """Within this context forwards make no buffers due and their gradients accumulate on each rank.
+
+        As in ``DistributedDataParallel.no_sync``.
+        """
         before, self._paused = self._paused, True
-        try:
+        with ExitStack() as stack:
+            if self._unclaimed is not None:
+                stack.enter_context(self._unclaimed.pause())
+            try:
+                yield
+            finally:
+                self._paused = before
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Backwards within this context reduce what forwards within ``pause()`` have left to accumulate."""
+        with ExitStack() as stack:
+            if self._unclaimed is not None:
+                stack.enter_context(self._unclaimed.reducing())
             yield
-        finally:
-            self._paused = before
 
     def _holds(self, module: nn.Module) -> bool:
         return self._hold_statistics and module.training and isinstance(module, _NormBase)
@@ -109,6 +149,13 @@ class Replica:
             if buffer is not sent or version != sent_version:
                 return True
         return False
+
+
+class _Nothing:
+    """Stands for a ``Replica`` in a model that was pickled."""
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        pass
 
 
 def _versions(buffers: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:

@@ -40,7 +40,8 @@ class FabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Give every rank rank 0's parameters and buffers."""
-        replica = Replica(module, self._broadcast_buffers, hold_statistics=True)
+        unclaimed = self._session.unclaimed(module, lambda: self._optimizers)
+        replica = Replica(module, self._broadcast_buffers, hold_statistics=True, unclaimed=unclaimed)
         replica.attach()
         self._replicas[module] = replica
         return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from commsched.collectives.initialization import is_initialized, join_framework, shutdown, size
 from commsched.integrations.optimizers import has_parameters_of, split_options
+from commsched.integrations.unclaimed import UnclaimedGradients
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods
 from commsched.process.launch import Launch
@@ -77,6 +78,14 @@ class Session:
         if model is not None and not has_parameters_of(model, optimizer):
             return optimizer
         return DistributedOptimizer(optimizer, model=model, **self._options)
+
+    def unclaimed(self, model: nn.Module, optimizers: Callable[[], Iterable[Any]]) -> UnclaimedGradients:
+        """Return what averages the gradients that none of the distributed ones of these optimizers does."""
+
+        def distributed() -> list[Any]:
+            return [one for one in optimizers() if isinstance(one, DistributedMethods)]
+
+        return UnclaimedGradients(model, distributed, self._options)
 
     def release(self, optimizers: Sequence[Any], wait: bool) -> None:
         """Make the optimizers ordinary ones again; after an error, without waiting for the other ranks."""

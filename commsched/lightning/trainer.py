@@ -51,7 +51,10 @@ class Strategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Give every rank rank 0's model; called where ``DDPStrategy`` would wrap it."""
-        self._replica = Replica(self.model, self._broadcast_buffers, hold_statistics=True)
+        unclaimed = self._session.unclaimed(self.model, lambda: self.optimizers)
+        self._replica = Replica(
+            self.model, self._broadcast_buffers, hold_statistics=True, unclaimed=unclaimed
+        )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -71,7 +74,9 @@ class Strategy(DDPStrategy):
         self._session.release(self.optimizers, wait=not self._failed)
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
-        self._replica = None
+        if self._replica is not None:
+            self._replica.close(wait=not self._failed)
+            self._replica = None
         super().teardown()
         self._session.leave()
 

@@ -5,32 +5,24 @@ The package's docstring says which files a gradient passes; ``wrapper.py`` has t
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.backends import PLAIN, wanted_transport
 from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.process_sets import ProcessSet, global_process_set
-from commsched.collectives.reductions import Adasum, Average
-from commsched.optimizer.driver import Driver
-from commsched.optimizer.master_weights import check_master_weights
-from commsched.optimizer.options import (
-    Options,
-    checked_row_sparse,
-    checked_split,
-    in_bytes,
-    is_sum,
-    needs_plain,
-    tell_ignored,
-)
-from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.quantised import transport_for_blocks
-from commsched.optimizer.unplanned import Unplanned
-from commsched.optimizer.wrapper import DistributedMethods
+from commsched.collectives.reductions import Adasum, Average, Sum
+from commsched.optimizer.planner import Options
+from commsched.optimizer.session import Session
+from commsched.optimizer.sharded_step import HALVES
+from commsched.optimizer.wrapper import DistributedMethods, Unplanned
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -55,8 +47,6 @@ def DistributedOptimizer(
     transport: str | None = None,
     bucket_mb: float | None = None,
     profile: Profile | str | None = None,
-    split_backward: str | bool = "auto",
-    extra_memory: int | None = None,
     row_sparse: bool | str = "auto",
 ) -> Optimizer:
     """Wraps ``optimizer`` so that gradients are reduced over all ranks, in the best order, under compute.
@@ -67,9 +57,7 @@ def DistributedOptimizer(
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
     precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``gloo`` or
     ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
-    (or its file) to plan from instead of measuring. ``split_backward``: weight gradients may be computed
-    later in the same backward where that hides more, and hold ``extra_memory`` bytes (default: a tenth of
-    what the backward needs); the bits are the same. ``row_sparse`` sends only the touched rows of embeddings'
+    (or its file) to plan from instead of measuring. ``row_sparse`` sends only the touched rows of embeddings'
     gradients: ``"auto"`` where that takes less time, True always, False never.
 
     Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
@@ -107,8 +95,6 @@ def DistributedOptimizer(
         profile=profile,
         groups=group_indices(optimizer.param_groups, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
-        split_backward=checked_split(split_backward, schedule, profile),
-        extra_memory=extra_memory,
         row_sparse=checked_row_sparse(row_sparse, one_by_one),
     )
     base = type(optimizer)
@@ -116,7 +102,8 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = optimizer.__dict__
     wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
-    # One rank alone needs a driver for master weights only.
+    wrapped._session, wrapped._unplanned, wrapped._closed, wrapped._released = None, None, False, False
+    # One rank alone needs a session for master weights only.
     if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
         if one_by_one:
             trained = [p for p in params if p.requires_grad]
@@ -124,7 +111,7 @@ def DistributedOptimizer(
             factor = options.predivide
             wrapped._unplanned = Unplanned(compression, op, factor, sparse_as_dense, process_set, grouped)
         else:
-            wrapped._driver = Driver(wrapped)
+            wrapped._session = Session(wrapped)
     wrapped._patch_step_function()
     _keep_together(wrapped)
     wrapped.set_backward_passes_per_step(backward_passes_per_step)
@@ -140,9 +127,9 @@ def _keep_together(wrapped: Any) -> None:
 
     def settle(optimizer: Optimizer, *_: Any) -> None:
         owner = this()
-        if owner is None or owner._driver is None:
+        if owner is None or owner._session is None:
             return
-        if optimizer is not owner and owner._options.gather == "parameters":
+        if not isinstance(optimizer, DistributedMethods) and owner._options.gather == "parameters":
             raise ValueError(
                 "with gather='parameters' the state is spread over the ranks; call state_dict() and"
                 " load_state_dict() on all ranks, of the optimizer that DistributedOptimizer returned"
@@ -151,12 +138,172 @@ def _keep_together(wrapped: Any) -> None:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         owner: Any = this()
+        if owner is None:
+            raise ValueError(
+                "the optimizer that DistributedOptimizer returned does not exist any more; keep it, and call"
+                " its step()"
+            )
         owner._opt_called = True
         return type(owner).step(owner, *args, **kwargs)
 
     wrapped.register_state_dict_pre_hook(settle)
     wrapped.register_load_state_dict_pre_hook(settle)
-    if hasattr(wrapped.__dict__.get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler that was made earlier has put a counting step() around the plain one into the instance.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        wrapped.__dict__["step"] = step
+    # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the
+    # instance, unless it finds one that counts.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapped._plain_step = wrapped.__dict__.get("step")
+    wrapped.__dict__["step"] = step
+
+
+# -- named_parameters=, groups= ------------------------------------------------------------------------------
+
+
+def checked_names(param_groups: list[dict[str, Any]], named: Sequence[Any] | None) -> dict[Any, str]:
+    """Return a name for each parameter; unnamed and duplicate ones are refused, as in Horovod."""
+    params = [param for group in param_groups for param in group["params"]]
+    if named is None:
+        return {param: f"parameter.{number}" for number, param in enumerate(params)}
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(
+                "named_parameters must be pairs of a name and a parameter, such as"
+                f" model.named_parameters(), got {item!r}"
+            )
+    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            "parameter names must differ from each other, but named_parameters repeats"
+            f" {', '.join(sorted(repeated))}"
+        )
+    names = {param: name for name, param in named}
+    unnamed = [param for param in params if param not in names]
+    if unnamed:
+        shapes = ", ".join(str(tuple(param.shape)) for param in unnamed[:5])
+        raise ValueError(
+            f"named_parameters must name every parameter of the optimizer, but {len(unnamed)} of"
+            f" {len(params)} have no name (shapes {shapes}); pass named_parameters=model.named_parameters()"
+            " of the whole model"
+        )
+    return names
+
+
+def group_indices(
+    param_groups: list[dict[str, Any]], groups: int | Sequence[Sequence[torch.Tensor]] | None, num_groups: int
+) -> list[list[int]] | None:
+    """Return Horovod's ``groups`` (lists of tensors, or their number) as lists of parameter indices."""
+    params = [param for group in param_groups for param in group["params"] if param.requires_grad]
+    groups = num_groups if groups is None else groups
+    if groups == 0:
+        return None
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must not be negative, got {groups}")
+        count = min(groups, len(params))
+        return [list(range(len(params) * k // count, len(params) * (k + 1) // count)) for k in range(count)]
+    index = {id(param): i for i, param in enumerate(params)}
+    indices = [[index[id(tensor)] for tensor in group if id(tensor) in index] for group in groups]
+    twice = [i for i, count in Counter(i for group in indices for i in group).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"groups must not share a tensor, but {len(twice)} tensors are in several (first: {twice[0]})"
+        )
+    return [group for group in indices if group]
+
+
+# -- op=, gradient_predivide_factor=, bucket_mb= -------------------------------------------------------------
+
+
+def is_sum(op: Any, predivide: float) -> bool:
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op must be commsched.Average, Sum or Adasum, got {op!r}")
+    if predivide != 1.0 and op != Average:
+        raise ValueError(
+            f"gradient_predivide_factor is for op=Average, got op={op!r} with a factor of {predivide}"
+        )
+    return bool(op == Sum)
+
+
+def in_bytes(bucket_mb: float | None) -> int | None:
+    if bucket_mb is None:
+        return None
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
+    return round(bucket_mb * 2**20)
+
+
+# -- what needs buckets --------------------------------------------------------------------------------------
+
+_ONE_BY_ONE = (
+    "Adasum, compressors of your own, transport='plain' and parameters on several devices"
+    " are reduced one by one"
+)
+
+
+def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str | None) -> bool:
+    """Return whether gradients must be reduced one by one at step time, because buckets cannot carry them."""
+    own_compressor = compression is not Compression.none and not hasattr(compression, "wire_dtype")
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    elsewhere = len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices)
+    return bool(op == Adasum or own_compressor or elsewhere or wanted_transport(transport) == PLAIN)
+
+
+def tell_ignored(gather: str, early_step: bool) -> None:
+    """Warn of arguments without effect where gradients are reduced one by one."""
+    ignored = [f"gather={gather!r}"] * (gather != "gradients") + ["early_step=True"] * early_step
+    if ignored:
+        warnings.warn(
+            f"{' and '.join(ignored)} without effect: {_ONE_BY_ONE}, and every rank keeps all of the"
+            " optimizer's state",
+            stacklevel=3,
+        )
+
+
+def checked_row_sparse(value: bool | str, one_by_one: bool) -> bool | str:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"row_sparse must be 'auto', True or False, got {value!r}")
+    if value is True and one_by_one:
+        raise ValueError(f"row_sparse=True needs buckets, but {_ONE_BY_ONE}; use row_sparse='auto'")
+    return value
+
+
+def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: bool, included: bool) -> None:
+    """Raise for options with which ``master_weights=True`` is not possible."""
+    if gather != "parameters":
+        raise ValueError(
+            "master_weights=True keeps float32 weights for each rank's shards, and with"
+            f" gather={gather!r} there are none; use gather='parameters'"
+        )
+    if not any(param.dtype in HALVES for param in params):
+        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
+        raise ValueError(
+            "master_weights=True is for float16 and bfloat16 parameters, and these are all"
+            f" {dtypes}; leave it out"
+        )
+    if not planned:
+        raise ValueError(f"master_weights=True needs buckets, and {_ONE_BY_ONE}; leave it out")
+    if not included:
+        raise ValueError("master_weights=True on a rank outside of process_set, which has no shards")
+
+
+def transport_for_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
+    """Return the transport for buckets quantised to a code, or raise where nothing can move them."""
+    refused = f"compression=Compression.{code} is not possible"
+    elsewhere = sorted({param.device.type for param in params} - {"cpu"})
+    if elsewhere:
+        raise ValueError(
+            f"{refused} for parameters on {', '.join(elsewhere)}: gradients are quantised on CPUs only; use"
+            " Compression.fp16 or bf16"
+        )
+    if one_by_one:
+        raise ValueError(
+            f"{refused} without buckets, and Adasum and transport='plain' reduce gradients one by one; use"
+            " another compression, or op=Average or Sum over transport='direct'"
+        )
+    named = transport is None or isinstance(transport, str)  # else it is a backend
+    wanted = wanted_transport(transport) if named else transport.name
+    if wanted not in (None, "auto", "direct", "gloo"):
+        raise ValueError(
+            f"{refused} over transport {wanted!r}, because each gradient must be rounded once and summed by"
+            " its owner; use transport='direct' or 'gloo'"
+        )
+    return "direct" if wanted in (None, "auto") else transport

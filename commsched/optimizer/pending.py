@@ -8,8 +8,8 @@ intercepted, and nothing costs anything, at any other time.
 A compiled graph checks the class of each parameter before every call. The parameters that compiled graphs
 read therefore keep one class, ``CompiledParameter``, whether they are pending or not.
 
-``Module.zero_grad`` reads every gradient only to clear it. A parameter that was marked with ``clear`` notes
-that and stays pending, so that the call does not wait for all gradients.
+``Module.zero_grad`` reads every gradient only to clear it, and ``p.grad = None`` replaces it. The parameter's
+``Access`` notes that, so that the call does not wait for all gradients.
 
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
 ``has_alias`` finds those by the storage's reference count; such parameters are never left pending.
@@ -20,19 +20,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-Complete = Callable[[], None]
-Clear = Callable[[bool], bool]
-"""Takes ``set_to_none``; returns whether the gradient will be cleared without anybody's waiting for it."""
 
-# The function that completes a pending parameter, by id. An attribute would be pickled with the parameter.
-_completions: dict[int, Complete] = {}
+class Access(NamedTuple):
+    """What to do before a pending parameter, or its gradient, is accessed."""
+
+    complete: Callable[[], None]  # it must call ``clear_pending``
+    replaced: Callable[[torch.Tensor | None], bool]  # p.grad is set; returns False to have it completed first
+    cleared: Callable[[bool], bool]  # by Module.zero_grad(set_to_none); returns False as above
+
+
+# The accesses of pending parameters, by id. An attribute would be pickled with the parameter.
+_accesses: dict[int, Access] = {}
 _only_gradients: set[int] = set()  # the ids among them whose value is complete
-_clears: dict[int, Clear] = {}
 
 _grad: Any = torch.Tensor.grad
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -55,7 +59,8 @@ _HARMLESS = (
     | {_requires_grad.__set__}
 )
 
-_GRAD = frozenset((_grad.__get__, _grad.__set__, _grad.__delete__))
+_GRAD_SET = frozenset((_grad.__set__, _grad.__delete__))
+_GRAD = _GRAD_SET | {_grad.__get__}
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
 
 
@@ -74,25 +79,34 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func == _grad.__get__ and _is_cleared_by_its_module(args[0]):
             return None
+        if func in _GRAD_SET:
+            grad = args[1] if len(args) > 1 else None
+            if _is_replaced(args[0], grad):
+                return None
+            complete(args[0])
+            if _is_replaced(args[0], grad):  # a step on shards has left no gradient
+                return None
         found = list(_pending_in((args, kwargs)))
         for parameter in found:
             if func in _GRAD or id(parameter) not in _only_gradients:
                 complete(parameter)
         left = [parameter for parameter in found if type(parameter) is not nn.Parameter]
-        if any(id(parameter) in _completions for parameter in left):  # gradients, which func does not touch
+        if any(id(parameter) in _accesses for parameter in left):  # gradients, which func does not touch
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with ordinary(left):
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete the value first: torch calls no ``__torch_function__`` for this method."""
+        complete_value(self)
+        return torch.Tensor.set_(self, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        complete(self)
-        return nn.Parameter.__deepcopy__(self, memo)
+        return _copied(self, lambda: nn.Parameter.__deepcopy__(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        complete(self)
-        with ordinary([self]):
-            return self.__reduce_ex__(protocol)
+        return _copied(self, lambda: nn.Parameter.__reduce_ex__(self, protocol))
 
 
 class PendingGradient(PendingParameter):
@@ -114,36 +128,45 @@ def can_pend(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient, CompiledParameter)
 
 
-def mark_pending(
-    parameter: nn.Parameter, completion: Complete, only_grad: bool = False, clear: Clear | None = None
-) -> None:
-    """Call ``completion`` at the next access (to the gradient); it must call ``clear_pending``.
-
-    ``Module.zero_grad`` calls ``clear`` instead.
-    """
-    _completions[id(parameter)] = completion
-    if clear is not None:
-        _clears[id(parameter)] = clear
-    (_only_gradients.add if only_grad else _only_gradients.discard)(id(parameter))
+def mark_pending(parameter: nn.Parameter, access: Access, only_grad: bool = False) -> None:
+    """Intercept the next access (to the gradient)."""
+    key = id(parameter)
+    _accesses[key] = access
+    (_only_gradients.add if only_grad else _only_gradients.discard)(key)
     if type(parameter) is not CompiledParameter:
         parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
 
 def clear_pending(parameter: nn.Parameter) -> None:
-    _clears.pop(id(parameter), None)
-    if _completions.pop(id(parameter), None) is not None:
+    if _accesses.pop(id(parameter), None) is not None:
         _only_gradients.discard(id(parameter))
         if type(parameter) is not CompiledParameter:
             parameter.__class__ = nn.Parameter
 
 
 def complete(parameter: nn.Parameter) -> None:
-    completion = _completions.get(id(parameter))
-    if completion is not None:
-        completion()
+    access = _accesses.get(id(parameter))
+    if access is not None:
+        access.complete()
     elif type(parameter) is not CompiledParameter:
         # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
+
+
+def complete_value(parameter: nn.Parameter) -> None:
+    if id(parameter) not in _only_gradients:
+        complete(parameter)
+
+
+def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:
+    """Return a copy or a pickle, which hold the value, and not the gradient, of an ordinary parameter."""
+    complete_value(parameter)
+    kind: Any = type(parameter)
+    parameter.__class__ = nn.Parameter
+    try:
+        return copy()
+    finally:
+        parameter.__class__ = kind
 
 
 def keep_class(parameter: torch.Tensor) -> None:
@@ -204,7 +227,7 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
         return True
     if grad.grad_fn is not None:
         grad.detach_()
-    else:
+    elif grad.requires_grad:
         grad.requires_grad_(False)
     grad.zero_()
     return True
@@ -212,10 +235,16 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
 
 def _is_cleared_by_its_module(parameter: nn.Parameter) -> bool:
     """Return whether ``Module.zero_grad`` reads the gradient, and need not wait for it."""
-    reader = sys._getframe(2)
-    if reader.f_code is not _MODULE_ZERO_GRAD or id(parameter) not in _clears:
+    reader, access = sys._getframe(2), _accesses.get(id(parameter))
+    if reader.f_code is not _MODULE_ZERO_GRAD or access is None:
         return False
-    return _clears[id(parameter)](bool(reader.f_locals["set_to_none"]))
+    return access.cleared(bool(reader.f_locals["set_to_none"]))
+
+
+def _is_replaced(parameter: nn.Parameter, grad: torch.Tensor | None) -> bool:
+    """Return whether the gradient has been set, without waiting for the one that was to come."""
+    access = _accesses.get(id(parameter))
+    return access is not None and access.replaced(grad)
 
 
 def _pending_in(tree: Any) -> Iterator[nn.Parameter]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,29 +14,71 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.collectives.reductions import Adasum
-from commsched.optimizer.closures import dividing, step_whole
-from commsched.optimizer.deferred_updates import is_separable, plain_step
-from commsched.optimizer.driver import Driver
-from commsched.optimizer.gather_parameters import ParameterGathering
-from commsched.optimizer.imitations import forward_to_wrapped
-from commsched.optimizer.master_weights import load_unrounded
-from commsched.optimizer.options import Options
-from commsched.optimizer.parameter_names import later_names
-from commsched.optimizer.pending import ordinary
-from commsched.optimizer.unplanned import Unplanned
-from commsched.optimizer.weighted_loss import divide_alone, weighted_loss
+from commsched.collectives import reductions
+from commsched.collectives.handles import synchronize
+from commsched.collectives.process_sets import ProcessSet
+from commsched.collectives.reductions import Adasum, Sum
+from commsched.errors import CommError
+from commsched.optimizer.pending import clear_pending, clear_raw_grad, ordinary
+from commsched.optimizer.planner import Options
+from commsched.optimizer.round import State
+from commsched.optimizer.session import Session
+from commsched.optimizer.sharded_step import ShardedStep, load_unrounded
+from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
+
+Closure = Callable[[], Any]
+
+LARGEST = 1 << 31  # samples of all ranks in a step are fewer
+
+
+def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
+    """Return the names, with numbers for parameters that were added later."""
+    params = [param for group in param_groups for param in group["params"]]
+    return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
+
+
+class _Forwarded:
+    """An attribute that is looked up as if the class did not have it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else instance.__getattr__(self._name)
+
+
+def forward_to_wrapped(cls: type, methods: type) -> None:
+    """Forward the attributes that ``cls`` inherits from ``methods``, if it imitates an optimizer.
+
+    Lightning and Fabric make objects that hold a wrapped optimizer and look like one.
+    ``type("LightningSGD", (LightningOptimizer, type(optimizer)), {})`` inherits the wrapped optimizer's
+    methods, for ``isinstance`` alone. Called on such an object, they would not find the optimizer's session.
+    The object's ``__getattr__`` returns the attributes of the optimizer it holds, so these methods are looked
+    up there.
+    """
+    before = cls.__mro__[: cls.__mro__.index(methods)]
+    if not any("__getattr__" in vars(base) for base in before):
+        return
+    for name in vars(methods):
+        if not name.startswith("__") and not any(name in vars(base) for base in before):
+            setattr(cls, name, _Forwarded(name))
+
+
+def _plain(cls: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    return optimizer
 
 
 class DistributedMethods(Optimizer):
     """Mixed in before the wrapped optimizer's class.
 
-    Several ranks have a driver or, where gradients are reduced one by one, an ``Unplanned``. Without either
+    Several ranks have a session or, where gradients are reduced one by one, an ``Unplanned``. Without either
     the methods do what torch does.
     """
 
-    _driver: Driver | None = None
+    _session: Session | None = None
     _unplanned: Unplanned | None = None
     _base: type[Optimizer] = Optimizer
     _model: nn.Module | None
@@ -43,7 +87,8 @@ class DistributedMethods(Optimizer):
     _skip = False
     _synchronized = False
     _samples = 0  # counted on a rank alone
-    _released = False
+    _released = _closed = False
+    _plain_step: Any = None  # the step() that a scheduler had put into the instance before it was wrapped
     backward_passes_per_step = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -63,41 +108,81 @@ class DistributedMethods(Optimizer):
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize(), but synchronize() has reduced"
                 f" the gradients: {again}",
-                stacklevel=3,
+                stacklevel=4,
             )
         self._synchronized = False
         if self._unplanned is not None and self._unplanned.op == Adasum:
             return self._unplanned.adasum_step(self._named_trained(), partial(self._update, closure))
-        if self._driver is None and self._unplanned is None:
-            divide_alone(self)
-            return self._update(*(() if closure is None else (dividing(self, closure),)))
+        if self._session is None and self._unplanned is None:
+            self._divide_alone()
+            return self._update(*(() if closure is None else (self._dividing(closure),)))
         if closure is not None and not is_separable(self._base):
-            return step_whole(self, closure)
+            return self._step_whole(closure)
         loss = None
         if closure is not None:  # run once, before the update, which may then wait for its gradients
             with torch.enable_grad():
                 loss = closure()
             self._synchronized = False
-        if self._driver is None:
+        if self._session is None:
             if not self._skip:
                 self._synchronize()
             result = self._update()
             return result if closure is None else loss
-        driver = self._refresh(in_step=True)
-        driver.arrivals.mark("enter")
+        session = self._refreshed()
+        session.round.mark("enter")
         if not self._skip:
-            driver.reducer.require_sent()
-        driver.gathering.step(self, driver.synchronous)
-        driver.after_step()
+            session.round.require_sent()
+        session.mode.step(self, session.synchronous)
+        session.after_step()
         return loss
+
+    def _step_whole(self, closure: Closure) -> Any:
+        """Step an optimizer that updates all parameters at once, and runs the closure itself, as often as it
+        likes: gradients are reduced each time.
+        """
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._synchronize()
+            return loss
+
+        result = self._update(reduced)
+        self._synchronized = False
+        if self._session is not None:
+            self._session.round.finish_step()
+            self._session.after_step()
+        return result
+
+    def _dividing(self, closure: Closure) -> Closure:
+        """Return the closure on a rank alone, with gradients divided by the samples of weighted losses."""
+
+        def run() -> Any:
+            loss = closure()
+            self._divide_alone()
+            return loss
+
+        return run
+
+    def _refreshed(self) -> Session:
+        """Return the session, which has a plan for the parameters as they are now."""
+        session = self._session
+        assert session is not None
+        if self._closed:
+            raise CommError(
+                f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients;"
+                " wrap the optimizer again, or call release() in the place of close() to go on alone"
+            )
+        self._parameter_names = later_names(self.param_groups, self._parameter_names)
+        session.refresh(in_step=True)
+        return session
 
     def _every_param(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _updates_frozen(self) -> bool:
-        """Return whether a frozen parameter still has a gradient, because plain PyTorch would update it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(p.grad is not None for p in self._every_param() if not p.requires_grad)
+        """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
+        return self._session is not None and self._session.frozen_with_gradient()
 
     def _update(self, *closure: Any) -> Any:
         # A closure runs the model, whose compiled graphs know their parameters by the class.
@@ -112,13 +197,14 @@ class DistributedMethods(Optimizer):
         self._synchronized = self._options.gather == "gradients"
 
     def _synchronize(self) -> None:
-        divide_alone(self)
+        self._divide_alone()
         if self._unplanned is not None:
             self._unplanned.reduce(self._named_trained())
-        elif self._driver is not None:
-            driver = self._refresh(in_step=True)
-            driver.reducer.require_sent()
-            driver.gathering.gather_gradients()
+        elif self._session is not None:
+            session = self._refreshed()
+            session.round.require_sent()
+            session.mode.gather_gradients()
+            session.round.leave_empty()
 
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
@@ -141,32 +227,33 @@ class DistributedMethods(Optimizer):
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
-        if self._driver is not None:
-            self._driver.reducer.state.backward_passes = passes
+        if self._session is not None:
+            self._session.round.backward_passes = passes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this context gradients accumulate locally, as in DDP; the next backward reduces the sum."""
-        if self._driver is None:
+        session = self._session
+        if session is None:
             yield
             return
-        before, self._driver.reducer.paused = self._driver.reducer.paused, True
+        before, session.round.local_only = session.round.local_only, True
         try:
             yield
         finally:
-            self._driver.reducer.paused = before  # another one, where parameters were frozen or added within
+            session.round.local_only = before  # another round, where parameters were frozen or added within
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of pending updates."""
-        if self._driver is None:
+        session = self._session
+        if session is None or self._closed:
             self._samples = 0
             self._base.zero_grad(self, set_to_none)
             return
-        self._driver.reducer.clear_grads(set_to_none)
-        known = {id(p) for p in self._driver.reducer.params}
-        for param in self._every_param():
-            if id(param) not in known and param.grad is not None:
-                param.grad = None if set_to_none else param.grad.detach().zero_()
+        session.round.clear_grads(set_to_none)
+        for param in session.round.others:
+            clear_raw_grad(param, set_to_none)
+            clear_pending(param)
 
     def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return a loss for ``backward()`` from the mean loss of this rank's samples.
@@ -174,7 +261,53 @@ class DistributedMethods(Optimizer):
         The step's gradients become those of the mean over all samples that were counted in it, on all ranks
         and in all accumulated backward passes. ``samples`` may count anything: sequences, tokens, pixels.
         """
-        return weighted_loss(self, loss, samples)
+        count = operator.index(samples)
+        if count < 1:
+            raise ValueError(
+                f"weighted() needs a count of at least 1, got {count}; a rank without samples only calls"
+                " step()"
+            )
+        if self._unplanned is not None or self._options.sums:
+            raise ValueError(
+                "weighted() divides by the samples of all ranks, but op=Sum, Adasum and gradients that are"
+                " reduced without a plan are not divided; use op=Average with a plan"
+            )
+        if self._session is not None:
+            self._session.mode.refuse_early("weighted()")
+        total = loss * count  # so gradients add up to a sum over samples
+        if total.requires_grad:
+            # When the backward begins: zero_grad() may be called after the forward.
+            total.register_hook(lambda _: self._count(count))
+        return total
+
+    def _count(self, count: int) -> None:
+        """Count the samples of a weighted loss, which the flags of the round carry to the other ranks."""
+        if self._session is None:
+            self._samples += count
+            return
+        now, ranks = self._session.round, self._session.backend.ranks
+        with now.lock:
+            if now.state is State.SENT:
+                now.leave_cleared()
+            if now.state is State.SENT:
+                raise ValueError(
+                    "a weighted loss cannot add to gradients that are reduced already; accumulate several"
+                    " backward passes with set_backward_passes_per_step() or no_sync(), or call step() or"
+                    " zero_grad() first"
+                )
+            now.samples += count
+            if now.samples * ranks.size >= LARGEST:
+                raise ValueError(
+                    f"rank {ranks.rank} counts {now.samples} samples in one step, but those of {ranks.size}"
+                    f" ranks must sum to less than {LARGEST}; count in larger units"
+                )
+
+    def _divide_alone(self) -> None:
+        """Divide the gradients of weighted losses where no reduction does it, because there is one rank."""
+        samples, self._samples = self._samples, 0
+        for param in self._every_param() if samples else ():
+            if param.grad is not None:
+                param.grad.div_(samples)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -185,9 +318,12 @@ class DistributedMethods(Optimizer):
                 "without a plan, call synchronize() and torch.nn.utils.clip_grad_norm_(), then step() within"
                 " skip_synchronize()"
             )
-        if self._driver is not None and self._shards is not None:
-            self._driver.reducer.require_sent()
-            return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        if self._shards is not None:
+            session = self._refreshed()
+            session.round.require_sent()
+            norm = self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+            session.round.leave_empty()
+            return norm
         self._synchronize()
         return nn.utils.clip_grad_norm_(self._every_param(), max_norm, norm_type, error_if_nonfinite)
 
@@ -205,94 +341,218 @@ class DistributedMethods(Optimizer):
     @property
     def spreads_state(self) -> bool:
         """Whether every rank must call ``state_dict()``, because each has a part of the state only."""
-        return self._driver is not None and self._driver.gathering.spreads_state
+        return self._session is not None and self._session.mode.spreads_state
 
     @property
-    def _shards(self) -> ParameterGathering | None:
-        gathering = self._driver.gathering if self._driver is not None else None
-        return gathering if isinstance(gathering, ParameterGathering) else None
+    def _shards(self) -> ShardedStep | None:
+        mode = self._session.mode if self._session is not None else None
+        return mode if isinstance(mode, ShardedStep) else None
 
     def _settle(self) -> None:
         """Apply pending updates, before something reads the optimizer's state."""
-        if self._driver is not None:
-            self._driver.arrivals.settle()
+        if self._session is not None:
+            self._session.round.settle()
+
+    def _whole_state(self) -> dict[Any, Any]:
+        """Return the state of whole parameters, on every rank. Collective where each has a part."""
+        self._settle()
+        own: dict[Any, Any] = self.__dict__["state"]
+        session = self._session
+        if session is None:
+            return own
+        if not self._closed:
+            return session.mode.whole_state(own)
+        if session.mode.spreads_state and not own:
+            raise CommError(
+                f"rank {session.backend.ranks.rank}: this optimizer is closed, and each rank has a part of"
+                " its state; call state_dict() on all ranks before close(), or release() in its place"
+            )
+        return own
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict; either optimizer can load that of the other.
 
         With ``gather="parameters"``, ``Compression.int8`` or ``fp8`` every rank must call: each has a part.
         """
-        self._settle()
-        own = self.__dict__["state"]
-        if self._driver is not None:
-            self.__dict__["state"] = self._driver.gathering.whole_state(own)
+        whole, own = self._whole_state(), self.__dict__["state"]
+        self.__dict__["state"] = whole
         try:
             return self._base.state_dict(self)
         finally:
             self.__dict__["state"] = own
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let copies and pickles be plain optimizers of the wrapped class."""
+        return _plain, (self._base, {**self._base.__getstate__(self), "state": self._whole_state()})
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
         load = partial(self._base.load_state_dict, self, state_dict)
-        if self._driver is not None and self._options.master_weights:
+        if self._session is not None and self._options.master_weights:
             load_unrounded(self, load)
         else:
             load()
-        if self._driver is not None:
-            self._driver.gathering.take_state()
+        if self._session is not None and not self._closed:
+            self._session.mode.take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch. All ranks must add the same one."""
         self._settle()
         self._base.add_param_group(self, param_group)
-        if self._driver is not None:
-            self._refresh()
-
-    def _refresh(self, in_step: bool = False) -> Driver:
-        """Return the driver; a new one if parameters were added, frozen or unfrozen since it was made."""
-        driver = self._driver
-        assert driver is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            trained = [p for p in self._every_param() if p.requires_grad]
-        before = driver.reducer.params
-        if len(trained) == len(before) and all(a is b for a, b in zip(trained, before, strict=True)):
-            return driver
-        if in_step and not self._skip:
-            driver.reducer.require_sent()
-        driver.gathering.finish_all()
-        driver.close()
-        self._parameter_names = later_names(self.param_groups, self._parameter_names)
-        self._options = self._options.for_other_params(before, trained)
-        self._driver = successor = Driver(self)
-        successor.reducer.inherit(driver.reducer)
-        return successor
+        if self._session is not None and not self._closed:
+            self._parameter_names = later_names(self.param_groups, self._parameter_names)
+            self._session.refresh()
 
     def close(self, wait: bool = True) -> None:
-        """Apply the last update (not with ``wait=False``, after an error); end connections and threads."""
-        if self._driver is not None:
-            self._driver.close(wait)
+        """Apply the last update (not with ``wait=False``, after an error); end connections and threads.
+
+        The parameters can be read afterwards, whatever has failed before. Never raises. Where each rank has a
+        part of the state (``spreads_state``), every rank must call: the wrapped optimizer gets all of it.
+        """
+        if self._session is not None and not self._closed:
+            for act in (self._session.round.drain, self._session.mode.finish_all) if wait else ():
+                with suppress(Exception):  # of ranks that are gone; what is here is kept
+                    act()
+            self._session.close(wait)
+            self._closed = True
+            # The wrapped optimizer steps by itself again.
+            self.__dict__.pop("step", None)
+            if self._plain_step is not None:
+                self.__dict__["step"] = self._plain_step
 
     def release(self, wait: bool = True) -> None:
         """Apply the last update and step locally from now on, with the whole state. Every rank must call.
 
         After an error, ``wait=False`` calls no other rank, and the state of other ranks' shards is lost.
         """
-        if self._driver is not None:
-            if wait:
-                self._driver.gathering.finish_all()
-            self._driver.close(wait)
-            self._driver, self._released = None, True
+        if self._session is not None:
+            if wait and not self._closed:
+                self._session.mode.finish_all()
+            self._session.close(wait)
+            self._session, self._released, self._closed = None, True, False
 
     def resume(self) -> None:
         """Reduce gradients again after ``release()``. Every rank must call."""
         if self._released:
-            self._driver, self._released = Driver(self), False
+            self._session, self._released = Session(self), False
 
     def profile(self) -> Profile:
         """Return the measured profile; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""
-        if self._driver is None or self._driver.profile is None:
+        if self._session is None or self._session.profile is None:
             raise ValueError(
                 "no profile has been measured yet; it is there after a few steps with schedule='auto' on"
                 " several ranks"
             )
-        return self._driver.profile.whole()
+        return self._session.profile.whole()
+
+
+# -- gradients reduced one by one ----------------------------------------------------------------------------
+
+# Buckets cannot carry these: Adasum, compressors of single tensors, and parameters on several devices. They
+# are reduced within ``step()``.
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Unplanned:
+    """Reduces the gradients of one optimizer; the fields are Horovod's arguments."""
+
+    compression: Any
+    op: Any
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    groups: list[list[torch.Tensor]] | None
+
+    def reduce(self, named: Named) -> None:
+        """Combine these parameters' gradients over the ranks, except for Adasum, which combines updates."""
+        if self.op == Adasum:
+            return
+        kinds = self._agree_on_gradients(named)
+        finish: list[Callable[[], None]] = []
+        for group in self._in_groups(named):
+            used = [(name, p) for name, p in group if kinds[name] == "dense"]
+            if used:
+                finish.append(self._start_dense(used))
+            finish += [self._start_sparse(name, p) for name, p in group if kinds[name] == "sparse"]
+        for end in finish:
+            end()
+
+    def _in_groups(self, named: Named) -> list[Named]:
+        """Return the parameters of each operation: the user's groups and single ones, or all together."""
+        if self.groups is None:
+            return [named]
+        place = {p: number for number, group in enumerate(self.groups) for p in group}
+        groups: list[Named] = [[] for _ in self.groups]
+        alone: list[Named] = []
+        for name, p in named:
+            if p in place:
+                groups[place[p]].append((name, p))
+            else:
+                alone.append([(name, p)])
+        return [*groups, *alone]
+
+    def _agree_on_gradients(self, named: Named) -> dict[str, str | None]:
+        """Return which gradients exist on any rank; others must stay None, or momentum would move them."""
+        counts = torch.zeros(2, len(named), dtype=torch.int32)
+        for i, (_, p) in enumerate(named):
+            if p.grad is not None:
+                counts[int(p.grad.is_sparse and not self.sparse_as_dense), i] = 1
+        name, process_set = "optimizer.gradients", self.process_set
+        counts = reductions.allreduce(counts, op=Sum, name=name, process_set=process_set)
+        return {
+            name: "sparse" if sparse else "dense" if there else None
+            for (name, _), there, sparse in zip(named, *counts.tolist(), strict=True)
+        }
+
+    def _start_dense(self, group: Named) -> Callable[[], None]:
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+            for _, p in group
+        ]
+        pairs = [self.compression.compress(gradient.contiguous()) for gradient in gradients]
+        handle = reductions.grouped_allreduce_async_(
+            [small for small, _ in pairs],
+            name=f"optimizer.{group[0][0]}",
+            op=self.op,
+            prescale_factor=1.0 / self.predivide,
+            postscale_factor=self.predivide,
+            process_set=self.process_set,
+        )
+
+        def finish() -> None:
+            for (_, p), result, (_, context) in zip(group, synchronize(handle), pairs, strict=True):
+                combined = self.compression.decompress(result, context)
+                p.grad = combined.to_sparse(1) if p.grad is not None and p.grad.is_sparse else combined
+
+        return finish
+
+    def _start_sparse(self, name: str, p: torch.Tensor) -> Callable[[], None]:
+        gradient = p.grad
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=p.device),
+                p.new_empty(0, *p.shape[1:]),
+                p.shape,
+                check_invariants=False,
+            )
+        result = reductions.sparse_allreduce_async(
+            gradient, name=f"optimizer.{name}", op=self.op, process_set=self.process_set
+        )
+
+        def finish() -> None:
+            p.grad = result()
+
+        return finish
+
+    def adasum_step(self, named: Named, step: Callable[[], Any]) -> Any:
+        """Step locally, then combine the updates: Adasum does not combine gradients."""
+        before = [p.detach().clone() for _, p in named]
+        loss = step()
+        with torch.no_grad():
+            for (_, p), old in zip(named, before, strict=True):
+                small, context = self.compression.compress((p - old).contiguous())
+                handle = reductions.allreduce_async_(small, op=Adasum)
+                p.copy_(old + self.compression.decompress(synchronize(handle), context))
+        return loss

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.shards import check_elementwise
+from commsched.optimizer.sharded_step import check_elementwise
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.gradients import Gradients

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import comm_core
-from commsched.backends.cpu import translated
+from commsched.backends.cpu import engine_errors_as_comm_errors
 from commsched.pipeline.fabric import Lane, from_host, to_host
 from commsched.pipeline.versions import Version
 from scheduler.ir.buckets import Bucket
@@ -124,7 +124,7 @@ class Scattered:
         if self.begun < period:
             self.begun = period
             self._marked = set()
-            with translated:
+            with engine_errors_as_comm_errors:
                 self.engine.begin_step()
 
     def ready(
@@ -141,7 +141,7 @@ class Scattered:
             found[place] = torch.zeros_like(leaves[place]) if grad is None else grad
         parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
         _pack(parts, self.grads[bucket])
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.mark_ready(bucket)
 
     def complete(self, grads: Sequence[Tensor | None]) -> None:
@@ -149,7 +149,7 @@ class Scattered:
         if self._flags_bucket not in self._marked:
             self._marked.add(self._flags_bucket)
             self._flags[:] = [grad is not None for grad in grads]
-            with translated:
+            with engine_errors_as_comm_errors:
                 self.engine.mark_ready(self._flags_bucket)
 
     @contextmanager
@@ -175,7 +175,7 @@ class Scattered:
                 handle.remove()
 
     def wait_reduced(self) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             for bucket in range(len(self.parts)):
                 self.engine.wait_rs(bucket)
             self.engine.wait_rs(self._flags_bucket)
@@ -187,7 +187,7 @@ class Scattered:
         return counts
 
     def updated(self, bucket: int) -> None:
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.mark_updated(bucket)
 
     def take_in(self, version: Version, bucket: int) -> None:
@@ -197,7 +197,7 @@ class Scattered:
 
     def write(self, bucket: int, tensors: Sequence[Any]) -> None:
         """Waits for a bucket's all-gather and writes its parts where they belong, except to None."""
-        with translated:
+        with engine_errors_as_comm_errors:
             self.engine.wait_ag(bucket)
         at = 0
         for place, start, stop in self.parts[bucket]:

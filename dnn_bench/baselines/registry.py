@@ -70,9 +70,7 @@ def _entries() -> list[Baseline]:
             for schedule in policies.names()
         ),
         _auto("auto"),
-        _auto("auto_unsplit", split_backward=False),
         _auto("auto_dense", row_sparse=False),
-        _auto("auto_plain", split_backward=False, row_sparse=False),
         replace(_auto("auto_sparse"), changes=SPARSE, sums_rows=True),
         _rounded("ddp_bf16", "DDP", "bf16"),
         # With several buckets its callbacks start collectives in an order that differs by rank.

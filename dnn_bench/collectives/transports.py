@@ -78,7 +78,7 @@ class Ours(Collectives):
     library = "commsched"
 
     def __init__(self, job: Job, transport: str) -> None:
-        from commsched.backends.transports import make_transport
+        from commsched.backends.cpu import make_transport
 
         super().__init__(job)
         _, carrier = make_transport(transport, self.ranks.global_process_set, 0, timeout=60.0)

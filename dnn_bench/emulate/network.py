@@ -1,6 +1,6 @@
 """The backend of an optimizer that trains alone as if with many ranks: this process answers for them.
 
-Collectives take the time of a link and move this process's bytes in its own memory.
+Exchanges take the time of a link and move this process's bytes in its own memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 import comm_core
 from comm_core.cuda.launchers import launcher_for
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_device import CudaDevice
+from commsched.backends.cuda import CudaDevice, StreamBackend
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Ranks
 from commsched.env import settings
@@ -31,6 +30,10 @@ def emulated_ranks(size: int) -> Any:
 class OneProcess(Ranks):
     """Ranks that all have this process's values, so they always agree."""
 
+    def __init__(self, process_set: Any) -> None:
+        super().__init__(process_set)
+        self.own = slice(0, self.size)
+
     def share(self, value: Any) -> Any:
         return value
 
@@ -42,7 +45,7 @@ class OneProcess(Ranks):
 
 
 class HostLink:
-    """The collectives of the CPU's engine: every rank has the values and the shard of this one."""
+    """The exchange of the CPU's engine: every rank has the values and the shard of this one."""
 
     def __init__(self, ranks: Ranks, link: Link | None) -> None:
         self.rank, self.size, self._link = ranks.rank, ranks.size, link
@@ -65,7 +68,7 @@ class HostLink:
 
 
 class DeviceLink:
-    """The collectives of a GPU: they hold its communication stream for the link's time."""
+    """The exchange of a GPU: it holds its communication stream for the link's time."""
 
     name, scales = "EMULATED", False
 

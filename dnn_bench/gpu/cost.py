@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commsched as hvd
 from comm_core.cuda import BucketCopy, one_after_another
-from commsched.optimizer.deferred_updates import OptimizerView
+from commsched.optimizer.whole_step import OptimizerView
 from dnn_bench import models
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.emulate.cli import Emulation
@@ -55,15 +55,15 @@ def timed_host(optimizer: Any) -> Iterator[HostTime]:
     """Counts what commsched does in hooks, ``step()`` and ``zero_grad()``; not the optimizer's arithmetic,
     which the plain loop has too.
     """
-    clock, driver, step = HostTime(), optimizer._driver, OptimizerView.step
+    clock, session, step = HostTime(), optimizer._session, OptimizerView.step
     for owner, name in (
-        (driver.hooks, "before_forward"),
-        (driver.reducer, "end_of_backward"),
+        (session.hooks, "before_forward"),
+        (session.round, "end_of_backward"),
         (optimizer, "step"),
         (optimizer, "zero_grad"),
     ):
         setattr(owner, name, clock.counting(getattr(owner, name)))
-    for param in driver.reducer.params:
+    for param in session.round.params:
         hooks = param._post_accumulate_grad_hooks
         hooks.update({key: clock.counting(hook) for key, hook in hooks.items()})
     optimizer._update = clock.counting(optimizer._update, sign=-1)

@@ -106,7 +106,7 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
         if row.changes:
             continue  # the profile is of another training
         if get(row.name).plans_itself:
-            continue  # it may compute weight gradients later and send parts of gradients early
+            continue  # it may send parts of gradients early
         bound = bounds.get(row.kind, 0.0)
         if row.measured and row.mean("sent") < FEWER * whole:
             continue  # by rows, which the bound does not know

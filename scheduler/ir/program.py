@@ -100,13 +100,6 @@ class Program(JsonFile):
         return self.lanes().get(LINK_LANE, ())
 
     @property
-    def backward(self) -> tuple[Action, ...]:
-        """The backward's actions in order, where weight gradients have places of their own; else empty."""
-        compute = self.lanes().get(COMPUTE_LANE, ())
-        found = tuple(action for action in compute if action.kind in (Kind.B, Kind.W))
-        return found if any(action.kind is Kind.W for action in found) else ()
-
-    @property
     def plan(self) -> str:
         """The communication order as text, for example ``RS0 RS1 AG0 AG1``."""
         return format_actions(self.link)
@@ -145,17 +138,13 @@ def data_parallel_program(
     gather: str = "gradients",
     early_step: bool = False,
     meta: Mapping[str, Any] | None = None,
-    backward: Sequence[Action] = (),
 ) -> Program:
-    """A data-parallel step: forward, backward, and ``link`` as the order of communication. ``backward``: its
-    actions in order, where weight gradients have places of their own.
+    """A data-parallel step: forward, backward, and ``link`` as the order of communication.
 
     The kernel starts with the backward, so that an all-gather stands before the forward it serves: ``F`` of
     the next iteration is written ``F0+1``.
     """
-    forward = (Action(Kind.F, layer, shift=1) for layer in range(layers))
-    compute = (*backward, *forward) if backward else _step_compute(layers)
-    lanes = {COMPUTE_LANE: compute, LINK_LANE: tuple(link)}
+    lanes = {COMPUTE_LANE: _step_compute(layers), LINK_LANE: tuple(link)}
     return Program(policy, tuple(buckets), (lanes,), layers, ranks, gather, early_step, meta=meta or {})
 
 

@@ -9,11 +9,9 @@
    bound (``search.order_kernel``); all-gathers go into the gaps of the backward wherever that helps.
 4. **Improve.** From the best starts, cuts between buckets are dropped, added and moved
    (``search.cut_kernel``).
-5. **Weight gradients.** With ``split_backward`` the search is repeated for backwards whose weight gradients
-   have places of their own (``search.weight_search``); one is taken where it gains something.
-6. **Parts of gradients.** Where layers hold parts of one gradient, whole gradients are planned, too, unless a
+5. **Parts of gradients.** Where layers hold parts of one gradient, whole gradients are planned, too, unless a
    bound rules them out.
-7. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
+6. **Keep reserves.** Many plans hide all communication of a fast link; they differ once the link is slower
    than measured. The search is then repeated for slower links. Of the plans with the shortest period it takes
    the one that loses least on those links; among plans that lose hardly more, the one with fewest buckets.
 """
@@ -22,9 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
-from scheduler.bounds.split import split_exposed
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.program import Program
 from scheduler.policies.bytescheduler import bytescheduler
@@ -33,7 +29,6 @@ from scheduler.policies.mgwfbp import mgwfbp
 from scheduler.policies.pipedap import pipedap
 from scheduler.policies.problem import Problem
 from scheduler.policies.search.bucket_search import BucketSearch, bound_of, ordered
-from scheduler.policies.search.weight_search import backward_orders
 from scheduler.policies.sequential import sequential
 from scheduler.policies.wfbp import wfbp
 
@@ -52,12 +47,8 @@ SLOWER = (1.25, 1.5)
 NEARLY = 1.002
 """Plans that lose hardly more there keep reserves too; each bucket costs a little that is not modelled."""
 
-
-QUICK = 20
-"""One of so many parts of the budget judges each order of the backward; the best one gets a whole budget."""
-
 WORTH = 0.995
-"""A backward with weight gradients in places of their own is taken if its period is at most this part."""
+"""Parts of gradients are sent early if the period is at most this part of that with whole gradients."""
 
 
 def optimal(
@@ -65,50 +56,22 @@ def optimal(
     seed: int = 0,
     budget: int = BUDGET,
     max_buckets: int = 512,
-    split_backward: bool = False,
-    extra_memory: float | None = None,
     keep_parts: bool = False,
 ) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
-    Where the problem has buckets only the order is searched. ``split_backward``: weight gradients may have
-    places of their own, and hold ``extra_memory`` bytes beyond the backward's peak (None: any number).
-    Where it gains nothing to send parts of a gradient early, the plan is for ``profile.whole()``, unless
-    ``keep_parts``.
+    Where the problem has buckets only the order is searched. Where it gains nothing to send parts of a
+    gradient early, the plan is for ``profile.whole()``, unless ``keep_parts``.
     """
-    best = partial(
-        _best, split=split_backward, memory=extra_memory, seed=seed, budget=budget, most=max_buckets
-    )
-    plan, whole = best(problem), replace(problem, profile=problem.profile.whole())
+    plan = _best(problem, seed, budget, max_buckets)
+    whole = replace(problem, profile=problem.profile.whole())
     if keep_parts or whole.profile == problem.profile:
         return plan
     worth = problem.period(plan) / WORTH
-    if worth <= (_least(whole) if split_backward else bound_of(whole)):
+    if worth <= bound_of(whole):
         return plan
-    other = best(whole)
+    other = _best(whole, seed, budget, max_buckets)
     return plan if worth <= whole.period(other) else other
-
-
-def _best(problem: Problem, split: bool, memory: float | None, seed: int, budget: int, most: int) -> Program:
-    plain = _unsplit(problem, seed, budget, most)
-    unsplit = problem.period(plain)
-    if not split or _least(problem) > unsplit * WORTH:
-        return plain
-    orders = backward_orders(problem.profile, problem.link, memory, seed)
-    tasks = [replace(problem, backward=backward) for backward in orders]
-    known = [plain.buckets]
-    quick = [_searched(task, known, seed, budget // QUICK, most) for task in tasks]
-    if not quick:
-        return plain
-    promising = min(range(len(tasks)), key=lambda number: problem.period(quick[number]))
-    longer = _searched(tasks[promising], [*known, quick[promising].buckets], seed, budget, most)
-    best = min(quick[promising], longer, key=problem.period)
-    return best.with_meta(unsplit=unsplit) if problem.period(best) <= unsplit * WORTH else plain
-
-
-def _least(problem: Problem) -> float:
-    """No backward with weight gradients anywhere makes a step shorter than this."""
-    return problem.profile.compute + split_exposed(problem.profile, problem.link)
 
 
 def _searched(
@@ -125,7 +88,7 @@ def _searched(
     return problem.program("optimal", chosen, order, found_by="search")
 
 
-def _unsplit(problem: Problem, seed: int, budget: int, max_buckets: int) -> Program:
+def _best(problem: Problem, seed: int, budget: int, max_buckets: int) -> Program:
     profile = problem.profile
     made = [policy(problem) for policy in (DECOUPLED if problem.gather == "parameters" else OTHERS)]
     others = [problem.program("optimal", it.buckets, it.link, found_by=it.policy) for it in made]

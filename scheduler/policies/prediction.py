@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from scheduler.bounds import lower_bound
-from scheduler.bounds.split import split_exposed
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -32,12 +31,9 @@ def predict(program: Program, profile: Profile, link: Link, dense: Profile | Non
     ``dense``: the profile with the bytes that DDP sends, where ``program`` sends fewer.
     """
     ours, ddp = simulate(program, profile, link), simulate_ddp(dense or profile, link, program.ranks)
-    if program.backward:
-        bound = profile.compute + split_exposed(profile, link)
-    else:
-        bound = lower_bound(
-            profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
-        )
+    bound = lower_bound(
+        profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
+    )
     return Prediction(ours.period, ours.exposed, ours.link_utilisation, bound, ddp.period, ddp.exposed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,6 @@ class Problem:
     """A profile and a link, and how the step is done: what all-gathers move, and on how many ranks.
 
     ``buckets``: the caller's own; ``bucket_bytes``: the caller's size of each. By default policies choose.
-    ``backward``: the order of its actions, where weight gradients have places of their own.
     """
 
     profile: Profile
@@ -36,7 +35,6 @@ class Problem:
     ranks: int = 2
     buckets: Sequence[Bucket] | None = None
     bucket_bytes: float | None = None
-    backward: tuple[Action, ...] = ()
 
     def __post_init__(self) -> None:
         check_step(self.gather, self.early_step)
@@ -78,11 +76,11 @@ class Problem:
         return list(dict.fromkeys(self.fuse(size) for size in sizes))
 
     def model(self, buckets: Sequence[Bucket]) -> StepModel:
-        return StepModel(self.profile, self.link, buckets, **self.step, backward=self.backward)
+        return StepModel(self.profile, self.link, buckets, **self.step)
 
     def period(self, program: Program) -> float:
         """Seconds per iteration of a program for this problem."""
-        model = replace(self, backward=program.backward).model(program.buckets)
+        model = self.model(program.buckets)
         return model.period(model.encode(program.link))
 
     def program(
@@ -97,7 +95,6 @@ class Problem:
             self.gather,
             self.early_step,
             meta=meta,
-            backward=self.backward,
         )
 
     def fastest(self, programs: Iterable[Program]) -> Program:

@@ -1,7 +1,7 @@
 """Lower a data-parallel program to a task graph: durations and dependencies.
 
     F(l), B(l)      wait for the layer before them; B of the last layer for its F
-    RS(b), AR(b)    wait for the backward of every layer with bytes in bucket b (its W, where that is apart)
+    RS(b), AR(b)    wait for the backward of every layer with bytes in bucket b
     AG(b)           waits for RS(b); with gather="parameters" also for the update of b and, without
                     early_step, for the whole backward
     F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l, or of one needed by it
@@ -21,7 +21,7 @@ from scheduler.simulate.task_graph import COMPUTE, EVERY_RANK, LINK, OTHER, Grap
 
 UPDATE_LANE = "update"
 
-_BY_LAYER = {Kind.F, Kind.B, Kind.W}
+_BY_LAYER = {Kind.F, Kind.B}
 
 Key = tuple[Kind, int]
 
@@ -39,8 +39,6 @@ class _Lowering:
         self.program, self.profile, self.link = program, profile, link
         self.graph = GraphBuilder()
         self.shared: dict[Key, int] = {}  # collectives: one task of all ranks
-        compute = program.lanes().get(COMPUTE_LANE, ())
-        self.split = {action.index for action in compute if action.kind is Kind.W}
 
     def add_rank(self, rank: int) -> None:
         own: dict[Key, int] = {}
@@ -76,11 +74,7 @@ class _Lowering:
             share = program.ranks if program.gather == "parameters" else 1
             return self.profile.update_per_byte * program.buckets[index].bytes / share
         layer = self.profile.layers[index]
-        if kind is Kind.F:
-            return layer.forward
-        if kind is Kind.W:
-            return layer.weight_backward
-        return layer.backward - (layer.weight_backward if index in self.split else 0.0)
+        return layer.forward if kind is Kind.F else layer.backward
 
     def _depend(self, own: dict[Key, int]) -> None:
         """Add the edges between one rank's tasks that come from what they read and write."""
@@ -92,17 +86,15 @@ class _Lowering:
         for layer in range(self.program.layers):
             wait((Kind.F, layer), (Kind.F, layer - 1))
             wait((Kind.B, layer), (Kind.B, layer + 1))
-            wait((Kind.W, layer), (Kind.B, layer + 1))
         wait((Kind.B, self.program.layers - 1), (Kind.F, self.program.layers - 1))
         sharded = self.program.gather == "parameters"
         # Compute runs in the order of its lane, so waiting for the last backward waits for all of them.
-        backward = [key for key in own if key[0] in (Kind.B, Kind.W)]
+        backward = [key for key in own if key[0] is Kind.B]
         for number, bucket in enumerate(self.program.buckets):
             rs, ag, ar, update = ((kind, number) for kind in (Kind.RS, Kind.AG, Kind.AR, Kind.UPDATE))
             for layer in bucket.layers:
-                gradient = (Kind.W, layer) if (Kind.W, layer) in own else (Kind.B, layer)
-                wait(rs, gradient)
-                wait(ar, gradient)
+                wait(rs, (Kind.B, layer))
+                wait(ar, (Kind.B, layer))
             wait(ag, rs)
             if sharded:
                 wait(update, rs)

@@ -37,19 +37,16 @@ class StepModel:
         ranks: int = 2,
         gather: str = "gradients",
         early_step: bool = False,
-        backward: Sequence[Action] = (),
     ) -> None:
-        """``backward``: its actions in order, where weight gradients have places of their own."""
         self.count = len(buckets)
         size = np.array([bucket.bytes for bucket in buckets], float)
         self.forward = np.array([layer.forward for layer in profile.layers])
-        self.ready, self.backward = gradient_times(profile, backward)
+        # By layer: the seconds from the begin of the backward until it has made the layer's gradient.
+        self.ready = np.cumsum([layer.backward for layer in reversed(profile.layers)])[::-1]
+        self.backward = float(self.ready[0])
         needed = profile.needed
         self.layer = np.array([min(needed[la] for la in bucket.layers) for bucket in buckets], np.int64)
-        if backward:
-            self.complete = np.array([max(self.ready[la] for la in bucket.layers) for bucket in buckets])
-        else:
-            self.complete = self.ready[np.array([bucket.ready_layer for bucket in buckets], np.int64)]
+        self.complete = self.ready[np.array([bucket.ready_layer for bucket in buckets], np.int64)]
         self.cost = np.array([link.cost(Kind.RS, bytes_) for bytes_ in size])
         self.update_in_compute = gather == "gradients"
         self.update = profile.update_per_byte * size / (1 if self.update_in_compute else ranks)
@@ -75,16 +72,3 @@ class StepModel:
         from scheduler.simulate.step_kernel import step_period
 
         return float(step_period(*self.kernel_input(), order))
-
-
-def gradient_times(profile: Profile, backward: Sequence[Action] = ()) -> tuple[np.ndarray, float]:
-    """When the backward has made each layer's gradient, and how long it takes, in seconds from its begin."""
-    layers = profile.layers
-    later = {action.index for action in backward if action.kind is Kind.W}
-    ready, now = np.zeros(len(layers)), 0.0
-    for action in backward or [Action(Kind.B, layer) for layer in reversed(range(len(layers)))]:
-        weight = layers[action.index].weight_backward if action.index in later else 0.0
-        now += weight if action.kind is Kind.W else layers[action.index].backward - weight
-        if action.kind is Kind.W or action.index not in later:
-            ready[action.index] = now
-    return ready, now

@@ -23,9 +23,8 @@ def _wanted(program: Program, rank: int) -> set[Action]:
 
 
 def _allowed(program: Program, _: int) -> set[Action]:
-    """Actions that a program may list or leave out: separate weight gradients, and updates."""
-    weights = {Action(Kind.W, layer) for layer in range(program.layers)}
-    return weights | {Action(Kind.UPDATE, bucket) for bucket in range(len(program.buckets))}
+    """Actions that a program may list or leave out: updates."""
+    return {Action(Kind.UPDATE, bucket) for bucket in range(len(program.buckets))}
 
 
 def sharded(program: Program, _: Profile | None) -> Iterator[Violation]:

@@ -1,6 +1,5 @@
 """Comparisons with real ranks: right, wrong, missing, failing and interrupted baselines."""
 
-import importlib.util
 import json
 import os
 import runpy
@@ -23,7 +22,7 @@ from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine
 from tests.support.commands import run_module
 from tests.support.launch import run_ranks
-from tests.support.needs import skip_without_horovod
+from tests.support.needs import HAS_HOROVOD, skip_without_horovod
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -178,6 +177,7 @@ def train_small_click_model() -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_horovod_gathers_the_rows_of_sparse_embeddings() -> None:
     run_ranks(train_small_click_model, 2, launcher="horovodrun", check=True)
 
@@ -192,12 +192,14 @@ def test_a_baseline_with_another_optimizer_is_compared_with_a_process_that_has_i
     assert "plain: trained with momentum=0.0" in results.notes(found[""])
 
 
-def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves() -> None:
-    names = ["auto", "auto_int8", "auto_fp8", "ddp_bf16", "ddp_powersgd"]
-    names += ["horovod_fp16"] if importlib.util.find_spec("horovod") else []
+@pytest.mark.parametrize(
+    "names", [["auto_int8"], pytest.param(["auto_fp8", "ddp_bf16", "ddp_powersgd", "horovod_fp16"], marks=pytest.mark.slow)]
+)
+def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves(names: list[str]) -> None:
+    names = [name for name in ["auto", *names] if HAS_HOROVOD or "horovod" not in name]
     found = compare(*map(baselines.get, names), effort=Effort(1, 1, trace="none"))
     assert [found[name]["status"] for name in names] == ["ok"] * len(names), found
-    assert found["auto"]["error"] is not None and all(found[name]["error"] is None for name in ("auto_int8", "auto_fp8"))
+    assert all((found[name]["error"] is None) == name.startswith("auto_") for name in names if name.startswith("auto"))
     assert isinstance(found["auto"]["predicted"], float)
 
 

@@ -32,6 +32,7 @@ def test_digits_with_a_peer_and_schedules(tmp_path: Path) -> None:
     assert runs["dear"]["digest"] == runs["auto"]["digest"]
 
 
+@pytest.mark.slow
 def test_a_text_with_four_workers(tmp_path: Path) -> None:
     what = ("--task", "text", "--workers", "4", "--baseline", "pipedap,auto", "--steps", "12")
     plain, *runs = converge(tmp_path, *what)

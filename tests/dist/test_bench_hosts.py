@@ -11,7 +11,7 @@ from dnn_bench.baselines.trainer import Job
 from dnn_bench.cluster import Cluster
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import Hosts
-from tests.support.needs import HAS_HOROVOD, find, needs, needs_horovod, needs_root
+from tests.support.needs import needs, needs_horovod, needs_root
 
 pytestmark = [
     pytest.mark.dist,
@@ -20,7 +20,6 @@ pytestmark = [
     needs("ip", "tc"),
 ]
 RATE = 100e6 / 8
-PEERS = ["horovod"] if HAS_HOROVOD and find("sshd") else []
 
 
 class Silent:
@@ -34,9 +33,8 @@ class Silent:
         pass
 
 
-def measured() -> tuple[dict[str, Any], dict[str, Any]]:
+def measured(*names: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report, and its rows by name."""
-    names = ["local", "floor", "wire", *PEERS]
     job, effort = Job("mlp_tiny", batch=32), Effort(repetitions=1, iterations=3, trace="none")
     with Cluster(2, "100mbit") as cluster:
         report = Comparison(job, Hosts(cluster), [baselines.get(n) for n in names], effort, Silent()).run()
@@ -50,17 +48,20 @@ GRADIENTS = 4 * (8 * (256 * 256 + 256) + 2570)
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
-    return measured()[1]
+    return measured("local", "floor", "wire")[1]
 
 
-# Horovod is started over ssh, which the other baselines do without.
-HOROVOD = pytest.param("horovod", marks=[needs_horovod, needs("sshd", "ssh")])
-
-
-@pytest.mark.parametrize("name", ["floor", "wire", HOROVOD])
+@pytest.mark.parametrize("name", ["floor", "wire"])
 def test_link_bytes_are_those_of_the_link(rows: dict[str, Any], name: str) -> None:
     # An all-reduce among two sends as much as there is; some is queued when it is counted.
     assert 0.9 * GRADIENTS < rows[name]["sent"] < 1.15 * GRADIENTS
+
+
+@pytest.mark.slow
+@needs_horovod
+@needs("sshd", "ssh")
+def test_horovod_is_started_over_ssh() -> None:
+    assert 0.9 * GRADIENTS < measured("horovod")[1]["horovod"]["sent"] < 1.15 * GRADIENTS
 
 
 def test_one_process_sends_nothing_and_nothing_beats_the_link(rows: dict[str, Any]) -> None:
@@ -71,7 +72,7 @@ def test_one_process_sends_nothing_and_nothing_beats_the_link(rows: dict[str, An
 
 @pytest.mark.bench
 def test_times_and_bound_are_those_of_the_link() -> None:
-    report, rows = measured()
+    report, rows = measured("local", "floor", "wire")
     assert rows["wire"]["time"] * RATE < 1.5 * GRADIENTS
     assert rows["wire"]["utilisation"] > 0.6
     # Of a reduce-scatter among two, half of the message crosses the link.

@@ -5,8 +5,7 @@ Needs Chromium and its driver (Debian: apt-get install chromium chromium-driver)
 
 import json
 import os
-import shutil
-import socket
+import re
 import subprocess
 import tempfile
 import time
@@ -123,21 +122,21 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with socket.socket() as probe:  # the driver may not share a port that is held for it
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     assert DRIVER is not None
     # Chromium leaves things at home and among temporary files; not in tmp_path, too long for its sockets' names.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home)
         driver = subprocess.Popen(
-            [DRIVER, f"--port={port}"],
-            stdout=subprocess.DEVNULL,
+            [DRIVER, "--port=0"],
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
             env={**os.environ, **places},
         )
         try:
-            found = connect(port)
+            assert driver.stdout is not None
+            started = (re.search(r"started successfully on port (\d+)", line) for line in driver.stdout)
+            found = connect(int(next(filter(None, started))[1]))
             yield found
             found.close()
         finally:

@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,23 @@ from tests.support.launch import run_ranks
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).resolve().parents[2]
-HOOK, STEP = "commsched/optimizer/reducer.py: on_grad", "commsched/optimizer/wrapper.py: step"
-MOST_FROM_HOOK, MOST_IN_CPP, MOST_FROM_STEP = 5, 6, 6
+HOOK, STEP = "commsched/optimizer/round.py: on_grad", "commsched/optimizer/distributed.py: step"
+MOST_FROM_HOOK, MOST_IN_CPP, MOST_FROM_STEP = 11, 6, 8
+MOST_FILES, MOST_CLASSES = 16, 17
 Lists = dict[str, list[str]]
 
 
 @cache
+def found() -> dict[str, Any]:
+    program = Path(__file__).with_name("programs") / "call_counts.py"
+    printed: dict[str, Any] = json.loads(run_ranks(program, 2, check=True)[0].stdout)
+    return printed
+
+
 def traced() -> dict[str, tuple[Lists, Lists]]:
     """By ``gather=``: the calls on the stack when a goal was reached, and all calls until then."""
-    program = Path(__file__).with_name("programs") / "call_counts.py"
-    found: dict[str, tuple[Lists, Lists]] = json.loads(run_ranks(program, 2, check=True)[0].stdout)
-    return found
+    traces: dict[str, tuple[Lists, Lists]] = found()["traces"]
+    return traces
 
 
 def documented() -> list[list[str]]:
@@ -66,3 +73,10 @@ def test_from_step_to_the_update(place: int, gather: str) -> None:
     chains, _ = traced()[gather]
     chain = shown(f"from step() to an updated parameter, gather={gather}", chains[f"update from {STEP}"])
     assert len(chain) <= MOST_FROM_STEP and chain == documented()[place]
+
+
+def test_a_step_passes_through_few_files_and_classes() -> None:
+    calls, files, classes = found()["step"]
+    print(f"\na step with 12 parameters: {calls} calls in {len(files)} files and {len(classes)} classes")
+    print(*files, *classes, sep="\n  ")
+    assert len(files) <= MOST_FILES and len(classes) <= MOST_CLASSES

@@ -285,7 +285,10 @@ if hvd.rank() == 0:
 
 
 @needs_ssh
-@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=needs("mpirun"))])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("horovodrun", marks=pytest.mark.slow), pytest.param("mpirun", marks=needs("mpirun"))],
+)
 def test_several_hosts_under_a_real_launcher(launcher: str, tmp_path: Path) -> None:
     skip_without_horovod()
     script = tmp_path / "job.py"

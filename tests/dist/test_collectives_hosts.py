@@ -37,9 +37,9 @@ hvd.shutdown()
     ("launcher", "engine"),
     [
         ("torchrun", "torch"),
-        pytest.param("horovodrun", "torch", marks=[needs_horovod, needs("sshd", "ssh")]),
+        pytest.param("horovodrun", "torch", marks=[needs_horovod, needs("sshd", "ssh"), pytest.mark.slow]),
         pytest.param("horovodrun", "horovod", marks=[needs_horovod, needs("sshd", "ssh")]),
-        pytest.param("mpirun", "torch", marks=needs("mpirun", "sshd", "ssh")),
+        pytest.param("mpirun", "torch", marks=[needs("mpirun", "sshd", "ssh"), pytest.mark.slow]),
     ],
 )
 def test_two_hosts(launcher, engine, tmp_path):

@@ -66,6 +66,7 @@ def test_horovodrun(expected):
     run_script("horovodrun", expected, "horovod")
 
 
+@pytest.mark.slow
 @needs_horovod
 def test_horovodrun_with_horovod_hidden_from_the_script(expected, tmp_path):
     # horovodrun itself, in the launcher's process, must see Horovod: hide it only from the ranks.
@@ -75,12 +76,14 @@ def test_horovodrun_with_horovod_hidden_from_the_script(expected, tmp_path):
     run_script("horovodrun", expected, "torch", env=env)
 
 
+@pytest.mark.slow
 @needs_horovod
 @needs_mpirun
 def test_mpirun_carried_by_horovod(expected):
     run_script("mpirun", expected, "horovod", env={"COMMSCHED_RUNTIME": "horovod"})
 
 
+@pytest.mark.slow
 def test_torchrun_without_horovod(expected, tmp_path):
     run_script("torchrun-env", expected, "torch", env=without_horovod(tmp_path))
 
@@ -180,6 +183,7 @@ def test_the_script_may_use_torch_distributed_beside():
             assert "came through [0, 1]" in result.stdout
 
 
+@pytest.mark.slow
 @needs_horovod
 def test_no_rank_goes_on_while_another_still_waits_for_its_process_set():
     """Horovod says a set is there when a look, once in a millisecond, finds it. A rank that looked late, on a

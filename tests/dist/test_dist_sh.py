@@ -53,7 +53,7 @@ def dist(script: Path, *arguments: str, **variables: str) -> subprocess.Complete
     [
         pytest.param("horovodrun", "horovod", marks=needs_horovod),
         ("torchrun", "pipedap"),
-        pytest.param("mpirun", "pipedap", marks=needs("mpirun")),
+        pytest.param("mpirun", "pipedap", marks=[needs("mpirun"), pytest.mark.slow]),
     ],
 )
 def test_horovods_familiar_lines(script: Path, launcher: str, baseline: str) -> None:

@@ -49,11 +49,13 @@ def written(checkout: Path) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
 def test_the_same_tests_over_both_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert horovod_suite.main([str(written(tmp_path))]) == 1  # test_who passes with Horovod alone
-    assert capsys.readouterr().out.splitlines() == [
+    *differences, seconds, last = capsys.readouterr().out.splitlines()
+    assert differences == [
         "test_on_one_rank_only: commsched failed, Horovod failed",
         "test_who: commsched failed, Horovod passed",
-        "commsched 1 of 3, Horovod 2 of 3",
     ]
+    assert seconds.startswith("seconds: commsched ") and "; Horovod " in seconds
+    assert last == "commsched 1 of 3, Horovod 2 of 3"
 
 
 def test_a_rank_without_a_report_failed_everything(tmp_path: Path) -> None:
@@ -62,8 +64,14 @@ def test_a_rank_without_a_report_failed_everything(tmp_path: Path) -> None:
     assert horovod_suite.outcomes([tmp_path / "0", tmp_path / "1"]) == {"test_a": "failed"}
 
 
+def test_of_several_runs_the_worst_outcome_counts() -> None:
+    first, second = {"test_a": "passed", "test_b": "failed"}, {"test_a": "failed", "test_b": "passed"}
+    assert horovod_suite.worst(horovod_suite.worst({}, first), second) == dict.fromkeys(first, "failed")
+
+
 def test_nothing_run_is_no_success() -> None:
     assert horovod_suite.compare({"commsched": {}, "Horovod": {}}) == ("commsched 0 of 0, Horovod 0 of 0", 1)
+    assert horovod_suite.compare({"commsched": {"test_a": "passed"}, "Horovod": {}})[1] == 1
 
 
 def test_a_source_package_has_no_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

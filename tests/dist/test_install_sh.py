@@ -79,6 +79,7 @@ def has_debian_mpi() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0 or not has_debian_mpi(), reason="needs root and Debian's Open MPI")
 @pytest.mark.parametrize("lock", ["/var/lib/apt/lists/lock", "/var/lib/dpkg/lock-frontend"])
@@ -130,6 +131,7 @@ def test_a_failing_step_shows_the_end_of_its_log(checkout: Path, path: Path) -> 
     assert "No matching distribution found" in result.stderr
 
 
+@pytest.mark.slow
 def test_damaged_wheel_in_the_cache(checkout: Path, path: Path, tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "env", without=("horovod",))
     where = subprocess.run(
@@ -157,6 +159,7 @@ def test_horovod_that_cannot_be_imported(checkout: Path, path: Path, tmp_path: P
     assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITH_HOROVOD=0")
 
 
+@pytest.mark.slow
 def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, tmp_path: Path) -> None:
     """Its build beside a CUDA build of torch failed, and took the installation with it."""
     environment = make_environment(tmp_path / "env", without=("horovod",))
@@ -176,9 +179,10 @@ def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, 
     [
         (False, {}, "torch==2.13.0"),
         (True, {}, "torch>=2.6,<2.16"),
-        (True, {"COMMSCHED_WITH_CUDA": "0"}, "torch==2.13.0"),
-        (False, {"COMMSCHED_WITH_CUDA": "1"}, "torch>=2.6,<2.16"),  # an image is built without its GPU
-        (True, {"COMMSCHED_TORCH": "torch==2.9.1"}, "torch==2.9.1"),
+        pytest.param(True, {"COMMSCHED_WITH_CUDA": "0"}, "torch==2.13.0", marks=pytest.mark.slow),
+        # An image is built without its GPU.
+        pytest.param(False, {"COMMSCHED_WITH_CUDA": "1"}, "torch>=2.6,<2.16", marks=pytest.mark.slow),
+        pytest.param(True, {"COMMSCHED_TORCH": "torch==2.9.1"}, "torch==2.9.1", marks=pytest.mark.slow),
     ],
 )
 def test_which_torch(

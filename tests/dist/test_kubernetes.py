@@ -58,6 +58,7 @@ def run_pods(folder: Path, commands: list[list[str]], variables: list[dict[str, 
     return sorted(line for text in said for line in text.splitlines() if re.fullmatch(r"[\d ]+", line))
 
 
+@pytest.mark.slow
 def test_pytorchjob_with_torchrun(tmp_path: Path) -> None:
     with closing(HeldPort()) as port:
         common = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port.number)}

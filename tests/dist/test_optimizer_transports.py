@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.exact]
+pytestmark = pytest.mark.dist
 
 PROGRAM = """
 import torch

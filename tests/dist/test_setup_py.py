@@ -70,7 +70,8 @@ def test_a_wrong_value_is_named(checkout: Path) -> None:
     assert "COMMSCHED_WITH_CUDA must be 0, 1 or unset, not 'yes'" in result.stderr
 
 
-@pytest.mark.parametrize("archs", [pytest.param("", marks=pytest.mark.slow), "90"])
+@pytest.mark.slow
+@pytest.mark.parametrize("archs", ["", "90"])
 def test_a_build_with_cuda(checkout: Path, archs: str) -> None:
     """In CI without a GPU: the sources compile, link beside a CPU build of torch, load, and report what
     is missing.
@@ -87,6 +88,7 @@ def test_a_build_with_cuda(checkout: Path, archs: str) -> None:
     assert lines[2].startswith("CUDA kernel pack_f32_f32: ") and "argument" not in lines[2]
 
 
+@pytest.mark.slow
 def test_a_build_without_cuda(checkout: Path) -> None:
     result = build(checkout, COMMSCHED_WITH_CUDA="0")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -43,10 +43,13 @@ def losses(text: str, tmp_path: Path, before: list[str] | None = None) -> list[f
 
 
 @needs("mpirun")
-def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path) -> None:
-    alone = losses("--model amoebanet --mode lp --split-size 1", tmp_path)
-    text = "--model amoebanet --num-spatial-parts 4 --slice-method vertical --split-size 2 --spatial-size 1"
-    assert losses(text, tmp_path, launcher_command("mpirun", 5)) == pytest.approx(alone, rel=1e-4)
+@pytest.mark.parametrize(
+    ("model", "tiles"), [("unet --num-layers 2", 2), pytest.param("amoebanet", 4, marks=pytest.mark.slow)]
+)
+def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path, model: str, tiles: int) -> None:
+    alone = losses(f"--model {model} --mode lp --split-size 1", tmp_path)
+    text = f"--model {model} --num-spatial-parts {tiles} --slice-method vertical --split-size 2 --spatial-size 1"
+    assert losses(text, tmp_path, launcher_command("mpirun", tiles + 1)) == pytest.approx(alone, rel=1e-4)
 
 
 def test_mirrored_replicas_and_wide_halos_are_one_process(tmp_path: Path) -> None:

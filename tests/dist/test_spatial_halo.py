@@ -42,9 +42,7 @@ def test_started_by_itself(tmp_path: Path) -> None:
 
 @needs("mpirun")
 def test_under_mpirun() -> None:
-    done = halo(
-        *SMALL, "--num-spatial-parts", "4", "--slice-method", "square", before=launcher_command("mpirun", 4)
-    )
+    done = halo(*SMALL, before=launcher_command("mpirun", 2))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hidden:") == 1
 

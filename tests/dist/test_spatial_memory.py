@@ -172,7 +172,7 @@ def input_of(pixels: torch.Tensor) -> torch.Tensor:
 
 
 SIZES = [  # of the image, blocks of a rank along each side, megabytes that a process may allocate
-    (2048, 2, 160),
+    (2048, 2, 208),
     pytest.param(16384, 8, 1024, marks=pytest.mark.slow),
 ]
 

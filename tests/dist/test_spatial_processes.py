@@ -7,7 +7,7 @@ import pytest
 from tests.support.cases import check, parameters
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.exact]
+pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("program, ranks, name", parameters("spatial_runs"))

@@ -52,7 +52,7 @@ for gather in ("gradients", "parameters"):
         for p, q in zip(model.state_dict().values(), plain.state_dict().values()):
             torch.testing.assert_close(p.double(), q, rtol=1e-3, atol=1e-4)
         if hvd.size() > 1:
-            print(optimizer._driver.backend.name)
+            print(optimizer._session.backend.name)
 scaler = torch.amp.GradScaler()
 model = build()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -121,7 +121,7 @@ for step in range(12):
     model(torch.ones(2, 64).cuda()).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-backend = optimizer._driver.backend
+backend = optimizer._session.backend
 assert backend.name.startswith("nccl"), backend.name
 torch.cuda.synchronize()
 print("planned", flush=True)
@@ -129,7 +129,7 @@ if hvd.rank() == 1:
     time.sleep(100)
 with backend.streams.on(backend.streams.comm):
     data = torch.ones(1 << 20, device="cuda")
-    backend.collectives.reduce_scatter(data, 1.0)  # rank 1 never comes
+    backend.exchange.reduce_scatter(data, 1.0)  # rank 1 never comes
     data.sum().item()
 try:
     model(torch.ones(2, 64).cuda()).sum().backward()
@@ -198,13 +198,12 @@ def test_a_joined_rank_without_a_gpu() -> None:
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL
-from commsched.backends.cuda_collectives import NcclCollectives
-from commsched.backends.cuda_device import CudaDevice
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.cuda import CudaDevice, StreamBucket, StreamSchedule
+from commsched.backends.nccl import NcclExchange
 device = CudaDevice(torch.device("cuda", 0))
 torch.cuda.set_device(0)
 group = ProcessGroupNCCL(HashStore(), 0, 1, ProcessGroupNCCL.Options())
-plan = StreamSchedule(device, NcclCollectives(group), 0, 1)
+plan = StreamSchedule(device, NcclExchange(group), 0, 1)
 buckets = [StreamBucket(torch.zeros(1 << 20, device="cuda")) for _ in range(3)]
 plan.install([("RS", 0), ("RS", 1), ("AG", 0), ("RS", 2), ("AG", 2), ("AG", 1)], buckets)
 for step in range(1, 20):
@@ -234,7 +233,7 @@ copy = nn.Parameter(plain.weight.detach().float())
 make = lambda params: torch.optim.AdamW(params, lr=1e-4, eps=1e-3, fused=True)
 optimizer = hvd.DistributedOptimizer(
     make(model.parameters()), model.named_parameters(), gather="parameters", master_weights=True)
-assert optimizer._driver.backend.name.startswith("nccl"), optimizer._driver.backend.name
+assert optimizer._session.backend.name.startswith("nccl"), optimizer._session.backend.name
 reference = make([copy])
 for step in range(16):
     batch = torch.randn(5, 64).cuda().bfloat16()
@@ -258,7 +257,7 @@ print("masters kept")
 
 REGISTERED = """
 import torch, torch.nn as nn, commsched as hvd
-from commsched.backends.cuda_memory import RegisteredMemory
+from commsched.backends.cuda import RegisteredMemory
 hvd.init()
 torch.cuda.set_device(0)
 found = []
@@ -267,7 +266,7 @@ for gather in ("gradients", "parameters"):
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), gather=gather)
-    memory = optimizer._driver.backend.memory
+    memory = optimizer._session.backend.memory
     if not isinstance(memory, RegisteredMemory):
         print("cannot register")
         raise SystemExit
@@ -280,7 +279,7 @@ for gather in ("gradients", "parameters"):
         pool = memory._registered
         pools.add(pool.id)
         places = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot(include_traces=False)]
-        for bucket in optimizer._driver.backend.schedule.buckets:
+        for bucket in optimizer._session.backend.schedule.buckets:
             for tensor in (bucket.travels, bucket.gather):
                 assert tensor is None or any(a <= tensor.data_ptr() < b for a, b in places)
     assert len(pools) > 1, "there was no second plan"
@@ -329,7 +328,7 @@ def test_events_show_the_overlap() -> None:
     emulation = Emulation(job, Link(1e-4, 1e-10), 2, 1, 1)
     with emulation.wrapped("dear", emulation.profile()) as (model, optimizer):
         emulation.time(model, optimizer, 3)
-        events = optimizer._driver.backend.events()
+        events = optimizer._session.backend.events()
     assert (events["end"] > events["start"]).all()
     first = events[events["step"] == events["step"].max() - 1]
     assert (first["start"][1:] >= first["end"][:-1] - 1e-5).all()  # one link: one after the other

@@ -265,6 +265,53 @@ void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels
   });
 }
 
+// Rank 0 is closed by two threads while others wait for it and one is in an operation of its own; then rank 1 is.
+void run_closing(bool ring) {
+  const Job job{2, ring, {make_bucket(3000)}, {{Op::RS, 0}, {Op::AG, 0}}};
+  const Channels channels = over_sockets(2, 1);
+  std::vector<Buffers> buffers(2);
+  std::vector<std::shared_ptr<Transport>> transports;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int rank = 0; rank < 2; ++rank) {
+    transports.push_back(make_transport(channels, rank, ring, 256));
+    engines.push_back(std::make_unique<Engine>(transports[rank], 30));
+    describe_buckets(*engines[rank], job, buffers[rank]);
+    (*engines[rank])->install(job.plan);
+  }
+  std::atomic<int> ended = 0;
+  const auto expect_an_end = [&](const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const EngineError&) {
+      ++ended;
+    }
+  };
+  (*engines[0])->begin_step();
+  (*engines[0])->mark_ready(0);
+  {
+    std::vector<std::jthread> waiters;
+    for (const Stage stage : {Stage::reduced, Stage::gathered}) {
+      waiters.emplace_back([&, stage] { expect_an_end([&] { (*engines[0])->wait(0, stage); }); });
+    }
+    waiters.emplace_back([&] {
+      std::vector<float> values(3000);
+      BucketSpec bucket = make_bucket(values.size());
+      bucket.reduce_ptr = bucket.gather_ptr = values.data();
+      expect_an_end([&] {
+        const Transport::Use use(*transports[1]);
+        transports[1]->all_gather(bucket, {7, 0, Op::AG, 0});  // not what rank 0 does
+      });
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+    for (int i = 0; i < 2; ++i) waiters.emplace_back([&] { engines[0]->close("on purpose"); });
+  }
+  engines[1]->close("on purpose");
+  require(ended == 3, "that all waits end");
+  expect_an_end([&] { (*engines[0])->wait_all(); });
+  expect_an_end([&] { const Transport::Use use(*transports[0]); });
+  require(ended == 5, "that a closed engine and its transport refuse work");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -285,6 +332,7 @@ int main(int argc, char** argv) {
     }
   }
   require(sent_by_rows > 0, "that any rows travelled");
+  for (int i = 0; i < 10 * rounds; ++i) run_closing(i % 2 == 1);
   for (int i = 0; i < 10 * rounds; ++i) run_waits_while_buckets_are_replaced();
   require(!LinkGate::of_process().passages(true).empty(), "that anything passed the gate");
   std::printf("ok: %d rounds\n", rounds);

@@ -59,6 +59,7 @@ class DelayedChannel : public Channel {
   Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override { return channel_->irecv(data, bytes, peer, tag); }
   void wait(const Request& request) override { channel_->wait(request); }
   void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
+  void close() noexcept override { channel_->close(); }
   int max_in_flight() const override { return channel_->max_in_flight(); }
   void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
 

@@ -14,6 +14,7 @@ through a store of their own.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ TESTS = Path(__file__).resolve().parents[1]
 PROGRAMS = TESTS / "dist" / "programs"
 PREFIX = "CASE "
 _PORT, _SEED = "CASES_PORT", "CASES_SEED"
+_LONG = 480.0
+"""Seconds after which ranks print where they are."""
+# Jobs that the search of one plan may place: a hundredth of the default. Cases compare results, which no plan
+# changes, and make hundreds of plans.
+SEARCH = 40_000
 
 
 @dataclass
@@ -107,12 +113,15 @@ def main(name: str) -> None:
     """Runs the program's cases: those named on the command line, or all for this number of ranks."""
     if name != "__main__":
         return
+    faulthandler.dump_traceback_later(_LONG)
     # Plans are then made in this process: hundreds of cases need not start hundreds of children.
     import numba  # noqa: F401
     import torch
 
     import commsched as hvd
+    from scheduler.policies import optimal
 
+    optimal.optimal = partial(optimal.optimal, budget=SEARCH)
     torch.set_num_threads(1)
     hvd.init()
     me = Me(hvd.rank(), hvd.size(), int(os.environ.get(_SEED, "0")))
@@ -129,14 +138,14 @@ def main(name: str) -> None:
 
 
 def _report(me: Me, body: Callable[[Me], None]) -> None:
-    start, trouble = time.monotonic(), ""
+    start, busy, trouble = time.monotonic(), time.process_time(), ""
     try:
         body(me)
     except Exception:
         trouble = traceback.format_exc()
-    seconds = round(time.monotonic() - start, 3)
+    took = f"{time.monotonic() - start:.3f} s, {time.process_time() - busy:.3f} s of a processor"
     print(PREFIX + json.dumps({"case": me.name, "trouble": trouble}), flush=True)
-    print(f"{me.name} took {seconds} s", file=sys.stderr, flush=True)
+    print(f"{me.name} took {took}", file=sys.stderr, flush=True)
     # A rank whose case failed may have left others waiting for it until the time-out.
     me.meetings = 1000
     me.everybody()
@@ -164,7 +173,10 @@ def _cases_of(program: str) -> dict[str, Case]:
 
 
 def parameters(*programs: str) -> list[Any]:
-    """(program, ranks, case) of all cases, launch by launch, for ``pytest.mark.parametrize``."""
+    """(program, ranks, case) of all cases, launch by launch, for ``pytest.mark.parametrize``.
+
+    With ``--dist loadgroup``, the cases of a launch go to one worker and launches to different ones.
+    """
     import pytest
 
     rows = []
@@ -173,8 +185,10 @@ def parameters(*programs: str) -> list[Any]:
         for ranks in sorted({n for c in cases.values() for n in c.ranks}):
             for name, one in cases.items():
                 if ranks in one.ranks:
-                    marks = [pytest.mark.slow] if ranks in one.slow else []
-                    rows.append(pytest.param(program, ranks, name, marks=marks, id=f"{name}-{ranks}"))
+                    marks = [pytest.mark.xdist_group(f"{program}-{ranks}")]
+                    marks += [pytest.mark.slow] if ranks in one.slow else []
+                    id = f"{program}-{name}-{ranks}"
+                    rows.append(pytest.param(program, ranks, name, marks=marks, id=id))
     return rows
 
 
@@ -183,7 +197,7 @@ def launch(
     ranks: int,
     names: Sequence[str],
     env: Mapping[str, str] | None = None,
-    timeout: float = 600,
+    timeout: float = _LONG + 60,
     launcher: str = "torchrun-env",
     keep: Path | None = None,
 ) -> dict[str, list[str]]:

@@ -185,7 +185,10 @@ class Reader:
         elif name == "pytest":
             self._pytest(words)
         else:
-            main = importlib.import_module(name).main
+            module = importlib.import_module(name)
+            if not hasattr(module, "main"):  # a package
+                module = importlib.import_module(f"{name}.__main__")
+            main = module.main
             takes = main.__code__.co_argcount
             found = parsed(lambda: main(words) if takes else main(), [name, *words]) if words else None
             if found is not None and getattr(found, "command", None):
@@ -216,7 +219,7 @@ class Reader:
         self.selections.append((self.call, tuple(words)))
 
     def _tests_run(self, words: list[str]) -> None:
-        rest = words[1:] if words[:1] in (["--again"], ["--models"]) else words
+        rest = words[1:] if words[:1] == ["--models"] else words
         if rest:
             self._pytest(rest)
 

@@ -34,6 +34,8 @@ NOT_RUN = {
     r"(pip|apt-get) install|sysctl -w": "changes the machine or its environment",
     r"sysctl net|ssh host1$": "no command of this project",
     r".* -m tests.models.held_memory .*": "needs the libraries of tests/run --models and 15 GB",
+    r"python tests/models/bench_trainers\.py$": "needs the libraries of tests/run --models",
+    r"python -m tests\.horovod_suite CHECKOUT$": "needs a checkout of Horovod",
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
     r"commsched advise|torchrun .* commsched advise": "needs DDP; tests/dist/test_advise.py runs it",
@@ -132,6 +134,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "bench_link.py": {"--megabytes": "1", "--repeats": "1"},
     "bench_overlap.py": {"--megabytes": "1", "--repeats": "1"},
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
+    "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
 }
 # These are smaller wherever they stand.
 WORDS = {

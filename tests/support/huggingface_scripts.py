@@ -1,14 +1,20 @@
-"""Stock scripts of transformers, TRL and Accelerate, run as they stand or with their two lines changed."""
+"""Stock scripts of transformers, TRL and Accelerate, run as they stand or with their two lines changed.
+
+Accelerate's wheel has scripts that test it; they run with another ``Accelerator``.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -61,6 +67,24 @@ def run(script: str, *arguments: str, ours: Options = None, callback: Any = None
 def _changed(text: str, line: str, new: str) -> str:
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in the script"
     return text.replace(line, new)
+
+
+@contextmanager
+def accelerates_script(name: str) -> Iterator[Any]:
+    """A script of ``accelerate.test_utils.scripts``, in which our ``Accelerator`` stands for Accelerate's."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    from commsched.huggingface import Accelerator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    script = import_module(f"accelerate.test_utils.scripts.{name}")
+    with (
+        patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}),
+        patch.object(script, "Accelerator", Accelerator, create=True),
+        # The scripts destroy the process group at their end, and other cases use it.
+        patch.object(PartialState, "destroy_process_group"),
+    ):
+        yield script
 
 
 @contextmanager

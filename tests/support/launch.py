@@ -162,7 +162,7 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         left = self.left_behind(self.grace if self.over else 0.0)
-        names = [f"{p.pid} {' '.join(p.cmdline()[:4])}" for p in left if p.is_running()] if self.over else []
+        names = [line for line in map(command_of, left) if line] if self.over else []
         for process in left:
             kill_quietly(process)
         for started in self.processes:
@@ -269,6 +269,14 @@ def carries(process: psutil.Process, mark: str, sessions: Collection[int] = ()) 
         return process.environ().get(MARK) == mark or os.getsid(process.pid) in sessions
     except (psutil.Error, OSError):
         return False
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its number and the beginning of its command line; "" where it has ended by now."""
+    try:
+        return f"{process.pid} {' '.join(process.cmdline()[:4])}"
+    except (psutil.Error, OSError):
+        return ""
 
 
 def kill_quietly(process: psutil.Process) -> None:

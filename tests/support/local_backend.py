@@ -1,4 +1,4 @@
-"""Ranks as threads: several reducers in one process."""
+"""Ranks as threads: several rounds in one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import comm_core
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.interface import Scaling
 from commsched.backends.ranks import Ranks
-from commsched.optimizer.bucket_layout import Buffers
-from commsched.optimizer.gather_gradients import GradientGathering
+from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, owners
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.reducer import Reducer
-from commsched.optimizer.residuals import residuals_of
-from commsched.optimizer.step_state import StepState
+from commsched.optimizer.planner import Model, Plan
+from commsched.optimizer.round import Round
+from commsched.optimizer.whole_step import WholeStep
 from scheduler.ir.link import Link
 from scheduler.policies import plan
 from tests.support import thread_ranks
@@ -37,10 +35,10 @@ def local_backend(channels: Channels, rank: int, timeout: float = 200.0) -> Engi
     return EngineBackend(Ranks(process_set), "threads", transport, timeout)
 
 
-def reducer_of(
+def round_of(
     model: nn.Module, backend: EngineBackend, policy: str = "dear", bucket_bytes: int = 2000
-) -> tuple[Reducer, Hooks]:
-    """A reducer of a model's gradients, planned for made-up times, and its hooks."""
+) -> tuple[Round, Hooks]:
+    """Return a round of a model's gradients, planned for made-up times, and its hooks."""
     named = list(model.named_parameters())
     params, names = [p for _, p in named], tuple(name for name, _ in named)
     facts = Model.of(params, names)
@@ -49,12 +47,11 @@ def reducer_of(
     program = plan(profile, link, policy, ranks=size, bucket_bytes=bucket_bytes)
     chosen = Plan(program, profile, link, (-1, *order))
     layout = facts.layout(chosen.buckets(facts), size)
-    nothing = residuals_of(torch.optim.SGD(params), params, facts, backend.ranks, 1.0, of_sums=False)
-    state = StepState(params, names, Scaling(after=1.0 / size), False, nothing)
-    reducer = Reducer(state, backend, GradientGathering(state, backend))
+    nothing = Residuals({}, 0, backend.ranks, 1.0, False, dict)
+    now = Round(params, names, backend, WholeStep(backend), Scaling(after=1.0 / size), nothing)
     kinds = {group: (facts.kind(group), torch.device("cpu")) for group in layout.lengths}
-    reducer.install(program, Buffers(layout, kinds))
-    return reducer, Hooks(reducer, owners(params, model))
+    now.install(program, Buffers(layout, kinds))
+    return now, Hooks(now, owners(params, model))
 
 
 def run_threads(
@@ -63,7 +60,7 @@ def run_threads(
     timeout: float = 400.0,
     failed: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """``body(rank, channels)`` on one thread for each rank; its results, or the first exception of any."""
+    """Return the results of ``body(rank, channels)``, on a thread each; raise the first exception of any."""
     channels = comm_core.local_channels(size)
     return thread_ranks.run_threads(size, lambda rank: body(rank, channels), timeout, failed)
 

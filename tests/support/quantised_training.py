@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.quantised import travels_quantised
-from commsched.optimizer.residuals import KEY
-from commsched.optimizer.shards import memory_order
+from commsched.optimizer.gradient import RESIDUAL
+from commsched.optimizer.planner import travels_quantised
+from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, case
 from tests.support.oracle import Oracle, batch
 from tests.support.quantised import LARGEST, exchanged
@@ -136,7 +136,7 @@ class Ledger:
         """With lr=1, a parameter is minus what was delivered."""
         state = self.optimizer.state_dict()["state"]
         for i, (p, summed) in enumerate(zip(self.params, self.summed, strict=True)):
-            lacking = state.get(i, {}).get(KEY, torch.zeros_like(p)).double()
+            lacking = state.get(i, {}).get(RESIDUAL, torch.zeros_like(p)).double()
             apart = -p.detach().double() + lacking - summed
             if before:
                 apart -= before[i]

@@ -149,7 +149,7 @@ class Twin:
         result = self.optimizer.step(*([closure] if closure else []))
         self.me.store.set(self._stepped(self.me.rank), "")
         self.steps += 1
-        self.seen_pending += self.optimizer._driver.reducer.state.pending > 0
+        self.seen_pending += self.optimizer._session.round.pending > 0
         self.oracle.optimizer.step()
         return result
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commsched.backends.cuda_device import Device
+from commsched.backends.cuda import Device
 
 
 class FakeEvent:
@@ -83,7 +83,7 @@ class FakeDevice(Device):
 
 
 class Network:
-    """Joins the ranks' collectives: the n-th of one rank meets the n-th of the others."""
+    """Joins the ranks' exchanges: the n-th of one rank meets the n-th of the others."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -104,7 +104,7 @@ class Network:
         return len(self._met[number]) == self.size
 
 
-class FakeCollectives:
+class FakeExchange:
     """NCCL on paper: an operation keeps its stream until it is done on every rank."""
 
     name, scales = "fake", False

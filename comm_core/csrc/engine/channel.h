@@ -51,6 +51,9 @@ class Channel {
   // Makes every current and later call throw EngineError(aborted, reason).
   virtual void abort(const std::string& reason) noexcept = 0;
 
+  // Gives back the connections, after abort(). No thread may be inside a call, and none may follow but abort().
+  virtual void close() noexcept = 0;
+
   // The largest number of messages per peer and direction that may be posted before waiting.
   virtual int max_in_flight() const = 0;
 

@@ -37,14 +37,15 @@ class EngineCore {
   void wait_all();
 
   void fail(EngineError error);
-  void stop();                        // the thread ends as soon as it can
-  bool wait_stopped(double seconds);  // false: the thread is still inside the transport
-  void run();                         // the thread
+  void stop(const std::string& reason);  // the thread ends as soon as it can; later calls throw the reason
+  bool wait_stopped(double seconds);     // false: the thread is still inside the transport
+  void let_go() noexcept;                // of the buckets' memory, if the thread has ended
+  void run();                            // the thread
 
   std::optional<EngineError> error() const;
   std::vector<Event> events(bool clear);
   int64_t begun() const;
-  const Transport& transport() const { return *transport_; }
+  Transport& transport() const { return *transport_; }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -74,6 +75,7 @@ class EngineCore {
   Bucket& checked(int bucket) { return const_cast<Bucket&>(std::as_const(*this).checked(bucket)); }
   Bucket& staged(int bucket, Stage stage);
   void throw_if_failed() const;
+  void release_buckets(Lock& lock) noexcept;
   void check_idle(const char* what) const;
   void check_plan(const std::vector<PlanOp>& plan) const;
   void wait_until(Lock& lock, const Condition& reached, const std::string& what);
@@ -100,6 +102,7 @@ class EngineCore {
   Clock::time_point progress_ = Clock::now();
   bool stopping_ = false;
   bool stopped_ = false;
+  std::string closed_because_;
   std::optional<EngineError> error_;
   EventLog log_;
 };
@@ -116,7 +119,10 @@ class Engine {
   EngineCore* operator->();
 
   void abort(const std::string& reason);
-  void close() noexcept;  // aborts what is in flight; never hangs
+
+  // Aborts what is in flight, then gives back the thread, the connections and the buckets' memory. Never hangs. Later calls throw
+  // the reason; buckets that have arrived stay readable.
+  void close(const std::string& reason = "the engine is closed") noexcept;
 
  private:
   std::shared_ptr<EngineCore> core_;

@@ -2,6 +2,11 @@
 #include "engine.h"
 
 namespace commsched {
+namespace {
+
+constexpr double kPatience = 5.0;  // seconds for the thread, then for operations of other threads, to end once they are aborted
+
+}  // namespace
 
 const EngineCore::Bucket& EngineCore::checked(int bucket) const {
   if (bucket < 0 || bucket >= static_cast<int>(buckets_.size())) {
@@ -14,8 +19,17 @@ const EngineCore::Bucket& EngineCore::checked(int bucket) const {
 std::string EngineCore::name(int bucket) const { return std::to_string(bucket) + " (" + buckets_[bucket].spec.name + ")"; }
 
 void EngineCore::throw_if_failed() const {
+  if (stopping_) {
+    if (!error_) throw EngineError(ErrorKind::aborted, closed_because_);
+    EngineError error(error_->kind, closed_because_ + "; before that: " + error_->what(), error_->peer);
+    error.rank = error_->rank;
+    error.bucket = error_->bucket;
+    error.step = error_->step;
+    error.op = error_->op;
+    error.name = error_->name;
+    throw error;
+  }
   if (error_) throw *error_;
-  if (stopping_) throw EngineError(ErrorKind::aborted, "the engine is closed");
 }
 
 void EngineCore::check_idle(const char* what) const {
@@ -38,11 +52,12 @@ void EngineCore::fail(EngineError error) {
   transport_->abort(error_->what());
 }
 
-void EngineCore::stop() {
+void EngineCore::stop(const std::string& because) {
   std::string reason = "the engine was closed";
   {
     const Lock lock(mutex_);
     stopping_ = true;
+    closed_because_ = because;
     if (error_) reason = error_->what();  // fail() may not have aborted the transport yet
     thread_wakes_.notify_all();
     changed_.notify_all();
@@ -53,6 +68,21 @@ void EngineCore::stop() {
 bool EngineCore::wait_stopped(double seconds) {
   Lock lock(mutex_);
   return changed_.wait_for(lock, to_duration(seconds), [&] { return stopped_; });
+}
+
+// Drops the owners of the buckets' memory, without the lock: a tensor that ends may take the GIL. Waiting threads may still ask
+// whether a bucket has arrived, so its other fields stay.
+void EngineCore::release_buckets(Lock& lock) noexcept {
+  std::vector<std::shared_ptr<void>> owners;
+  for (Bucket& bucket : buckets_) owners.push_back(std::move(bucket.spec.owner));
+  lock.unlock();
+  owners.clear();
+  lock.lock();
+}
+
+void EngineCore::let_go() noexcept {
+  Lock lock(mutex_);
+  if (stopped_) release_buckets(lock);  // else the thread does so when it ends
 }
 
 std::optional<EngineError> EngineCore::error() const {
@@ -83,7 +113,7 @@ EngineCore* Engine::operator->() {
 
 void Engine::abort(const std::string& reason) { (*this)->fail(EngineError(ErrorKind::aborted, reason)); }
 
-void Engine::close() noexcept {
+void Engine::close(const std::string& reason) noexcept {
   if (!owned_.here()) {
     // In a forked child the thread does not exist, and destroying a joinable std::thread would terminate the process.
     new std::thread(std::move(thread_));
@@ -91,13 +121,16 @@ void Engine::close() noexcept {
   }
   const std::lock_guard lock(closing_);
   if (!thread_.joinable()) return;
-  core_->stop();
+  core_->stop(reason);
   const bool from_within = thread_.get_id() == std::this_thread::get_id();
-  if (!from_within && core_->wait_stopped(5.0)) {
+  const bool ended = !from_within && core_->wait_stopped(kPatience);
+  if (ended) {
     thread_.join();
   } else {
     thread_.detach();
   }
+  core_->let_go();
+  core_->transport().close(reason, ended ? kPatience : 0);
 }
 
 }  // namespace commsched

@@ -41,6 +41,7 @@ void EngineCore::run() {
     thread_wakes_.wait(lock, [&] { return begun_ >= step || stopping_ || error_; });
     if (stopping_ || error_ || !run_step(lock, step)) break;
   }
+  if (stopping_) release_buckets(lock);
   stopped_ = true;
   changed_.notify_all();
 }
@@ -71,6 +72,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   lock.unlock();
   try {
     if (spec.count > 0) {
+      const Transport::Use use(*transport_);
       if (tag.op == Op::RS) transport_->reduce_scatter(spec, tag);
       if (tag.op == Op::AG) transport_->all_gather(spec, tag);
       if (tag.op == Op::AR) transport_->all_reduce(spec, tag);

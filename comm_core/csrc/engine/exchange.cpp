@@ -38,6 +38,13 @@ void ExchangeTransport::abort(const std::string& reason) noexcept {
   LinkGate::of_process().wake();
 }
 
+// The channel first: until it is closed, messages that were aborted may still arrive in the staging memory.
+void ExchangeTransport::release() noexcept {
+  channel_->close();
+  received_ = Staging();
+  outgoing_ = Staging();
+}
+
 void ExchangeTransport::apply_prescale(const BucketSpec& b) const {
   if (b.wire_dtype == b.dtype) convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
 }

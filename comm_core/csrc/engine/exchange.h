@@ -55,6 +55,8 @@ class ExchangeTransport : public Transport {
   int size() const override { return size_; }
 
  protected:
+  void release() noexcept override;
+
   Cut cut(const BucketSpec& b, int rank, DType wire) const {
     const size_t start = b.part_begin(rank, size_);
     return {start, b.part_end(rank, size_) - start, wire_elements(wire, segment_bytes_)};

@@ -1,6 +1,8 @@
 #include "tcp_channel.h"
 
+#include <linux/sockios.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,9 +17,33 @@ constexpr uint64_t kMessage = 0x636f6d6d73636864;   // an ordinary message
 constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // the sender leaves; tag.bucket is the rank at fault, a text follows
 constexpr int kPieces = 16;                         // pieces of memory per system call
 constexpr size_t kMaxText = 400;
+constexpr size_t kMostDiscarded = 64 << 20;  // bytes: a peer may send faster than they are discarded
+constexpr auto kFarewellPatience = std::chrono::seconds(1);  // a peer that computes may have no room for a farewell
 constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
 // Poll again after this time: poll() can miss readable bytes when SO_RCVLOWAT changes under it.
 constexpr auto kLongestSleep = std::chrono::milliseconds(200);
+
+// Reads up to so many bytes that have arrived, and forgets them. Returns their number.
+size_t discard(int fd, size_t most) noexcept {
+  std::array<char, 1 << 16> scratch;
+  size_t read = 0;
+  while (read < most) {
+    const ssize_t got = ::recv(fd, scratch.data(), std::min(most - read, scratch.size()), MSG_DONTWAIT);
+    if (got <= 0 && (got == 0 || errno != EINTR)) break;
+    read += std::max<ssize_t>(got, 0);
+  }
+  return read;
+}
+
+// Waits up to a millisecond. Returns whether the other kernel has yet to take bytes that this one holds.
+bool unacknowledged(int fd) noexcept {
+  int family = AF_UNIX, bytes = 0;
+  socklen_t length = sizeof(family);
+  getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &length);
+  if (family == AF_UNIX || ioctl(fd, SIOCOUTQ, &bytes) != 0 || bytes == 0) return false;  // AF_UNIX delivers at once
+  pollfd entry{fd, 0, 0};  // no events: poll() reports the end of the connection anyway
+  return ::poll(&entry, 1, 1) == 0;
+}
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
@@ -128,6 +154,7 @@ bool TcpChannel::write(int peer) {
   if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
     const std::string why = std::strerror(errno);
     while (read(peer)) {}  // its farewell may say why it left
+    skip_to_farewell(peer);
     lose(peer, why);
   }
   return false;
@@ -169,6 +196,17 @@ void TcpChannel::look_for_farewell(int peer) {
   if (receive(peer, batch, MSG_PEEK) < sizeof(header) || header.kind != kFarewell) return;
   receive(peer, batch, 0);
   hear_farewell(peer, header);
+}
+
+// Reads over messages for which no receive is posted, up to a farewell. Only for a connection that is lost.
+void TcpChannel::skip_to_farewell(int peer) {
+  if (!peers_[peer].in.idle()) return;  // all that arrived was read
+  for (;;) {
+    look_for_farewell(peer);
+    Header header;
+    if (::recv(peers_[peer].fd(), &header, sizeof(header), MSG_DONTWAIT) != static_cast<ssize_t>(sizeof(header))) return;
+    if (header.kind != kMessage || discard(peers_[peer].fd(), header.bytes) < header.bytes) return;
+  }
 }
 
 void TcpChannel::check_arrived(int peer, const Message& message) {
@@ -278,6 +316,24 @@ void TcpChannel::abort(const std::string& reason) noexcept {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_.fd(), &one, sizeof(one));
   say_farewell(reason);
+}
+
+// A closed socket answers further bytes of the peer with a reset, and so does one that is closed with unread bytes. The reset
+// discards what this end has not sent yet, the farewell among it. Bytes that the other kernel has acknowledged are safe.
+void TcpChannel::close() noexcept {
+  if (!owned_.here()) return;
+  abort(rank_name(rank_) + " closed its engine");
+  const std::lock_guard lock(mutex_);
+  const Deadline deadline = Clock::now() + kFarewellPatience;
+  for (Peer& peer : peers_) {
+    if (!peer.connection.data) continue;
+    do discard(peer.fd(), kMostDiscarded);
+    while (unacknowledged(peer.fd()) && Clock::now() < deadline);
+    peer.connection.data.close();
+    peer.connection.keepalive.close();
+  }
+  for (pollfd& entry : polled_) entry.fd = -1;
+  wake_.close();
 }
 
 // Sends a farewell with the reason to each peer, if no message is half sent. Otherwise the peer sees the connection close.

@@ -33,6 +33,7 @@ class TcpChannel : public Channel {
   Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override;
   void wait(const Request& request) override;
   void abort(const std::string& reason) noexcept override;
+  void close() noexcept override;
   int max_in_flight() const override { return kSlots; }
   void set_timeout(double seconds) override { timeout_ = to_duration(seconds); }
 
@@ -77,6 +78,7 @@ class TcpChannel : public Channel {
   bool write(int peer);
   bool read(int peer);
   void look_for_farewell(int peer);
+  void skip_to_farewell(int peer);
   size_t receive(int peer, msghdr& batch, int flags);
   void advance(int peer, Stream& stream, bool incoming, size_t bytes);
   void check_arrived(int peer, const Message& message);

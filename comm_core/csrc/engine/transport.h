@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "socket.h"
 #include "types.h"
 
 namespace commsched {
@@ -40,6 +43,18 @@ inline void refuse_blocks(const BucketSpec& spec, const std::string& who) {
 
 class Transport {
  public:
+  // Every thread holds one during an operation, so that close() takes nothing from under it. Throws once closed.
+  class Use {
+   public:
+    explicit Use(Transport& transport) : transport_(transport) { transport_.enter(); }
+    ~Use() { transport_.leave(); }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Transport& transport_;
+  };
+
   virtual ~Transport() = default;
 
   // Called between steps when a bucket is added. Allocates everything that operations on it need.
@@ -62,6 +77,10 @@ class Transport {
   // From any thread: the operation in progress and all later ones throw EngineError.
   virtual void abort(const std::string& reason) noexcept = 0;
 
+  // Ends operations like abort() and gives back connections and memory: at once if no operation is in progress, else when the
+  // last one has ended, which this call awaits for up to `patience` seconds. Later operations throw EngineError with the reason.
+  void close(const std::string& reason, double patience) noexcept;
+
   // Seconds without progress after which an operation fails.
   virtual void set_timeout(double seconds) = 0;
 
@@ -70,6 +89,22 @@ class Transport {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+
+ protected:
+  // Gives back connections and memory. Called once at most, when no operation is in progress and none will begin.
+  virtual void release() noexcept {}
+
+ private:
+  void enter();
+  void leave() noexcept;
+
+  const Owned owned_;
+  std::mutex using_;  // guards what follows
+  std::condition_variable released_;
+  int users_ = 0;
+  bool closed_ = false;
+  bool is_released_ = false;
+  std::string reason_;
 };
 
 }  // namespace commsched

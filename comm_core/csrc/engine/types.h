@@ -50,9 +50,14 @@ constexpr const char* dtype_name(DType type) {
 // RS reduce-scatter, AG all-gather, AR both.
 enum class Op : uint8_t { RS, AG, AR };
 
+// The op may come from another rank's message: one outside the plan has none of these numbers.
 constexpr const char* op_name(Op op) {
-  constexpr const char* names[] = {"RS", "AG", "AR"};
-  return names[static_cast<int>(op)];
+  switch (op) {
+    case Op::RS: return "RS";
+    case Op::AG: return "AG";
+    case Op::AR: return "AR";
+  }
+  return "an exchange outside the plan, after those";
 }
 
 struct PlanOp {
@@ -79,7 +84,8 @@ struct BucketSpec {
   bool needs_update = false;      // AG waits for mark_updated
   std::shared_ptr<void> owner;    // keeps the memory alive
 
-  bool gathers_gradients() const { return gather_ptr == reduce_ptr || corrects(); }
+  // Updated shards are gathered over the gradients that they were made from; parameters travel as they are.
+  bool gathers_gradients() const { return (gather_ptr == reduce_ptr && !needs_update) || corrects(); }
 
   // A correction sums, of reduce_ptr, the rows that any rank has changed, and writes the sums over those in gather_ptr, which
   // another bucket has gathered. RS leaves the rows of all ranks in `changed`.

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings_blocks.h"
+#include "bindings_memory.h"
 #include "bindings_rows.h"
 #include "c10d_channel.h"
 #include "dtypes.h"
@@ -19,6 +20,7 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using Stage = EngineCore::Stage;
 constexpr size_t kSegmentBytes = 256 << 10;
 constexpr int kDepth = 4;
+constexpr double kPatience = 5.0;  // seconds for aborted operations to end
 
 c10::intrusive_ptr<c10d::Backend> as_backend(const py::object& object) {
   try {
@@ -110,6 +112,7 @@ void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double pos
   const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
   check_parts(spec, transport.size());
   const py::gil_scoped_release no_gil;
+  const Transport::Use use(transport);
   const OpTag tag{step, 0, op, 0};
   transport.prepare(spec);
   if (op == Op::RS) transport.reduce_scatter(spec, tag);
@@ -156,7 +159,10 @@ void bind_transports(py::module_& m) {
   transport.def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
       .def("set_timeout", &Transport::set_timeout, py::arg("seconds"), NoGil())
-      .def("abort", &Transport::abort, py::arg("reason"), NoGil());
+      .def("abort", &Transport::abort, py::arg("reason"), NoGil())
+      .def(
+          "close", [](Transport& transport, const std::string& reason) { transport.close(reason, kPatience); },
+          py::arg("reason") = "the transport is closed", NoGil());
   for (const auto& [name, op] : {std::pair("reduce_scatter", Op::RS), {"all_gather", Op::AG}, {"all_reduce", Op::AR}}) {
     transport.def(
         name,
@@ -232,7 +238,7 @@ void bind_the_engine(py::module_& m) {
            },
            py::arg("plan"))
       .def("abort", &Engine::abort, py::arg("reason"), NoGil())
-      .def("close", &Engine::close, NoGil())
+      .def("close", &Engine::close, py::arg("reason") = "the engine is closed", NoGil())
       .def("error",
            [](Engine& e) {
              const auto error = e->error();
@@ -277,6 +283,7 @@ void bind_engine(py::module_& m) {
   bind_the_engine(m);
   bind_blocks(m);
   bind_rows(m);
+  bind_memory(m);
 }
 
 }  // namespace commsched

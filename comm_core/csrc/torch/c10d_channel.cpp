@@ -102,4 +102,17 @@ void C10dChannel::abort(const std::string& reason) noexcept {
   }
 }
 
+// The messages first: a pending one ends with its Work, and writes into no memory of ours any more.
+void C10dChannel::close() noexcept {
+  abort("the engine was closed");
+  std::vector<Lane> lanes;
+  c10::intrusive_ptr<c10d::Backend> backend;
+  {
+    const std::lock_guard lock(mutex_);
+    lanes.swap(lanes_);
+    backend.swap(backend_);
+  }
+  lanes.clear();
+}
+
 }  // namespace commsched

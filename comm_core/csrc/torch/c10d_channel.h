@@ -18,6 +18,7 @@ class C10dChannel : public Channel {
   Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override;
   void wait(const Request& request) override;
   void abort(const std::string& reason) noexcept override;
+  void close() noexcept override;  // the group ends with its last reference
   int max_in_flight() const override { return kSlots; }
   void set_timeout(double seconds) override;
 
@@ -34,7 +35,7 @@ class C10dChannel : public Channel {
   template <typename Post>
   Request post(int peer, bool is_send, Post&& post);
 
-  const c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   std::chrono::milliseconds timeout_{300000};
   std::vector<Lane> lanes_;
   std::mutex mutex_;

@@ -31,7 +31,10 @@ PythonTransport::PythonTransport(py::object collectives)
       rank_(collectives_.attr("rank").cast<int>()),
       size_(collectives_.attr("size").cast<int>()) {}
 
-PythonTransport::~PythonTransport() {
+PythonTransport::~PythonTransport() { release(); }
+
+void PythonTransport::release() noexcept {
+  if (!collectives_) return;
   if (!Py_IsInitialized()) {
     collectives_.release();  // the interpreter has ended and cannot take the reference back
     return;

@@ -28,6 +28,9 @@ class PythonTransport : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
+ protected:
+  void release() noexcept override;
+
  private:
   template <typename... Args>
   void call(const char* method, const Args&... args);

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from commsched.collectives.carrier import Built, Carrier, Collective, OperationNames
+from commsched.collectives.carrier import Built, Carrier, Collective, JoinHandle, OperationNames
 from commsched.collectives.torch_carrier.argument_checks import check, row_splits
 from commsched.collectives.torch_carrier.operation_queue import OperationQueue
 from commsched.collectives.torch_carrier.operation_runner import Operation
@@ -91,7 +91,8 @@ class TorchCarrier(Carrier):
         if kind == "alltoall":
             splits = collective.splits
             operation.splits = row_splits(tensors[0], splits, len(members))
-            operation.received_splits = torch.empty(0, dtype=torch.int32) if splits is None else splits
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
+            operation.received_splits = none if splits is None else splits
         return self._submit(operation, collective.name)
 
     def _submit(self, operation: Operation, name: str | None = None) -> int:
@@ -125,15 +126,16 @@ class TorchCarrier(Carrier):
     def barrier(self, set_id: int) -> None:
         self.synchronize(self._submit(Operation("barrier", "", set_id)))
 
-    def start_join(self, device: int) -> Callable[[], int]:
-        wait = self._queue.start_join(torch.device("cpu") if device < 0 else torch.device("cuda", device))
+    def start_join(self, device: int) -> JoinHandle:
+        where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+        operation = self._queue.start_join(where)
 
-        def end() -> int:
-            last = wait()
+        def wait() -> int:
+            last = self._queue.wait_for_join(operation)
             self._names.restart()
             return last
 
-        return end
+        return JoinHandle(operation.done.is_set, wait)
 
     def report_progress(self) -> None:
         self._queue.report_progress()

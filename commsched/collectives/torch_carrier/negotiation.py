@@ -1,9 +1,7 @@
 """Decides which operation runs next: the pure half of the coordinator, without sockets and tensors.
 
 Ranks submit requests in any order. A request is complete when every rank of its process set has submitted it
-or has joined. commsched's own requests are complete when every rank has submitted them: an optimizer takes
-part in those for a rank that has joined. All ranks run operations in the order of completion. A reply is a
-pair: ``(ranks, message)``.
+or has joined. All ranks run operations in the order of completion. A reply is a pair: ``(ranks, message)``.
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ Key = tuple[int, str]
 # Wait this long for the root cause before reporting a failed operation: ranks often report a broken
 # connection before rank 0 notices the death that broke it.
 _CAUSE_SECONDS = 5.0
-
-
-_OWN = "commsched."  # how commsched's own operations are named, behind their kind
 
 
 @dataclass
@@ -168,8 +163,7 @@ class Negotiator:
 
     def _awaited(self, key: Key, entry: _Pending) -> list[int]:
         """Return the ranks whose requests the operation waits for."""
-        joined = [] if key[1].partition(".")[2].startswith(_OWN) else self._joined
-        return [r for r in self._sets[key[0]] if r not in entry.requests and r not in joined]
+        return [r for r in self._sets[key[0]] if r not in entry.requests and r not in self._joined]
 
     def _complete(self, key: Key) -> list[Reply]:
         entry, members = self._pending[key], self._sets[key[0]]

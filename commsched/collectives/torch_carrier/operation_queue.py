@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +43,7 @@ class OperationQueue:
         self._without_rank_0 = "rank 0 is gone: its process ended, and with it the coordinator of the job"
         self._rank_0_left = False
         self._leaving = False
+        # Kept until a call has taken its result: a call that raised an error leaves it to the next one.
         self._join: Operation | None = None
         self._last_news = time.monotonic()
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -120,27 +120,31 @@ class OperationQueue:
             raise operation.error
         return operation.result
 
-    def start_join(self, device: torch.device) -> Callable[[], int]:
-        """Contribute zeros on `device` until every rank has joined; return a wait for the last one's rank."""
-        if self._alone:
-            return lambda: 0
-        self._check_process("join")
+    def start_join(self, device: torch.device) -> Operation:
+        """Contribute zeros on `device` until every rank has joined; the result is the last one's rank."""
         operation = Operation("join", "join", 0)
+        if self._alone:
+            operation.finish(result=0)
+            return operation
+        self._check_process("join")
+        with self._lock:
+            if self._join is not None and self._join.error is None:
+                return self._join
         self._runner.joined_on = device
-        example = torch.empty(0, device=device)
+        example = torch.empty(0, dtype=torch.uint8, device=device)
         where = device_name((example,), self._meeting.launch.node)
         with self._lock:
             self._announce(operation, {"type": "join", "device": where})
             self._join = operation
+        return operation
 
-        def wait() -> int:
-            while not operation.done.wait(5.0):
-                pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
-            if operation.error is not None:
-                raise operation.error
-            return int(operation.result)
-
-        return wait
+    def wait_for_join(self, operation: Operation) -> int:
+        while not operation.done.wait(5.0):
+            pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
+        self._join = None
+        if operation.error is not None:
+            raise operation.error
+        return int(operation.result)
 
     def report_progress(self) -> None:
         if not self._alone:
@@ -204,7 +208,7 @@ class OperationQueue:
                 operation.finish(error=CommError(message["message"]))
         elif kind in ("joined", "join_failed"):
             with self._lock:
-                operation, self._join = self._join, None
+                operation = self._join
             if operation is not None:
                 error = CommError(message["message"]) if "message" in message else None
                 operation.finish(result=message.get("last"), error=error)
@@ -218,9 +222,10 @@ class OperationQueue:
     def _fail_all(self, reason: str) -> None:
         with self._lock:
             reason = self._broken = self._broken or reason
-            waiting = list(self._pending.values()) + ([self._join] if self._join else [])
+            waiting = list(self._pending.values())
+            if self._join is not None and not self._join.done.is_set():
+                waiting.append(self._join)
             self._pending.clear()
-            self._join = None
         self._broken_known.set()
         for operation in waiting:
             named = reason.startswith(f"{operation.name} failed")

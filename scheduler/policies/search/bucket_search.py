@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scheduler.bounds import relaxed_cuts, startup_bound
-from scheduler.bounds.split import split_exposed
 from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece
 from scheduler.policies.problem import Problem
 
@@ -52,10 +51,7 @@ def ordered(problem: Problem, buckets: Sequence[Bucket]) -> np.ndarray:
 
 def bound_of(problem: Problem, slower: float = 1.0) -> float:
     """A period that no plan beats on a link so much slower."""
-    link = problem.link.slower(slower)
-    if problem.backward:
-        return problem.profile.compute + split_exposed(problem.profile, link)
-    return startup_bound(problem.profile, link, **problem.step)
+    return startup_bound(problem.profile, problem.link.slower(slower), **problem.step)
 
 
 class BucketSearch:
@@ -66,8 +62,7 @@ class BucketSearch:
         sizes = problem.profile.sizes
         self.ready = problem.model(()).ready
         layers = [layer for layer in reversed(range(len(sizes))) if sizes[layer]]
-        # In each group in the order in which the backward makes them.
-        layers.sort(key=lambda layer: (problem.groups[layer], self.ready[layer]))
+        layers.sort(key=lambda layer: problem.groups[layer])  # stable: in backward order in each group
         self.layers = np.array(layers, np.int64)
         self.groups = np.array([problem.groups[layer] for layer in layers], np.int64)
         self.size = np.array([sizes[layer] for layer in layers], np.int64)
@@ -124,7 +119,7 @@ class BucketSearch:
             self.least,
             ALIGNMENT,
             self.most,
-            not problem.backward and bool((needed == self.layers).all()),
+            bool((needed == self.layers).all()),
         )
 
     def _starts(self, line: Line) -> Iterable[np.ndarray]:
@@ -143,8 +138,7 @@ class BucketSearch:
         """
         from scheduler.policies.search.cut_kernel import snap_all
 
-        latest = np.argsort(-self.ready, kind="stable")  # without places of their own: the layers as they are
-        sizes, groups = np.array(self.problem.profile.sizes)[latest], np.array(self.problem.groups)[latest]
+        sizes, groups = np.array(self.problem.profile.sizes), np.array(self.problem.groups)
         upto = np.append(0, np.cumsum(sizes))
         inside = [
             border - np.interp(ends, upto, np.append(0, np.cumsum(np.where(groups == group, sizes, 0))))

@@ -22,8 +22,8 @@ class Line(NamedTuple):
 
     ``fence`` are the cuts that no move may take away: both ends, and the borders between groups. A layer is
     cut at multiples of ``alignment`` only, and into parts of at least ``least`` bytes. ``most`` is the
-    largest number of buckets. ``ready``: when the backward has made each layer's gradient; layers stand in
-    the order of these times, so that the last in a bucket completes it. ``layer``: whose forward needs each.
+    largest number of buckets. ``ready``: when the backward has made each layer's gradient; the last layer in
+    a bucket completes it. ``layer``: whose forward needs each.
     """
 
     end: np.ndarray
@@ -36,8 +36,8 @@ class Line(NamedTuple):
     least: int
     alignment: int
     most: int
-    backwards: bool
-    """Whether layers stand in backward order, in each group, and each is needed by its own forward."""
+    own_forwards: bool
+    """Whether each layer is needed by its own forward, and by no earlier one."""
 
 
 @njit(cache=True)
@@ -50,7 +50,7 @@ def load_of(line: Line, cuts: np.ndarray) -> Load:
         size = cuts[bucket + 1] - cuts[bucket]
         last = segment_at(line, cuts[bucket + 1] - 1)
         layer[bucket], ready[bucket] = line.layer[last], line.ready[last]
-        if not line.backwards:
+        if not line.own_forwards:
             for segment in range(segment_at(line, cuts[bucket]), last):
                 layer[bucket] = min(layer[bucket], line.layer[segment])
         cost[bucket] = line.alpha + line.beta * size

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,20 +16,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda_device import Device
-from commsched.backends.cuda_memory import RegisteredMemory
-from commsched.backends.cuda_streams import StreamBucket
+from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket, StreamSchedule
+from commsched.backends.nccl import Exchange, exchange_for
 from commsched.backends.ranks import Ranks
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_collectives import Collectives
-from commsched.env import settings
 from commsched.collectives.private_groups import private_group
+from commsched.env import settings
+from scheduler.ir.buckets import fuse_by_bytes
+from scheduler.ir.link import Link
+from scheduler.ir.profile import Layer, Profile
+from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
+from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
+from tests.support.races import Races, WatchedDevice
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper, RegisteringGroup
-from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 
 
 class Mixed(nn.Module):
@@ -57,9 +62,9 @@ loss = loss_of
 def every_policy_has_the_oracles_bits(me: Me) -> None:
     for policy in ("wfbp", "bytescheduler", "dear", "pipedap", "optimal"):
         twin = Twin(me, Mixed, schedule=policy, transport="stream", lag=0.0)
-        driver = twin.optimizer._driver
-        assert type(driver.backend) is StreamBackend
-        assert driver.backend.name.startswith("staged, flags over "), driver.backend.name
+        session = twin.optimizer._session
+        assert type(session.backend) is StreamBackend
+        assert session.backend.name.startswith("staged, flags over "), session.backend.name
         for step in range(4):
             twin.step(loss(step))
         twin.end()
@@ -81,7 +86,7 @@ def accumulation_and_gradients_to_read(me: Me) -> None:
 @case(ranks=(2,))
 def shards_learn_what_the_oracle_learns(me: Me) -> None:
     twin = Twin(me, mixed64, transport="stream", gather="parameters", lag=0.0)
-    assert type(twin.optimizer._driver.backend) is StreamBackend
+    assert type(twin.optimizer._session.backend) is StreamBackend
     for step in range(4):
         twin.step(loss(step))
     twin.compare(exact=False)
@@ -217,7 +222,7 @@ def measuring_on_the_way(me: Me) -> None:
         optimizer.zero_grad()
     profile = optimizer.profile()
     assert sum(layer.backward for layer in profile.layers) > 0
-    events = optimizer._driver.backend.events()
+    events = optimizer._session.backend.events()
     assert (
         len(events)
         and (events["end"] >= events["start"]).all()
@@ -248,10 +253,10 @@ class Done(Device):
 
 
 class MemoryOnPaper(RegisteredMemory):
-    def __init__(self, ranks: Ranks, collectives: Collectives, device: Device, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> None:
         self.pools: list[Pool] = []
         self.group = RegisteringGroup(ranks.rank, ranks.size)
-        super().__init__(self.group, collectives, Done(device.device), timeout)
+        super().__init__(self.group, exchange, Done(device.device), timeout)
 
     def _new_pool(self) -> Pool:
         self.pools.append(Pool())
@@ -279,7 +284,7 @@ def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
         with patch("commsched.backends.cuda.memory_for", MemoryOnPaper):
             build = Mixed if "compression" in options else mixed64
             twin = Twin(me, build, schedule="auto", planned=False, transport="stream", lag=0.0, **options)
-        backend = twin.optimizer._driver.backend
+        backend = twin.optimizer._session.backend
         memory: MemoryOnPaper = backend.memory
         for step in range(8):
             twin.step(loss(step))
@@ -305,11 +310,11 @@ class Ending(Device):
 def over_nccl_on_paper() -> ExitStack:
     """Buckets travel over groups that count themselves, through the code that is for NCCL."""
     stack = ExitStack()
-    stack.enter_context(patch("commsched.backends.cuda_collectives.nccl_usable", lambda names: True))
+    stack.enter_context(patch("commsched.backends.nccl.nccl_usable", lambda names: True))
     stack.enter_context(patch("commsched.backends.cuda.device_of", Ending))
     stack.enter_context(
         patch(
-            "commsched.backends.cuda_collectives.private_group",
+            "commsched.backends.nccl.private_group",
             lambda process_set, channel, device: GroupOnPaper(private_group(process_set, channel)),
         )
     )
@@ -324,7 +329,7 @@ def communicators_end_with_their_optimizer(me: Me) -> None:
         groups = []
         for step in range(3):
             twin.step(loss(step))
-            assert twin.optimizer._driver.backend.name.startswith("nccl")
+            assert twin.optimizer._session.backend.name.startswith("nccl")
             assert len(GroupOnPaper.living) == 1, f"{len(GroupOnPaper.living)} communicators in step {step}"
             groups += GroupOnPaper.living
             twin.both(lambda m, step=step: m.image.weight.requires_grad_(bool(step % 2)))
@@ -340,16 +345,37 @@ def communication_that_does_not_end_is_aborted_by_close(me: Me) -> None:
         twin = Twin(me, Mixed, transport="stream", lag=0.0)
         twin.step(loss(0))
         (group,) = GroupOnPaper.living
+        me.everybody()  # the first rank that aborts ends the others' steps
         with patch.object(Ending, "ends", False):
             twin.optimizer.close()
         assert group.ended == "aborted"
 
 
 @case(ranks=(2,))
+def connections_are_given_back_at_once(me: Me) -> None:
+    """Those of the exchange were kept until their last reference went, and a second close() waited again."""
+    model = seeded(Mixed)
+    loss(0)(model, me.rank).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
+        optimizer.step()
+        made = len(os.listdir("/proc/self/fd")) - before
+        for _ in range(2):
+            optimizer.close()
+        left = len(os.listdir("/proc/self/fd")) - before
+        assert made - left >= 5, f"{left} of {made} descriptors are left"  # exchange 3, peers 2; flags 3
+    finally:
+        gc.enable()
+
+
+@case(ranks=(2,))
 def registering_without_nccl_is_told(me: Me) -> None:
     model = seeded(Mixed)
     asked = replace(settings(), nccl_register="1")
-    with patch("commsched.backends.cuda_memory.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
+    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
     text = [str(warning.message) for warning in told]
@@ -377,12 +403,194 @@ def what_streams_cannot_do_is_refused(me: Me) -> None:
         raise AssertionError("early_step was accepted")
 
 
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@case(ranks=(2,))
+def the_scripts_default_device_and_type_are_not_ours(me: Me) -> None:
+    """``with torch.device("meta")`` around everything, as scripts have it that build large models."""
+    batches = [torch.randn(4, 12) * (me.rank + 1) for _ in range(6)]
+    for transport in ("stream", "direct"):
+        results = []
+        for around in (nullcontext, lambda: torch.device("meta"), lambda: default_type(torch.float64)):
+            model = seeded(Mixed)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            with around():
+                optimizer = hvd.DistributedOptimizer(
+                    inner, model.named_parameters(), model=model, transport=transport, bucket_mb=0.002
+                )
+                backend = optimizer._session.backend
+                for batch in batches:
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert all(p.isfinite().all() for p in model.parameters())  # now nothing is on its way
+                assert backend.exchange_seconds(1 << 12) > 0
+                numbers = backend.gather_scalars(torch.ones((), device="cpu"))
+                objects = hvd.allgather_object(me.rank)
+                rows = hvd.alltoall(batches[0], splits=[1, 3])[0]
+                ones = torch.sparse_coo_tensor([[me.rank]], [1.0], (3,), dtype=torch.float32, device="cpu")
+                total = hvd.synchronize(hvd.sparse_allreduce_async(ones, "ones", hvd.Sum)).to_dense()
+                optimizer.close()
+            assert numbers.tolist() == [1.0, 1.0] and objects == [0, 1] and rows.device.type == "cpu"
+            assert total.tolist() == [1.0, 1.0, 0.0]
+            results.append([p.detach().clone() for p in model.parameters()])
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), transport
+
+
+class WatchedExchange:
+    """An exchange through the host, whose reads and writes the race detector is told."""
+
+    name, scales = "watched", True
+
+    def __init__(self, inner: Exchange, races: Races) -> None:
+        self._inner, self._races = inner, races
+        self.abort, self.close = inner.abort, inner.close
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._races.touch("RS", [bucket], [bucket])
+        self._inner.reduce_scatter(bucket, postscale)
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._races.touch("AG", [bucket], [bucket])
+        self._inner.all_gather(bucket)
+
+
+def races_of_training(me: Me, stack: ExitStack, steps: int = 12, **options: Any) -> list[str]:
+    """Train in all sorts of ways, with all communication on a stream of its own; return the races."""
+    races = Races()
+    inner = exchange_for
+    stack.enter_context(patch("commsched.backends.cuda.device_of", lambda device: WatchedDevice(races)))
+    stack.enter_context(
+        patch("commsched.backends.cuda.exchange_for", lambda *args: WatchedExchange(inner(*args), races))
+    )
+    sharded = options.get("gather") == "parameters"
+    with stack, races:
+        model = seeded(Mixed)
+        inner_optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            inner_optimizer, model.named_parameters(), model=model, transport="stream", **options
+        )
+        for step in range(steps):
+            loss(step)(model, me.rank).backward()
+            if step % 3 == 1 and not sharded:
+                loss(step + 50)(model, me.rank).backward()  # adds to what was reduced
+                assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            if step % 4 == 2:
+                optimizer.clip_grad_norm_(1.0) if sharded else optimizer.synchronize()
+            optimizer.step()
+            if step % 3 == 0:
+                with torch.inference_mode():
+                    loss(step)(model, me.rank)
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            if step == 9:
+                model.twice.bias.requires_grad_(False)  # a new driver, and the memory of the old one is freed
+        optimizer.close()
+        return races.found()
+
+
+def check_no_race(me: Me, **options: Any) -> None:
+    found = races_of_training(me, ExitStack(), **options)
+    assert not found, "\n".join([str(options), *found])
+
+
+@case(ranks=(2,))
+def no_hand_over_of_the_optimizer_is_a_race(me: Me) -> None:
+    check_no_race(me, schedule="auto")
+
+
+@case(ranks=(), slow=(2,))
+def no_hand_over_is_a_race_whatever_the_options(me: Me) -> None:
+    check_no_race(me, schedule="bytescheduler", bucket_mb=0.002)
+    check_no_race(me, gather="parameters")
+    check_no_race(me, compression=hvd.Compression.fp16, gradient_predivide_factor=2.0)
+
+
+@case(ranks=(2,))
+def a_race_of_the_optimizer_is_noticed(me: Me) -> None:
+    def forgetful(self: StreamSchedule, *args: Any, plain: Any = StreamSchedule._start) -> None:
+        with patch.object(self.device, "wait", lambda stream, event: None):
+            plain(self, *args)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(StreamSchedule, "_start", forgetful))
+    assert races_of_training(me, stack, gather="parameters", steps=3)
+
+
+class LateNeighbour(nn.Module):
+    """The last layer is used in every second step only, and shares its bucket with a part of a large tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(40, 40)
+        self.seldom = nn.Linear(40, 4)
+        self.used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.large(torch.cat([x] * 4, 1)[:, :40])
+        return self.seldom(x) if self.used else x
+
+
+@case(ranks=(2,))
+def a_gradient_whose_later_bucket_is_sent_first(me: Me) -> None:
+    """Its memory was given back with the last of its buckets, and the first one was filled from old memory."""
+    layers = [Layer("(outside)", 1e-3, 0.0, 0)]
+    layers += [Layer(name, 1e-3, 2e-3, 4 * p.numel()) for name, p in LateNeighbour().named_parameters()]
+    buckets = fuse_by_bytes([layer.bytes for layer in layers], 2000, part=2000)
+    profile, link = Profile("given", tuple(layers)), Link(1e-4, 1e-7)
+    for gather in ("gradients", "parameters"):
+        program = plan(profile, link, "dear", ranks=2, buckets=buckets, gather=gather)
+        options = {"gather": gather, "transport": "stream", "lag": 0.0}
+        twin = Twin(me, LateNeighbour, schedule=program, bucket_mb=None, planned=False, **options)
+        slots = twin.optimizer._session.round.buffers.layout.slots
+        first, *later = slots[0].buckets
+        assert later and first in slots[3].buckets, "no tensor begins in its neighbour's bucket"
+        for step in range(6):
+            twin.both(lambda m, step=step: setattr(m, "used", step % 2 == 0))
+            twin.step(loss(step))
+            twin.compare(f"step {step}", exact=gather == "gradients")
+        release(twin.optimizer)
+
+
+class Rotation(nn.Module):
+    """Complex weights, whose gradients autograd may leave as conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.rotation = nn.Module()  # named_parameters() begins with a module's own
+        self.rotation.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+        self.rotation.shift = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(self.first(x).view(-1, 6, 2))
+        return torch.view_as_real(z @ self.rotation.turn.conj() + self.rotation.shift).flatten(1)
+
+
+@case(ranks=(2,))
+def complex_parameters(me: Me) -> None:
+    for transport in ("stream", "direct"):
+        twin = Twin(me, Rotation, transport=transport, lag=0.0)
+        for step in range(4):
+            twin.step(loss(step))
+            twin.compare(f"step {step} over {transport}")
+        release(twin.optimizer)
+
+
 @case(ranks=(2,))
 def plain_reduces_at_step_time(me: Me) -> None:
     model = seeded(Mixed)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), transport="plain")
-    assert optimizer._driver is None
+    assert optimizer._session is None
     loss(0)(model, me.rank).backward()
     optimizer.step()
 

@@ -78,7 +78,7 @@ def report(name: str, call: Callable[[], object]) -> None:
     try:
         call()
     except (comm_core.EngineError, hvd.CommError) as error:
-        print(f"{name} ended at {time.monotonic()}: {error}", flush=True)
+        print(f"{name} ended at {time.monotonic()}: {error}\n", end="", flush=True)  # whole, from any thread
 
 
 hvd.barrier()

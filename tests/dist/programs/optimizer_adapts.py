@@ -58,7 +58,7 @@ def a_step_that_has_become_slower_is_planned_anew(me: Me) -> None:
     twin = adapting(me)
     twin.model.pause = 0.001
     train(twin, range(50))
-    twin.optimizer._driver.times.patience = 30  # as if many more steps had passed
+    twin.optimizer._session.times.patience = 30  # as if many more steps had passed
     twin.model.pause = 0.03  # more than what other work on this machine may add
     step = profiles_until(twin, range(50, 400), lambda old, new: forward(new) > 2 * forward(old))
     assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"

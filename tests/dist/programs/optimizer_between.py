@@ -251,9 +251,9 @@ def zero_grad_of_the_model_waits_for_nothing(me: Me) -> None:
         for step in range(6):
             twin.backward(loss_of(step))
             twin.update()
-            before = twin.optimizer._driver.reducer.state.pending
+            before = twin.optimizer._session.round.pending
             twin.model.zero_grad(**how)
-            assert twin.optimizer._driver.reducer.state.pending == before
+            assert twin.optimizer._session.round.pending == before
             twin.plain.zero_grad(**how)
             if step % 2:
                 twin.compare_grads(f"step {step}, {how}")
@@ -279,7 +279,7 @@ def a_released_optimizer_resumes(me: Me) -> None:
         for step in range(4):
             twin.step(loss_of(step))
         twin.optimizer.release()
-        assert twin.optimizer._driver is None
+        assert twin.optimizer._session is None
         twin.compare("released")
         mine, plain = twin.optimizer.state_dict(), twin.oracle.optimizer.state_dict()
         assert_same_bits(as_tensors(mine["state"]), as_tensors(plain["state"]), "state")

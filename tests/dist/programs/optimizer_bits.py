@@ -164,7 +164,7 @@ def buckets_may_end_up_empty(me: Me) -> None:
         optimizer: Any = hvd.DistributedOptimizer(
             sgd(model), model.named_parameters(), schedule=program, **options
         )
-        assert optimizer._driver.reducer.state.empty
+        assert optimizer._session.round._empty
         train(me, model, optimizer, 8, loss=loss)
         # The ends of a shard may be updated by other instructions: a few roundings in each of 8 steps.
         few = 8 * 4 * torch.finfo(torch.float32).eps if gather == "parameters" else 0.0

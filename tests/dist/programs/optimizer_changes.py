@@ -274,7 +274,7 @@ def recording_a_timeline_does_not_change_the_plan(me: Me) -> None:
         settings.cache_clear()
         try:
             twin = Twin(me, Branches, schedule="auto", planned=False, lag=0.0)
-            link, seen = twin.optimizer._driver.planner._timed_link, []
+            link, seen = twin.optimizer._session.planner._timed_link, []
             link.refined = lambda times: seen.extend(times) or link.link
             for step in range(6):
                 twin.step(using(step))
@@ -282,7 +282,7 @@ def recording_a_timeline_does_not_change_the_plan(me: Me) -> None:
             del os.environ["COMMSCHED_TIMELINE"]
             settings.cache_clear()
         assert seen and all(seconds > 0 for _, seconds in seen), seen
-        kinds = {event["name"][:2] for event in twin.optimizer._driver._timeline._events}
+        kinds = {event["name"][:2] for event in twin.optimizer._session._timeline._events}
         assert {"RS", "AG"} <= kinds, kinds
         release(twin.optimizer)
         me.everybody()
@@ -326,10 +326,10 @@ def objects_that_imitate_the_optimizer(me: Me) -> None:
             held.clip_grad_norm_(0.1)
             nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.1)
             twin.update()
-            pending = twin.optimizer._driver.reducer.state.pending
+            pending = twin.optimizer._session.round.pending
             held.zero_grad()
             twin.oracle.optimizer.zero_grad()
-            assert twin.optimizer._driver.reducer.state.pending == pending
+            assert twin.optimizer._session.round.pending == pending
         assert held.state is twin.optimizer.state
         assert held.state_dict()["state"].keys() == twin.oracle.optimizer.state_dict()["state"].keys()
         twin.compare(exact=False)
@@ -342,12 +342,12 @@ def freezing_waits_for_nothing(me: Me) -> None:
     twin = Twin(me, mlp)
     for step in range(6):
         twin.step(loss_of(step))
-        before = twin.optimizer._driver.reducer.state.pending
+        before = twin.optimizer._session.round.pending
         twin.both(lambda model: model.requires_grad_(False))
         for p in twin.model.parameters():
             p.requires_grad = True
         twin.plain.requires_grad_(True)
-        assert twin.optimizer._driver.reducer.state.pending == before
+        assert twin.optimizer._session.round.pending == before
     twin.end()
 
 

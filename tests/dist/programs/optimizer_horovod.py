@@ -12,7 +12,6 @@ from torch import nn
 
 import commsched as hvd
 from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
-from tests.dist.programs import optimizer_sums  # noqa: F401 - its cases run here
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
 from tests.support.reference_run import Twin, momentum, some_profile

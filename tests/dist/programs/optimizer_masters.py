@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.master_weights import KEY, take_written
+from commsched.optimizer.sharded_step import KEY, take_written
 from tests.support.cases import Me, case, main
 from tests.support.masters import CastEachStep
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
@@ -332,7 +332,7 @@ def each_rank_keeps_the_masters_of_its_shards(me: Me) -> None:
     twin = MasterTwin(me, even(), momentum)
     for step in range(2):
         twin.step(loss(step))
-    shards = twin.optimizer._driver.gathering.shards
+    shards = twin.optimizer._session.mode.shards
     here = sum(part.master.numel() for parts in shards.parts for part in parts)
     assert here == sum(p.numel() for p in twin.model.parameters()) / me.size, here
     release(twin.optimizer)

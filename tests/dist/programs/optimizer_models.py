@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -188,6 +189,92 @@ def checkpointed_modules_used_twice(me: Me) -> None:
                 twin.zero_grad()
                 twin.compare(f"{build.__name__} in step {step}", exact=False)
             release(twin.optimizer)
+
+
+class Watched(nn.Module):
+    """Adds a penalty on what hooks have captured to the loss: features for distillation, activation penalties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
+        self.captured: list[torch.Tensor] = []
+        self.layers[2].register_forward_pre_hook(lambda _, inputs: self.captured.append(inputs[0]))
+        self.layers[3].register_forward_hook(lambda _, inputs, output: self.captured.append(inputs[0]))
+        self.layers[4].register_forward_hook(lambda _, inputs, output: self.captured.append(output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.captured.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() + sum(seen.square().mean() for seen in self.captured)
+
+
+@case()
+def hooks_that_capture_inputs_of_layers(me: Me) -> None:
+    """A loss on them lost its gradient with the default options: the hooks were given detached copies."""
+    for options in ({"schedule": "auto", "bucket_mb": None}, {}):
+        twin = Twin(me, Watched, planned=not options, **options)
+        for step in range(12):
+            twin.step(lambda m, rank, step=step: m(batch(rank, step)))
+            twin.compare(f"step {step}")
+        twin.end(must_have_waited=False)
+
+
+@case()
+def hooks_of_the_user_see_what_they_see_without(me: Me) -> None:
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def build() -> nn.Module:
+        model: Any = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(12, 12), nn.Tanh())))
+        mine = seen[len(seen)] = []
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: mine.append(torch.ones(1)))
+        model[4].register_full_backward_hook(lambda *given: mine.extend(g for g in given[1] if g is not None))
+        return model
+
+    twin = Twin(me, build, schedule="auto", bucket_mb=None, planned=False)
+    for step in range(10):
+        twin.step(lambda m, rank, step=step: m(batch(rank, step)).square().mean())
+    twin.end(must_have_waited=False)
+    plain, ours = seen[0], seen[1]  # those of the plain model are of each rank in turn, in every step
+    each = len(ours) // 10
+    for step in range(10):
+        of_step = plain[step * me.size * each : (step + 1) * me.size * each]
+        mine = of_step[me.rank * each : (me.rank + 1) * each]
+        assert_same_bits(ours[step * each : (step + 1) * each], mine, f"what hooks saw in step {step}")
+
+
+@case()
+def graphs_that_are_used_again(me: Me) -> None:
+    """Differentiated twice, asked for single gradients, or kept for a second backward."""
+
+    def penalty(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        x = batch(rank, step).requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + slope.square().mean()
+
+    def single(model: Any, rank: int, step: int) -> torch.Tensor:
+        x = batch(rank, step)
+        grads = torch.autograd.grad(model(x).square().mean(), [model[2].weight, model[0].weight])
+        return model(x + float(grads[0].mean()) + float(grads[1].mean())).square().mean()
+
+    def twice(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        loss = model(batch(rank, step)).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh())
+
+    for loss, passes in ((penalty, 1), (single, 1), (twice, 2)):
+        twin = Twin(
+            me, build, schedule="auto", bucket_mb=None, planned=False, backward_passes_per_step=passes
+        )
+        for step in range(10):
+            twin.step(lambda m, rank, step=step, loss=loss: loss(m, rank, step))
+            twin.compare(f"{loss.__name__} in step {step}")
+        twin.end(must_have_waited=False)
 
 
 @case(ranks=(2,), slow=(3,))

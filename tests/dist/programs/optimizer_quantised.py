@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.quantised import travels_quantised
-from commsched.optimizer.residuals import KEY
-from commsched.optimizer.shards import memory_order
+from commsched.optimizer.planner import travels_quantised
+from commsched.optimizer.gradient import RESIDUAL
+from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, main
 from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
 from tests.support.quantised_training import COMPRESSIONS, Ledger, Wide, case_of_each_code, loss_of, quantised
@@ -38,7 +38,7 @@ def new_plans_move_residuals_without_changing_a_bit(me: Me, code: str) -> None:
     seen = set()
     for step in range(14):
         twin.step(loss_of(step))
-        seen.add(twin.optimizer._driver.plan.program.hash)
+        seen.add(twin.optimizer._session.plan.program.hash)
         twin.compare(f"step {step}")
     assert len(seen) > 1, "the plan never changed, so nothing was moved"
     release(twin.optimizer)
@@ -78,13 +78,13 @@ def the_state_holds_what_is_lacking(me: Me, code: str) -> None:
             twin.compare_update(f"step {step}")
         saved = twin.optimizer.state_dict()
         params = list(twin.plain.parameters())
-        assert {i for i, entries in saved["state"].items() if KEY in entries} == {
+        assert {i for i, entries in saved["state"].items() if RESIDUAL in entries} == {
             i for i, p in enumerate(params) if travels_quantised(p)
         }
         for i, p in enumerate(params):
             if travels_quantised(p):
                 wanted = twin.oracle.lacking(p)
-                found = memory_order(saved["state"][i][KEY], p).double()
+                found = memory_order(saved["state"][i][RESIDUAL], p).double()
                 assert wanted.abs().max() > 0
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
         other = quantised(me, code, gather=gather)
@@ -92,12 +92,12 @@ def the_state_holds_what_is_lacking(me: Me, code: str) -> None:
         again = other.optimizer.state_dict()
         for i in saved["state"]:
             assert saved["state"][i].keys() == again["state"][i].keys()
-            if KEY in saved["state"][i]:
-                assert_close([again["state"][i][KEY]], [saved["state"][i][KEY]], 4, f"residual {i}", 1e-9)
+            if RESIDUAL in saved["state"][i]:
+                assert_close([again["state"][i][RESIDUAL]], [saved["state"][i][RESIDUAL]], 4, f"residual {i}", 1e-9)
         for entries in saved["state"].values():
-            entries.pop(KEY, None)
+            entries.pop(RESIDUAL, None)
         other.optimizer.load_state_dict(saved)  # what plain PyTorch saves
-        assert not any(KEY in entries for entries in other.optimizer.state_dict()["state"].values())
+        assert not any(RESIDUAL in entries for entries in other.optimizer.state_dict()["state"].values())
         release(other.optimizer)
         release(twin.optimizer)
 
@@ -115,7 +115,7 @@ def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me, code: str) -> N
                   for i, p in enumerate(ledger.params)]  # fmt: skip
         for values in before:
             values.view(-1)[::256] = 0
-        saved["state"] = {i: {KEY: values.float()} for i, values in enumerate(before)}
+        saved["state"] = {i: {RESIDUAL: values.float()} for i, values in enumerate(before)}
         ledger.optimizer.load_state_dict(saved)
         for _ in range(4):
             ledger.step()
@@ -184,7 +184,7 @@ def ranks_with_fewer_batches_keep_their_residuals(me: Me, code: str) -> None:
                     assert "needs all ranks" in str(error), error
         hvd.join()
         assert len(set(me.everybody(fingerprint(model)))) == 1
-        assert any(KEY in entries for entries in optimizer.state_dict()["state"].values())
+        assert any(RESIDUAL in entries for entries in optimizer.state_dict()["state"].values())
         release(optimizer)
 
 
@@ -207,7 +207,7 @@ def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me, code: str) -> N
         assert (scaler.get_scale() < scale) == (step == 1), f"step {step}: {scale} to {scaler.get_scale()}"
     assert all(p.isfinite().all() for p in model.parameters())
     state = optimizer.state_dict()["state"]
-    assert all(entries[KEY].isfinite().all() for entries in state.values() if KEY in entries)
+    assert all(entries[RESIDUAL].isfinite().all() for entries in state.values() if RESIDUAL in entries)
     release(optimizer)
 
 

@@ -84,9 +84,10 @@ def zero_grad_of_the_model_is_enough(me: Me) -> None:
     for step in range(6):
         twin.backward(loss_of(step))
         twin.update()
-        before = twin.optimizer._driver.reducer.state.pending
+        before = twin.optimizer._session.round.pending
+        assert before == len(list(twin.model.parameters())), f"step() waited for all but {before}"
         twin.both(lambda model: model.zero_grad())
-        assert twin.optimizer._driver.reducer.state.pending == before
+        assert twin.optimizer._session.round.pending == before
     twin.compare("zero_grad() of the model", exact=False)
     twin.backward(loss_of(6))
     twin.optimizer.step()
@@ -402,7 +403,7 @@ def each_rank_keeps_its_part_of_the_state(me: Me) -> None:
         optimizer.zero_grad()
     whole = 2 * sum(p.numel() for p in model.parameters())
     here = sum(
-        t.numel() for state in optimizer._driver.gathering.shards.state.values() for t in state.values() if t.dim()
+        t.numel() for state in optimizer._session.mode.shards.state.values() for t in state.values() if t.dim()
     )
     assert here < whole / me.size * 1.1, f"{here} of {whole} elements of state are on rank {me.rank}"
     release(optimizer)

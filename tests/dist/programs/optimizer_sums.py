@@ -1,11 +1,11 @@
-"""``op=Sum``: what was summed and is added to counts once. Run by optimizer_horovod.py."""
+"""``op=Sum``: what was summed and is added to counts once."""
 
 from __future__ import annotations
 
 from torch import nn
 
 import commsched as hvd
-from tests.support.cases import Me, case
+from tests.support.cases import Me, case, main
 from tests.support.oracle import release
 from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 from tests.support.reference_run import Twin
@@ -84,7 +84,6 @@ def sums_on_shards_are_not_summed_again(me: Me) -> None:
                     twin.optimizer.synchronize()
             if step == 4:
                 twin.both(lambda m: m[2].requires_grad_(False))
-                twin.plain[2].zero_grad()  # on shards, what is frozen is not updated any more
             if step == 3:
                 nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.02)
                 twin.optimizer.clip_grad_norm_(0.02)
@@ -117,3 +116,6 @@ def sparse_sums_that_are_added_to(me: Me) -> None:
                 twin.zero_grad()
             twin.compare(f"step {step}, read={read}", exact=False)
         release(twin.optimizer)
+
+
+main(__name__)

@@ -66,13 +66,13 @@ def figures(
     optimizer: Any = hvd.DistributedOptimizer(make(model), model=model, **options)
     run: Any = torch.compile(model, backend=backend) if backend else model
     corrects = options["row_sparse"] is True
-    corrections = optimizer._driver.reducer.state.corrections
+    tied = optimizer._session.round
 
     def trained(step: int) -> None:
         if step >= ORDINARY:
             return train(me, run, optimizer, step)
         once(me, run, optimizer, step)
-        assert (0 in corrections) == corrects and (0 in corrections.early) == corrects, step
+        assert tied.early_parts() == [0] * corrects, step
 
     found = bits_of_steps(model, optimizer, trained, steps)
     if train is once:

@@ -1,20 +1,27 @@
-"""Copies of a model on all ranks: equal at first, then rank 0's buffers when DDP would send them."""
+"""Copies of a model on all ranks: equal at first, then rank 0's buffers when DDP would send them.
+
+Gradients that no optimizer reduces are those of DDP, too.
+"""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched.integrations import replica as replicas
 from commsched.integrations.optimizers import accumulating
 from commsched.integrations.replica import Replica
+from commsched.integrations.unclaimed import UnclaimedGradients
 from tests.support.cases import Me, case, main
 
 
@@ -65,6 +72,14 @@ def counted() -> Iterator[list[int]]:
         replicas.broadcast_ = original
 
 
+@contextmanager
+def process_group(me: Me) -> Iterator[None]:
+    store = dist.PrefixStore(me.name, me.store)
+    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
+    yield
+    dist.destroy_process_group()
+
+
 @case()
 def all_types_become_rank_0s(me: Me) -> None:
     model, expected = Counting(me.rank), Counting(0)
@@ -86,31 +101,29 @@ def all_types_become_rank_0s(me: Me) -> None:
 
 @case()
 def buffers_are_those_of_ddp(me: Me) -> None:
-    """Training, accumulation, evaluation in inference mode and training in evaluation mode, in random order."""
-    store = dist.PrefixStore("ddp", me.store)
-    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
-    for only_written in (False, True):
-        ddp = DistributedDataParallel(Counting(me.rank))
-        model = Counting(me.rank)
-        replica = Replica(model, only_written=only_written)
-        replica.attach()
-        dice = random.Random(me.seed)
-        for step in range(30):
-            kind = dice.choice(("training", "accumulating", "evaluation", "frozen statistics"))
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + me.rank))
-            for one, pause in ((ddp, ddp.no_sync), (model, replica.pause)):
-                one.train(kind in ("training", "accumulating"))
-                with ExitStack() as stack:
-                    if kind == "accumulating":
-                        stack.enter_context(pause())
-                    stack.enter_context(torch.inference_mode(kind == "evaluation"))
-                    one(x)
-            assert values(model) == values(ddp.module), (step, kind)
-        replica.close()
-        with counted() as sent:
-            model(x)
-        assert not sent
-    dist.destroy_process_group()
+    """Training, accumulation, evaluation in inference mode, training in evaluation mode, in random order."""
+    with process_group(me):
+        for only_written in (False, True):
+            ddp = DistributedDataParallel(Counting(me.rank))
+            model = Counting(me.rank)
+            replica = Replica(model, only_written=only_written)
+            replica.attach()
+            dice = random.Random(me.seed)
+            for step in range(30):
+                kind = dice.choice(("training", "accumulating", "evaluation", "frozen statistics"))
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + me.rank))
+                for one, pause in ((ddp, ddp.no_sync), (model, replica.pause)):
+                    one.train(kind in ("training", "accumulating"))
+                    with ExitStack() as stack:
+                        if kind == "accumulating":
+                            stack.enter_context(pause())
+                        stack.enter_context(torch.inference_mode(kind == "evaluation"))
+                        one(x)
+                assert values(model) == values(ddp.module), (step, kind)
+            replica.close()
+            with counted() as sent:
+                model(x)
+            assert not sent
 
 
 @case(ranks=(2,))
@@ -182,6 +195,209 @@ def only_the_models_optimizers_accumulate(me: Me) -> None:
     assert models[0].weight.grad.tolist() == [[float(me.rank)] * 3]
     assert models[1].weight.grad.tolist() == [[0.5] * 3]
     assert not replicas_[0]._paused
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def replicated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Replica:
+    unclaimed = UnclaimedGradients(model, lambda: optimizers, {})
+    replica = Replica(model, unclaimed=unclaimed)
+    replica.attach()
+    return replica
+
+
+def batch(me: Me, number: int, rank: int | None = None) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(10 * number + (me.rank if rank is None else rank))
+    return torch.randn(4, 3, generator=dice, dtype=torch.float64)
+
+
+def check_gradients(model: nn.Module, expected: nn.Module, what: object) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), (what, name, mine.grad, theirs.grad)
+        if theirs.grad is not None:
+            assert torch.allclose(mine.grad, theirs.grad), (what, name, mine.grad, theirs.grad)
+        assert torch.allclose(mine, theirs), (what, name, mine, theirs)
+
+
+@contextmanager
+def reducing(ddp: DistributedDataParallel) -> Iterator[None]:
+    """What ``Accelerator.trigger_sync_in_backward`` does."""
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+    ddp.reducer.prepare_for_backward([])
+    yield
+
+
+@case()
+def gradients_without_an_optimizer_are_those_of_ddp(me: Me) -> None:
+    """Backwards, accumulation, ways to clear gradients and an optimizer of the user, in random order."""
+    clears = ("optimizer", "model", "None", "zeros")
+    actions = ("backward", "accumulated", "forwards first", "evaluation", "step", *clears)
+    with process_group(me):
+        for program in range(4):
+            dice, model, ddp = (
+                random.Random(f"{me.seed} {program}"),
+                layers(),
+                DistributedDataParallel(layers()),
+            )
+            replica, done = replicated(model, []), list[str]()
+            sides = (
+                (model, replica.pause, replica.reducing),
+                (ddp, ddp.no_sync, lambda ddp=ddp: reducing(ddp)),
+            )
+            optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.5) for one, *_ in sides]
+            equal = True  # whether the ranks have the same gradients
+            for number in range(25):
+                action = dice.choice([a for a in actions if equal or a != "step"])
+                done.append(action)
+                equal = action != "accumulated" and (
+                    equal or action in ("backward", "forwards first", *clears)
+                )
+                xs = [batch(me, 2 * number + i) for i in range(2)]
+                for (one, pause, reduce), optimizer in zip(sides, optimizers, strict=True):
+                    if action == "backward":
+                        one(xs[0]).square().sum().backward()
+                    elif action == "accumulated":
+                        with pause():
+                            one(xs[0]).square().sum().backward()
+                    elif action == "forwards first":
+                        with pause():
+                            losses = [one(x).square().sum() for x in xs]
+                        losses[0].backward()
+                        with reduce():
+                            losses[1].backward()
+                    elif action == "evaluation":
+                        with torch.no_grad():
+                            one(xs[0])
+                    elif action == "step":
+                        optimizer.step()
+                    elif action == "optimizer":
+                        optimizer.zero_grad()
+                    elif action == "model":
+                        one.zero_grad()
+                    else:
+                        for p in one.parameters():
+                            if action == "None":
+                                p.grad = None
+                            elif p.grad is not None:
+                                p.grad.zero_()
+                check_gradients(model, ddp.module, (program, done))
+            replica.close()
+
+
+@case()
+def optimizers_claim_gradients_at_any_time(me: Me) -> None:
+    """They are wrapped later, get more parameters, and others are frozen: all are averaged once."""
+    model, expected, optimizers = layers(), layers(), list[torch.optim.Optimizer]()
+    replica = replicated(model, optimizers)
+    unclaimed = replica._unclaimed
+    assert unclaimed is not None
+
+    def reduces(number: int, params: int) -> None:
+        model(batch(me, number)).square().sum().backward()
+        for rank in range(me.size):
+            (expected(batch(me, number, rank)).square().sum() / me.size).backward()
+        for one in optimizers:
+            one.synchronize()
+        check_gradients(model, expected, number)
+        assert len(unclaimed._params) == params, (number, unclaimed._params)
+
+    reduces(0, 6)
+    of_last = torch.optim.SGD(model[4].parameters(), 0.0)
+    optimizers.append(hvd.DistributedOptimizer(of_last, model=model))
+    reduces(1, 4)
+    for one in (model, expected):
+        one[0].requires_grad_(False)
+    reduces(2, 2)
+    optimizers[0].add_param_group({"params": list(model[2].parameters())})
+    reduces(3, 0)
+    for one in (model, expected):
+        one[0].requires_grad_(True)
+    reduces(4, 2)
+    optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.0), model=model))
+    reduces(5, 0)
+    assert unclaimed._reducer is None
+    replica.close()
+    for one in optimizers:
+        one.close()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = layers(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = checkpoint(self.layers[1:4], self.layers[0](x), use_reentrant=self.reentrant)
+        return self.layers[4](middle)
+
+
+@case()
+def inner_backwards_and_those_that_raise(me: Me) -> None:
+    """The reduction ends with the outermost backward. After one that raised, cleared gradients start anew."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("this backward fails")
+
+    for reentrant in (False, True):
+        model, expected = Checkpointed(reentrant), Checkpointed(reentrant)
+        replica = replicated(model, [])
+        for step in range(6):
+            if step in (2, 4):
+                hook = model.layers[0].weight.register_hook(fail)
+                with suppress(RuntimeError):
+                    model(batch(me, step)).square().sum().backward()
+                hook.remove()
+                model.zero_grad()
+            model(batch(me, step)).square().sum().backward()
+            for rank in range(me.size):
+                (expected(batch(me, step, rank)).square().sum() / me.size).backward()
+            check_gradients(model, expected, (reentrant, step))
+            if step % 2:
+                for one in (model, expected):
+                    one.zero_grad()
+        replica.close()
+
+
+class Branches(nn.ModuleList):
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...]) -> torch.Tensor:
+        return torch.cat([part(x) for part, use in zip(self, used, strict=True) if use]).sum()
+
+
+@case()
+def ranks_without_a_gradient_count_as_zero(me: Me) -> None:
+    """Also where no parameter of the branch has one on a rank: its next gradients meet the others' next."""
+    model = Branches(nn.Linear(3, 1, bias=False) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.0), model=model)
+    replica = replicated(model, [optimizer])
+    for step in range(4):
+        branch = me.rank == step % me.size
+        model(torch.full((1, 3), step + 1.0), (True, branch, False)).backward()
+        optimizer.step()
+        grads = [part.weight.grad for part in model]
+        assert grads[2] is None
+        assert torch.allclose(grads[1], torch.full((1, 3), (step + 1.0) / me.size)), (step, grads)
+        model.zero_grad()
+    replica.close()
+    optimizer.close()
+
+
+@case(ranks=(2,))
+def copies_of_a_model_are_ordinary(me: Me) -> None:
+    """A rank alone trains and evaluates them."""
+    model = Counting(me.rank)
+    replica = replicated(model, [])
+    model(torch.ones(2, 3)).sum().backward()
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert Replica.of(one) is None and Replica.of(model) is replica
+        if me.rank == 0:
+            with counted() as sent:
+                one(torch.ones(2, 3)).sum().backward()
+                one.eval()(torch.ones(2, 3))
+            assert not sent
+    replica.close()
 
 
 main(__name__)

@@ -8,7 +8,15 @@ import torch
 
 import commsched as hvd
 from tests.support.cases import Me, case, main
-from tests.support.huggingface_scripts import SHARDS, alike, arguments, compare, folders, run
+from tests.support.huggingface_scripts import (
+    SHARDS,
+    accelerates_script,
+    alike,
+    arguments,
+    compare,
+    folders,
+    run,
+)
 
 EVALUATED = (
     "--eval_strategy steps --eval_steps 2 --save_strategy steps --save_steps 2 --load_best_model_at_end True"
@@ -86,7 +94,7 @@ def a_model_is_trained_again(me: Me) -> None:
             trainer = run("text_classification", *arguments(a), ours=ours)["trainer"]
             trainer.evaluate()
             trainer.train()
-            assert trainer.optimizer.optimizer._driver is None
+            assert trainer.optimizer.optimizer._session is None
             other = Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset, commsched=ours)
             other.train()
             total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()])
@@ -173,6 +181,30 @@ def sequences_to_sequences(me: Me) -> None:
             both.append(library.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows[:6]))
             both[-1].train()
         compare(both[1], both[0], 0.0)
+
+
+@case(ranks=(2,))
+def accelerates_test_of_synchronisation(me: Me) -> None:
+    """Its models have an optimizer, or none: then, too, backwards average gradients or accumulate them."""
+    with accelerates_script("test_sync") as script:
+        script.main()
+        for number in range(8):  # the script does this on GPUs only
+            split, dispatch, sync_each_batch = number & 1 > 0, number & 2 > 0, number & 4 > 0
+            script.test_gradient_accumulation(split, dispatch, sync_each_batch)
+            script.test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, sync_each_batch)
+
+
+@case(ranks=(2,))
+def accelerates_test_of_training(me: Me) -> None:
+    with accelerates_script("test_script") as script:
+        script.main()
+
+
+@case(ranks=(2,))
+def accelerates_test_of_operations(me: Me) -> None:
+    with accelerates_script("test_ops") as script:
+        script.Accelerator()
+        script.main()
 
 
 main(__name__)

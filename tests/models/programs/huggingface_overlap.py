@@ -37,12 +37,12 @@ def watch(me: Me) -> Any:
             self.late()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
-            self.pending.append(optimizer.optimizer._driver.reducer.state.pending)
+            self.pending.append(optimizer.optimizer._session.round.pending)
 
         def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
-            driver = optimizer.optimizer._driver
-            self.measures = driver._measuring is not None
-            self.rounds = driver.reducer.state.rounds
+            session = optimizer.optimizer._session
+            self.measures = session._measuring is not None
+            self.rounds = session.round.number
             self.plan = hvd.explain(optimizer.optimizer, show=False)
             self.operations = hvd.operations(optimizer.optimizer)
 
@@ -86,7 +86,7 @@ def a_loop_of_accelerate(me: Me) -> None:
     stock = run("accelerate_loop")
     for ours in ({}, SHARDS):
         mine = run("accelerate_loop", ours=ours)
-        assert mine["optimizer"].optimizer._driver is not None
+        assert mine["optimizer"].optimizer._session is not None
         for name in ("losses", "state", "rate"):
             assert_equal(mine[name], stock[name], 1e-5 if ours or me.size > 2 else 0.0, name)
         with folders(me, 1) as (folder,):

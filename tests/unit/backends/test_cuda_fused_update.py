@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.bucket_layout import Buffers, build_layout
-from commsched.optimizer.shards import Shards
+from commsched.optimizer.buckets import Buffers, build_layout
+from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.sharded_step import Shards
 from scheduler.ir.buckets import fuse_by_bytes
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close
@@ -32,7 +34,11 @@ class Run:
         layout = build_layout(NUMELS, [4] * 4, fuse_by_bytes([4 * n for n in NUMELS], 2000, part=2000), 2)
         self.grads = Buffers(layout, {0: (torch.float32, torch.device("cpu"))})
         self.optimizer._base = base
-        self.shards = Shards(self.optimizer, self.params, self.grads, rank, 2)
+        gradients = [Gradient(i, param, f"parameter {i}") for i, param in enumerate(self.params)]
+        for gradient in gradients:
+            gradient.place(self.grads)
+        ranks = SimpleNamespace(rank=rank, size=2)
+        self.shards = Shards(self.optimizer, gradients, self.grads, ranks, masters=False, overlapping=set())
 
     @staticmethod
     def _optimizer(base: type, options: dict[str, Any]) -> tuple[list[nn.Parameter], Any]:
@@ -60,7 +66,7 @@ class Run:
     def compare(self, steps: int) -> None:
         """This rank's weights and state against the same elements of the plain optimizer's."""
         for part in sum(self.shards.parts, []):
-            plain = self.plain[part.param]
+            plain = self.plain[part.gradient.number]
             mine = slice(part.start, part.stop)
             assert_close([part.weight], [plain.detach()[mine]], OPERATIONS * steps)
             state, theirs = self.shards.state.get(part.leaf, {}), self.plain_optimizer.state.get(plain, {})
@@ -98,7 +104,10 @@ def test_a_parameter_may_start_later_than_its_neighbour() -> None:
         for bucket in range(len(run.shards.parts)):
             run.grads.flat[0].fill_(float(step + 1))
             run.shards.update(bucket, flags)
-    found = {part.param: run.shards.state[part.leaf]["momentum_buffer"] for part in sum(run.shards.parts, [])}
+    found = {
+        part.gradient.number: run.shards.state[part.leaf]["momentum_buffer"]
+        for part in sum(run.shards.parts, [])
+    }
     assert found[0].eq(2.0).all() and found[2].isclose(torch.tensor(0.9 * 1 + 2)).all()
 
 
@@ -128,11 +137,11 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 def test_a_skipped_first_step_leaves_no_momentum() -> None:
     """torch's fused SGD allocates the momentum and writes nothing into it when the step is skipped."""
     run = Run(0, torch.optim.SGD, momentum=0.9)
-    before = run.shards.buffers.flat[0].clone()
+    before = [param.detach().clone() for param in run.params]
     run.optimizer.found_inf = torch.tensor(1.0)
     with uninitialised_memory_is_nan():
         run.step(0, overflow=True)
-    assert torch.equal(run.shards.buffers.flat[0], before)
+    assert all(torch.equal(param, old) for param, old in zip(run.params, before, strict=True))
     assert all(state["momentum_buffer"].eq(0.0).all() for state in run.shards.state.values())
 
 
@@ -142,7 +151,7 @@ def test_gradients_are_unscaled_and_clipped_by_numbers_on_the_device() -> None:
     scaled.shards.factor = torch.tensor(0.5, dtype=torch.float64)
     scaled.step(0, scale=8.0)
     plain.step(0)
-    assert torch.equal(scaled.shards.buffers.flat[0], plain.shards.buffers.flat[0])
+    assert all(torch.equal(mine, other) for mine, other in zip(scaled.params, plain.params, strict=True))
 
 
 def test_state_taken_over_is_gone_on_with() -> None:

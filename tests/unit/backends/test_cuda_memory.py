@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.backends import cuda_device as device
-from commsched.backends.cuda_memory import RegisteredMemory, can_register
+from commsched.backends import cuda
+from commsched.backends.cuda import RegisteredMemory, can_register
 from commsched.errors import CommError
-from tests.support.stream_device import FakeCollectives, FakeDevice, Network, RegisteringGroup, run
+from tests.support.stream_device import FakeDevice, FakeExchange, Network, RegisteringGroup, run
 
 
 class Numbered(RegisteredMemory):
@@ -34,20 +34,20 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> None:
         self.device = FakeDevice()
         self.network = Network(1)
-        self.collectives = FakeCollectives(self.network, 0, self.device)
+        self.exchange = FakeExchange(self.network, 0, self.device)
         self.group = RegisteringGroup(check=self.nothing_travels)
-        self.memory = Numbered(self.group, self.collectives, self.device, timeout)
+        self.memory = Numbered(self.group, self.exchange, self.device, timeout)
         self.while_waiting(monkeypatch, lambda: run([self.device], seed=0))
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-        monkeypatch.setattr(device.time, "sleep", lambda seconds: act())
+        monkeypatch.setattr(cuda.time, "sleep", lambda seconds: act())
 
     def nothing_travels(self) -> None:
         assert not self.device.comm.queue, "memory that NCCL is using was given back"
 
     def travel(self) -> None:
         with self.device.on(self.device.comm):
-            self.collectives.reduce_scatter(torch.zeros(4), 1.0)
+            self.exchange.reduce_scatter(torch.zeros(4), 1.0)
 
 
 @pytest.fixture
@@ -86,6 +86,26 @@ def test_a_plan_gives_its_memory_back_when_nothing_travels_any_more(scene: Scene
     scene.memory.close()
     assert scene.network.order == ["AG", "RS", "RS"]
     assert scene.group.registered == []
+
+
+def test_a_plan_gives_its_memory_back_when_nothing_reads_it_any_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the exchanges were waited for, and the updates that read what they brought could still run."""
+    device, read = scene.device, []
+
+    def communication_is_fast() -> None:
+        for stream in (device.comm, device.main):
+            if stream.queue and stream.queue[0][0]():
+                stream.queue.popleft()[1]()
+                return
+
+    next_plan(scene)
+    scene.while_waiting(monkeypatch, communication_is_fast)
+    device.compute(lambda: read.append("an update"))
+    scene.group._check = lambda: read.append("given back")
+    next_plan(scene)
+    assert read == ["an update", "given back"]
 
 
 def test_the_check_notices_memory_that_is_given_back_too_early(scene: Scene) -> None:

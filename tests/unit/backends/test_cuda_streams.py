@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from commsched.backends.cuda_streams import StreamBucket, StreamSchedule
+from commsched.backends.cuda import StreamBucket, StreamSchedule
 from commsched.errors import CommError
-from tests.support.stream_device import FakeCollectives, FakeDevice, Network, run
+from tests.support.stream_device import FakeDevice, FakeExchange, Network, run
 
 PLANS = {
     "RS first": [("RS", 0), ("RS", 1), ("RS", 2), ("AG", 2), ("AG", 1), ("AG", 0)],
@@ -29,7 +29,7 @@ class Rank:
         self.rank, self.sharded, self.size = rank, sharded, network.size
         self.device = FakeDevice()
         self.schedule = StreamSchedule(
-            self.device, FakeCollectives(network, rank, self.device), rank, network.size
+            self.device, FakeExchange(network, rank, self.device), rank, network.size
         )
         self.buckets = [
             StreamBucket(torch.zeros(LENGTH), gather=torch.zeros(LENGTH) if sharded else None)

@@ -130,15 +130,6 @@ def test_joined_ranks_stand_in_with_zeros(three):
     assert three.submit(0, request("c")) == [], "after join() has ended, ranks are waited for again"
 
 
-def test_own_requests_wait_for_joined_ranks_too(three):
-    """The optimizer of a rank that has joined takes part in them."""
-    three.join(1)
-    own = request("allgather.commsched.agreement.length", "allgather")
-    assert three.submit(0, own) == [] and three.submit(2, own) == []
-    ranks, message = only(three.submit(1, own))
-    assert ranks == [0, 1, 2] and message["type"] == "run" and message["joined"] == []
-
-
 def test_progress_of_the_others_keeps_a_join_alive(three, clock):
     three.join(1)
     clock.now = 9.0

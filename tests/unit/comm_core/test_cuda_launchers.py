@@ -12,7 +12,7 @@ import torch
 
 from comm_core.cuda import launchers
 from comm_core.cuda.copies import BucketCopy
-from comm_core.cuda.tables import SOURCE
+from comm_core.cuda.tables import SOURCE, Region
 from tests.support.fake_cuda import FakeCuda, Stream
 
 
@@ -155,6 +155,20 @@ def test_a_table_waits_for_the_default_stream(monkeypatch: pytest.MonkeyPatch) -
     ):
         copy._set_addresses(stream, [1, 2])
         assert stream.waits == waits
+
+
+def test_the_first_launch_waits_for_the_stream_that_made_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is filled with zeros where the plan is installed: on another stream they came after it."""
+    made, first = Stream(0, 0), Stream(0, 77)
+    streams = [made, first]
+    monkeypatch.setattr("comm_core.cuda.copies.current_stream", lambda device: streams[0])
+    launches = SimpleNamespace(launch=lambda *call: None)
+    region = Region(0, 0, 0, 2)
+    copy = BucketCopy([region], torch.zeros(2), 1, torch.float32, launcher=launches)
+    streams.pop(0)
+    for _ in range(2):
+        copy.pack([torch.ones(2)])
+    assert first.waits == [made] and made.waits == []
 
 
 def test_cupy_compiles_the_same_source_and_starts_it_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ def trained(job: Job, steps: int, ranks: list[int]) -> reference.Parameters:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_another_order_of_sums_is_right_in_a_chaotic_network_too() -> None:
     """DDP on four hosts was reported wrong: in three steps rounding had grown to 0.27 of a change."""
     job = Job("resnet_tiny", batch=2)

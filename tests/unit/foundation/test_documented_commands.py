@@ -43,7 +43,19 @@ def problems(commands: list[Call], reader: Reader) -> list[str]:
     return found
 
 
-def test_every_command_is_one(tmp_path: Path) -> None:
+def collected(config: pytest.Config, file: Path) -> dict[str, list[str]]:
+    """The marks of all tests there are: from this run, or from a process that collects them."""
+    if noted := config.stash.get(sys.modules["tests.conftest"].COLLECTED, None):
+        return noted
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, list[str]] = json.loads(file.read_text())
+    return found
+
+
+def test_every_command_is_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "calls").mkdir()
     shown = [block for block in blocks() if block.kind in ("shell", "inline")]
     reader = Reader()
@@ -54,16 +66,7 @@ def test_every_command_is_one(tmp_path: Path) -> None:
     stale = [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)]
     assert not stale, f"no page shows these any more: {stale}"
 
-    # What pytest would run needs all tests, which one process collects.
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECT, str(tmp_path / "tests.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    tests = json.loads((tmp_path / "tests.json").read_text())
+    tests = collected(request.config, tmp_path / "tests.json")
     empty = [f"{call}: selects no test" for call, words in reader.selections if not selected(words, tests)]
     assert len(reader.selections) > 30 and not empty, "\n".join(empty)
 

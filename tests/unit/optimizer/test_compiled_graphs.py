@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from commsched.optimizer import compiled_graphs
-from commsched.optimizer.deferred_updates import DeferredUpdate
+from commsched.optimizer import hooks
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.pending import CompiledParameter
-from commsched.optimizer.reducer import Reducer
-from tests.support.local_backend import Channels, local_backend, mean_of, reducer_of, run_threads
+from commsched.optimizer.round import Round
+from commsched.optimizer.whole_step import DeferredUpdate, WholeStep
+from tests.support.local_backend import Channels, local_backend, mean_of, round_of, run_threads
 
 RANKS, LAYERS, STEPS = 2, 4, 5
 BYTES = 2000  # of a bucket; a layer has 31 * 32 * 4
@@ -72,9 +72,11 @@ class Rank:
 
     def __init__(self, rank: int, channels: Channels, model: nn.Module, compiled: Any) -> None:
         self.rank, self.model, self.compiled = rank, model, compiled
-        self.reducer: Reducer
+        self.round: Round
         self.hooks: Hooks
-        self.reducer, self.hooks = reducer_of(model, local_backend(channels, rank), bucket_bytes=BYTES)
+        self.round, self.hooks = round_of(model, local_backend(channels, rank), bucket_bytes=BYTES)
+        assert isinstance(self.round.mode, WholeStep)
+        self.mode = self.round.mode
         self.hooks.graph_bytes = BYTES
         self.params = list(model.parameters())
         self.optimizer = torch.optim.SGD(self.params, 0.1)
@@ -83,15 +85,15 @@ class Rank:
         loss: torch.Tensor = self.compiled(batch(self.rank, step)).square().mean()
         meet()
         loss.backward()
-        self.reducer.gathering.defer(DeferredUpdate(self.optimizer, torch.optim.SGD, self.params))
-        self.reducer.clear_grads(True)
+        self.mode.defer(DeferredUpdate(self.optimizer, torch.optim.SGD, self.params))
+        self.round.clear_grads(True)
         return loss.item()
 
     def close(self) -> None:
-        self.reducer.drain()
+        self.round.drain()
         self.hooks.remove()
-        self.reducer.backend.close()
-        self.reducer.close()
+        self.round.backend.close()
+        self.round.close()
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +153,7 @@ class _Recorder:
 
 def test_each_piece_waits_for_its_own_parameters_alone() -> None:
     model, reader = mlp(), _Recorder()
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
     compiled: Any = torch.compile(model, backend="aot_eager")
     compiled(batch(0, 0))
     assert reader.seen[0] == (), "tracing does not meet a pending parameter"
@@ -159,7 +161,7 @@ def test_each_piece_waits_for_its_own_parameters_alone() -> None:
     compiled(batch(0, 0))
     assert reader.seen == [(2 * i, 2 * i + 1) for i in range(LAYERS)]
     assert counters["aot_autograd"]["total"] == LAYERS
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
     reader.seen.clear()
     compiled(batch(0, 0))
     assert reader.seen == []
@@ -172,17 +174,17 @@ def test_pieces_near_the_input_are_smaller(monkeypatch: pytest.MonkeyPatch) -> N
     communication of its eager self.
     """
     size = 4 * 31 * 32
-    monkeypatch.setattr(compiled_graphs, "SMALLEST", 4 * size)
-    monkeypatch.setattr(compiled_graphs, "FIRST", size)
+    monkeypatch.setattr(hooks, "SMALLEST_PIECE", 4 * size)
+    monkeypatch.setattr(hooks, "FIRST_PIECE", size)
     model, reader = _new(12), _Recorder()
     reader.graph_bytes = 0
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
     compiled: Any = torch.compile(model, backend="eager")
     for _ in range(2):
         reader.seen.clear()
         compiled(batch(0, 0))
     assert [len(params) // 2 for params in reader.seen] == [1, 1, 2, 3, 4, 1]
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
 
 
 class _Tied(nn.Module):
@@ -200,7 +202,7 @@ class _Tied(nn.Module):
 def test_readers_learn_which_piece_looks_rows_up() -> None:
     """The other one that reads a tied weight is the head's."""
     model, reader = _Tied(), _Recorder()
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
     compiled: Any = torch.compile(model, backend="aot_eager")
     ids = torch.arange(8)
     compiled(ids)
@@ -209,13 +211,13 @@ def test_readers_learn_which_piece_looks_rows_up() -> None:
     compiled(ids)
     assert [0 in params for params in reader.seen] == [True, *[False] * LAYERS, True]
     assert reader.looked_up == [(0,), *[()] * (LAYERS + 1)]
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
 
 
 def test_graphs_without_modules_wait_too() -> None:
     """A compiled moving average or penalty reads parameters outside of every forward."""
     model, reader = mlp(), _Recorder()
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
 
     @torch.compile(backend="eager")
     def penalty(module: nn.Module) -> torch.Tensor:
@@ -225,43 +227,43 @@ def test_graphs_without_modules_wait_too() -> None:
         reader.seen.clear()
         penalty(model)
         assert sorted(i for params in reader.seen for i in params) == list(range(2 * LAYERS))
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
 
 
 def test_a_graph_compiled_before_the_wrapping_is_compiled_again() -> None:
     model, reader = mlp(), _Recorder()
     compiled: Any = torch.compile(model, backend="eager")
     compiled(batch(0, 0))
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
     for _ in range(2):
         reader.seen.clear()
         compiled(batch(0, 0))
         assert [params for params in reader.seen if params] == [(2 * i, 2 * i + 1) for i in range(LAYERS)]
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
 
 
 def test_an_exported_graph_stays_whole() -> None:
     model, reader = mlp(), _Recorder()
-    assert compiled_graphs.follow(reader, list(model.parameters()))
+    assert hooks.follow(reader, list(model.parameters()))
     exported = torch.export.export(model, (batch(0, 0),), strict=True)
     assert torch.equal(exported.module()(batch(0, 1)), model(batch(0, 1)))
     assert sum("linear" in str(node.target) for node in exported.graph.nodes) == LAYERS
-    compiled_graphs.unfollow(reader)
+    hooks.unfollow(reader)
 
 
 def test_a_torch_without_the_entry_points_updates_inside_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks then notice that a forward is compiled, and the driver's ``step()`` waits for everything."""
-    monkeypatch.setattr(compiled_graphs, "_wrap_dynamo", lambda: False)
+    monkeypatch.setattr(hooks, "_wrap_dynamo", lambda: False)
 
     def body(rank: int, channels: Channels) -> None:
         model = mlp()
-        reducer, hooks = reducer_of(model, local_backend(channels, rank))
+        now, hooks = round_of(model, local_backend(channels, rank))
         assert not hooks.graphs_wait and not hooks.compiled
         compiled: Any = torch.compile(model, backend="eager")
         compiled(batch(rank, 0))
         assert hooks.compiled
         hooks.remove()
-        reducer.backend.close()
-        reducer.close()
+        now.backend.close()
+        now.close()
 
     run_threads(1, body)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.deferred_updates import DeferredUpdate, is_separable, plain_step, register_separable
+from commsched.optimizer.whole_step import DeferredUpdate, is_separable, plain_step, register_separable
 
 SEPARABLE: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),

@@ -15,18 +15,16 @@ import pytest
 import torch
 
 import commsched
-from commsched.backends.cuda import StreamBackend
-from commsched.backends.cuda_device import Device
+from commsched.backends.cuda import Device, StreamBackend
 from commsched.env import Settings
-from commsched.optimizer import prometheus
-from commsched.optimizer.drift import NOTICED, SETTLE, StepTimes
-from commsched.optimizer.metrics import Metrics, metrics_of
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.step_reports import StepReports
+from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
+from commsched.optimizer.planner import Plan
+from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_of
+from dnn_bench.rank_environment import HeldPort
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
-from tests.support.local_backend import Channels, local_backend, reducer_of, run_threads
+from tests.support.local_backend import Channels, local_backend, round_of, run_threads
 
 PROFILE = Profile("two layers", (Layer("first", 0.01, 0.02, 1 << 20), Layer("last", 0.01, 0.02, 1 << 20)))
 LINK = Link(1e-4, 1e-8)
@@ -70,7 +68,7 @@ class FakeBackend:
         return mark if mark <= self.clock else None
 
 
-class FakeArrivals:
+class FakeRound:
     def __init__(self) -> None:
         self.waits: list[tuple[float, float]] = []
         self.waits_of_ranks: deque[list[int]] = deque()
@@ -80,18 +78,18 @@ class FakeArrivals:
         return waits
 
 
-def times_of(backend: FakeBackend, steps: int = 7) -> tuple[StepTimes, FakeArrivals]:
-    arrivals: Any = FakeArrivals()
-    times = StepTimes(arrivals, backend)  # type: ignore[arg-type]
+def times_of(backend: FakeBackend, steps: int = 7) -> tuple[StepTimes, FakeRound]:
+    fake: Any = FakeRound()
+    times = StepTimes(fake, backend)  # type: ignore[arg-type]
     for step in range(steps):
-        arrivals.waits = [(10.0 * step, 10.0 * step + 0.1), (10.0 * step + 1, 10.0 * step + 1.2)]
+        fake.waits = [(10.0 * step, 10.0 * step + 0.1), (10.0 * step + 1, 10.0 * step + 1.2)]
         times.step()
-    return times, arrivals
+    return times, fake
 
 
 def test_measured_figures_by_hand() -> None:
-    times, arrivals = times_of(FakeBackend())
-    arrivals.waits_of_ranks.extend([[0, 5], [1001, 3001], [2001, 3001], [2001, 4001]])
+    times, fake = times_of(FakeBackend())
+    fake.waits_of_ranks.extend([[0, 5], [1001, 3001], [2001, 3001], [2001, 4001]])
     found = metrics_of(times, plan(), SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
     assert found.steps == 7 - SETTLE and found.exposed == pytest.approx(0.3)
     assert found.bytes == 1200 and found.link_rate == pytest.approx(1200 / 0.4)
@@ -147,14 +145,14 @@ def test_a_stream_backend_marks_the_stream_and_never_waits_for_it() -> None:
 def test_every_rank_learns_how_long_each_one_waited() -> None:
     def rank_body(rank: int, channels: Channels) -> list[int]:
         model = torch.nn.Linear(4, 4)
-        reducer, _ = reducer_of(model, local_backend(channels, rank))
+        now, _ = round_of(model, local_backend(channels, rank))
         for _ in range(3):
-            reducer.waited = 100 + rank
+            now.waited = 100 + rank
             model(torch.ones(2, 4)).sum().backward()
-            reducer.gathering.gather_gradients()
-            reducer.gathering.finish_step()
-        reducer.backend.close()
-        return reducer.arrivals.waits_of_ranks[-1]
+            now.mode.gather_gradients()
+            now.finish_step()
+        now.backend.close()
+        return now.waits_of_ranks[-1]
 
     assert run_threads(3, rank_body) == [[100, 101, 102]] * 3
 
@@ -187,7 +185,7 @@ def test_texts_and_dictionaries() -> None:
 def test_a_summary_writer_gets_every_scalar(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     seen: dict[str, float] = {}
-    monkeypatch.setattr("commsched.optimizer.metrics.metrics", lambda optimizer: FIGURES)
+    monkeypatch.setattr("commsched.optimizer.reports.metrics", lambda optimizer: FIGURES)
     recorder = SimpleNamespace(add_scalar=lambda name, value, step: seen.update({f"{name} {step}": value}))
     commsched.log_metrics(None, recorder, 7)
     assert seen["commsched/exposed 7"] == 0.02 and len(seen) == len(FIGURES.to_scalars())
@@ -200,12 +198,6 @@ def test_a_summary_writer_gets_every_scalar(monkeypatch: pytest.MonkeyPatch, tmp
 # -- Prometheus and lines ------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
-
-
 def page_of(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return str(answer.read().decode())
@@ -213,9 +205,10 @@ def page_of(port: int) -> str:
 
 def test_the_optimizers_of_a_process_share_one_port() -> None:
     pytest.importorskip("prometheus_client")
-    port = free_port()
-    one, first = prometheus.endpoint(port, 3)
-    two, second = prometheus.endpoint(port, 3)
+    held = HeldPort()
+    port = held.number
+    one, first = endpoint(port, 3)
+    two, second = endpoint(port, 3)
     assert one is two
     one.show(first, FIGURES.to_scalars())
     two.show(second, {"exposed": 0.5})
@@ -227,7 +220,8 @@ def test_the_optimizers_of_a_process_share_one_port() -> None:
     two.remove(second)
     with pytest.raises(OSError):
         page_of(port)
-    prometheus.endpoint(port, 3)[0].remove(0)  # the port is free again
+    endpoint(port, 3)[0].remove(0)  # the port is free again
+    held.close()
 
 
 def test_a_taken_port_is_named() -> None:
@@ -237,13 +231,13 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"rank 1 cannot serve its metrics on port {port}"):
-            prometheus.endpoint(port, 1)
+            endpoint(port, 1)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install commsched\[metrics\]"):
-        prometheus.endpoint(free_port(), 0)
+        endpoint(9, 0)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.model_layers import Model
-from commsched.optimizer.parameter_names import checked_names, group_indices
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.profiling import Sample
+from commsched.optimizer.distributed import checked_names, group_indices
+from commsched.optimizer.measuring import Sample
+from commsched.optimizer.planner import Model, Plan
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
@@ -76,15 +75,11 @@ def test_fingerprints_differ_where_models_differ() -> None:
 
 def test_a_profile_of_this_model_fits_in_any_order() -> None:
     order = [2, 0, 1]
-    times = Sample([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 0.5, [0.0, 3.0, 0.0])
-    profile = MODEL.profile(order, times, "a test", {1: 8})
+    times = Sample([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 0.5)
+    profile = MODEL.profile(order, times, "a test")
     assert [layer.name for layer in profile.layers[1:]] == ["c", "a", "b"]
     assert [layer.bytes for layer in profile.layers] == [0, 132, 40, 14]
-    assert [(layer.weight_backward, layer.activation_bytes) for layer in profile.layers[1:]] == [
-        (0.0, 0),
-        (0.0, 0),
-        (3.0, 8),
-    ]
+    assert [(layer.forward, layer.backward) for layer in profile.layers[1:]] == [(3, 6), (1, 4), (2, 5)]
     fitted, layers = MODEL.fitted(profile, [0, 1, 2])
     assert layers == order and fitted.layers[0].forward == 0.5
     bare = replace(profile, layers=profile.layers[1:])
@@ -101,7 +96,7 @@ def test_a_profile_of_this_model_fits_in_any_order() -> None:
     ],
 )
 def test_a_profile_of_another_model_is_refused(change: Any, words: str) -> None:
-    profile = MODEL.profile([0, 1, 2], Sample([1.0] * 3, [1.0] * 3, 0.0, [0.0] * 3), "a test")
+    profile = MODEL.profile([0, 1, 2], Sample([1.0] * 3, [1.0] * 3, 0.0), "a test")
     other = Profile("other", tuple(change(profile.layers)), source="a test")
     with pytest.raises(ValueError, match=words):
         MODEL.fitted(other, [0, 1, 2])

@@ -14,6 +14,7 @@ from torch import nn
 
 from commsched.optimizer import pending
 from commsched.optimizer.pending import (
+    Access,
     PendingGradient,
     PendingParameter,
     can_pend,
@@ -30,7 +31,7 @@ class Arrival:
         self.parameter = nn.Parameter(torch.zeros(3, 4))
         self.parameter.grad = torch.zeros(3, 4)
         self.completed = 0
-        mark_pending(self.parameter, self.complete, only_grad)
+        mark_pending(self.parameter, access_of(self), only_grad)
 
     def complete(self) -> None:
         self.completed += 1
@@ -40,11 +41,19 @@ class Arrival:
         self.parameter.grad = torch.full((3, 4), 2.0)
 
 
+def access_of(
+    arrival: Arrival,
+    replaced: Callable[[torch.Tensor | None], bool] = lambda grad: False,
+    cleared: Callable[[bool], bool] = lambda set_to_none: False,
+) -> Access:
+    return Access(arrival.complete, replaced, cleared)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
-    before = dict(pending._completions)
+    before = dict(pending._accesses), set(pending._only_gradients)
     yield
-    assert pending._completions == before
+    assert (pending._accesses, pending._only_gradients) == before
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -61,13 +70,12 @@ def test_a_module_clears_gradients_that_have_not_arrived(set_to_none: bool, prom
         asked.append(how)
         return promised
 
-    mark_pending(arrival.parameter, arrival.complete, clear=clear)
+    mark_pending(arrival.parameter, access_of(arrival, cleared=clear))
     module.zero_grad(set_to_none)
     assert asked == [set_to_none] and arrival.completed == (not promised)
     grad = arrival.parameter.grad  # any other reader waits
     assert arrival.completed == 1
     assert promised or (grad is None if set_to_none else not grad.any())
-    assert not pending._clears
 
 
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -160,6 +168,29 @@ def test_where_only_the_gradient_is_on_its_way_the_value_is_free() -> None:
         assert arrival.completed == 1 and arrival.parameter.grad is None
 
 
+@pytest.mark.parametrize("grad", [None, torch.ones(3, 4)])
+def test_a_gradient_is_replaced_without_waiting_for_the_one_that_was_to_come(
+    grad: torch.Tensor | None,
+) -> None:
+    """``for p in params: p.grad = None`` once waited for every gradient before the next forward."""
+    arrival = Arrival(only_grad=True)
+    told: list[torch.Tensor | None] = []
+
+    def replaced(now: torch.Tensor | None) -> bool:
+        told.append(now)
+        clear_pending(arrival.parameter)
+        pending.set_raw_grad(arrival.parameter, now)
+        return True
+
+    mark_pending(arrival.parameter, access_of(arrival, replaced), only_grad=True)
+    arrival.parameter.grad = grad
+    assert len(told) == 1 and told[0] is grad and arrival.completed == 0
+    assert arrival.parameter.grad is grad
+    mark_pending(arrival.parameter, access_of(arrival, replaced), only_grad=True)
+    del arrival.parameter.grad
+    assert told[1:] == [None] and arrival.completed == 0 and arrival.parameter.grad is None
+
+
 def test_the_class_of_a_pending_parameter_makes_ordinary_ones() -> None:
     arrival = Arrival()
     made = type(arrival.parameter)(torch.ones(2), requires_grad=False)
@@ -185,7 +216,7 @@ def test_autograd_reaches_the_parameter_through_what_was_computed_from_it() -> N
 
 def test_a_parameter_whose_owner_is_gone_becomes_ordinary() -> None:
     arrival = Arrival()
-    pending._completions.pop(id(arrival.parameter))
+    pending._accesses.pop(id(arrival.parameter))
     assert type(arrival.parameter) is PendingParameter
     assert arrival.parameter.sum() == 0 and type(arrival.parameter) is nn.Parameter
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from commsched.optimizer.layer_timing import Watch
-from commsched.optimizer.profiling import Sample, across_ranks, combine, iteration_times
+from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 
 # Three modules; the second owns two parameters.
 OWNERS: Any = [(None, (0,)), (None, (1, 2)), (None, (3,))]
@@ -36,8 +35,7 @@ def watch(delays: tuple[tuple[float, float], ...] = ()) -> Watch:
 def test_times_of_layers_by_hand() -> None:
     sample = iteration_times(watch().compute(), OWNERS, ORDER)
     assert sample is not None
-    forward, backward, outside, weights = sample
-    assert weights == [0.0] * 4
+    forward, backward, outside = sample
     assert forward == pytest.approx([1.0, 0.0, 2.0, 1.0])  # a module's time is its last parameter's
     assert backward == pytest.approx([2.0, 2.0, 2.0, 2.0])
     assert outside == pytest.approx(1.0 + 4.0 + 2.0)  # before, behind the last gradient, within the step
@@ -75,27 +73,16 @@ def test_what_is_no_whole_iteration_is_no_sample() -> None:
 def test_the_slowest_rank_of_each_layer_counts() -> None:
     """The others wait for it there, and a rank that is slow later may catch up with it."""
     order = [1, 0]  # of the forward; times are by parameter
-    slow_everywhere = Sample([2.0, 4.0], [6.0, 8.0], 2.0, [5.0, 0.0])
-    fast = Sample([1.0, 2.0], [3.0, 4.0], 1.0, [5.0, 2.0])
+    slow_everywhere = Sample([2.0, 4.0], [6.0, 8.0], 2.0)
+    fast = Sample([1.0, 2.0], [3.0, 4.0], 1.0)
     for rows in ([slow_everywhere, fast], [fast, slow_everywhere]):
         assert across_ranks(rows, order) == slow_everywhere
-    slow_first = Sample([1.0, 9.0], [1.0, 1.0], 1.0, [0.0, 0.0])
-    slow_last = Sample([1.0, 1.0], [9.0, 1.0], 1.0, [0.0, 0.0])
+    slow_first = Sample([1.0, 9.0], [1.0, 1.0], 1.0)
+    slow_last = Sample([1.0, 1.0], [9.0, 1.0], 1.0)
     # The layers end at 9, 10, 11 and 12 on one rank, at 1, 2, 11 and 12 on the other.
-    assert across_ranks([slow_first, slow_last], order) == ([1.0, 9.0], [1.0, 1.0], 1.0, [0.0, 0.0])
+    assert across_ranks([slow_first, slow_last], order) == ([1.0, 9.0], [1.0, 1.0], 1.0)
 
 
 def test_medians() -> None:
-    rows = [([1.0], [4.0], 1.0, [3.0]), ([2.0], [9.0], 0.0, [1.0]), ([6.0], [5.0], 2.0, [2.0])]
-    assert combine([Sample(*row) for row in rows]) == ([2.0], [5.0], 1.0, [2.0])
-
-
-def test_gradients_that_wait_are_timed_apart() -> None:
-    """The weight gradient of parameter 3 is computed for 5 seconds behind the input gradient of 1."""
-    plain, seen = watch(), watch(((11.5, 5.0),))
-    seen._marked.waits, seen._marked.weights = [], [(3, 11.5, 16.5)]
-    mine, wanted = (iteration_times(one.compute(), OWNERS, ORDER) for one in (seen, plain))
-    assert mine is not None and wanted is not None
-    assert mine.forward == pytest.approx(wanted.forward) and mine.outside == pytest.approx(wanted.outside)
-    assert mine.weights == pytest.approx([0.0, 0.0, 0.0, 5.0])
-    assert mine.backward == pytest.approx([2.0, 2.0, 2.0, 7.0])
+    rows = [([1.0], [4.0], 1.0), ([2.0], [9.0], 0.0), ([6.0], [5.0], 2.0)]
+    assert combine([Sample(*row) for row in rows]) == ([2.0], [5.0], 1.0)

@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.bucket_layout import Buffers, build_layout
+from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.hooks import owners
-from commsched.optimizer.model_layers import Model, Rows
-from commsched.optimizer.options import Options
-from commsched.optimizer.planning import Plan
-from commsched.optimizer.row_traffic import Sent, counted_rows, first_rows, sent_by_rows, tied_heads
+from commsched.optimizer.planner import (
+    Model,
+    Options,
+    Plan,
+    Rows,
+    Sent,
+    counted_rows,
+    first_rows,
+    sent_by_rows,
+    tied_heads,
+)
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile

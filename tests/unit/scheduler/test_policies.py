@@ -139,7 +139,7 @@ ALL_REDUCE = ("wfbp", "mgwfbp", "bytescheduler")
 
 @pytest.mark.parametrize("name", policies.names())
 @pytest.mark.parametrize("step", STEPS, ids=["gradients", "late", "early"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(profile=profiles(groups=2), link=links(), bucket_bytes=st.sampled_from([None, 100, 10_000]))
 def test_any_profile_gives_a_valid_program(
     name: str, step: dict[str, Any], profile: Profile, link: Link, bucket_bytes: int | None

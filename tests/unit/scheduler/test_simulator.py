@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
 from scheduler.simulate.simulator import lower, run, simulate
 from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
+from scheduler.validate import validate
 
 # Two layers: forward 1, backward 2 seconds; 4 bytes each. A reduce-scatter or an all-gather takes 1 + 0.5 * 4
 # = 3 seconds.
@@ -89,13 +91,17 @@ def test_step_waits_for_the_whole_backward_unless_early() -> None:
     assert times(early)["AG0"] == (5, 8)
 
 
-def test_split_backward_frees_the_reduction_after_its_weight_gradient() -> None:
-    """B is 1.5 and W 0.5 seconds; the input gradients go first: B1 B0 W1 W0."""
-    profile = Profile("two", tuple(Layer(layer.name, 1.0, 2.0, 4, 0, 0.5) for layer in TWO.layers))
+def test_a_data_parallel_step_has_no_weight_gradients_of_their_own() -> None:
+    """Programs saved by earlier versions may have them. Profiles with ``weight_backward`` remain valid."""
+    timed = Profile("two", tuple(replace(layer, weight_backward=0.5) for layer in TWO.layers))
     lanes = {"compute": parse_actions("B1 B0 W1 W0 F0+1 F1+1"), "link": parse_actions("RS0 RS1 AG1 AG0")}
-    result = simulate(Program("split", one_per_layer(profile.sizes), (lanes,), 2), profile, WIRE)
-    assert times(result)["W1"] == (3, 3.5)
-    assert times(result)["RS0"] == (3.5, 6.5)
+    saved = Program("older", one_per_layer(timed.sizes), (lanes,), 2)
+    with pytest.raises(ValueError, match="W1 in lane 'compute' is no action of a data-parallel program"):
+        simulate(saved, timed, WIRE)
+    with pytest.raises(ValueError, match="W1 does not belong to rank 0 of this program"):
+        validate(saved, timed)
+    usual = program("RS0 RS1 AG1 AG0", TWO)
+    assert simulate(usual, timed, WIRE).period == simulate(usual, TWO, WIRE).period
 
 
 def test_two_links_work_side_by_side() -> None:

@@ -22,10 +22,7 @@ OUTSIDE = Layer("outside", 0.001, 0.0, 0)
 
 def transformer(corrections: int, head: int, blocks: int = 3, compute: float = 0.02) -> Profile:
     """An embedding, a few blocks, and a head whose weight is the embedding's."""
-    middle = [
-        Layer(f"block{i}", compute / 3, 2 * compute / 3, 3_000_000, weight_backward=compute / 3, group=0)
-        for i in range(blocks)
-    ]
+    middle = [Layer(f"block{i}", compute / 3, 2 * compute / 3, 3_000_000, group=0) for i in range(blocks)]
     return Profile(
         "tied",
         (
@@ -42,14 +39,13 @@ def transformer(corrections: int, head: int, blocks: int = 3, compute: float = 0
     st.integers(1, 2_000_000),
     st.integers(1, 20_000_000),
     st.integers(1, 4),
-    st.booleans(),
     st.sampled_from(policies.names()),
 )
 def test_any_policy_gathers_corrections_behind_what_they_correct(
-    corrections: int, head: int, blocks: int, split: bool, policy: str
+    corrections: int, head: int, blocks: int, policy: str
 ) -> None:
     profile = transformer(corrections, head, blocks)
-    options = {"split_backward": split, "budget": 20_000} if policy == "optimal" else {}
+    options = {"budget": 20_000} if policy == "optimal" else {}
     program = policies.plan(profile, LINK, policy, **options)
     if all(len(profile.layers) - 1 not in bucket.layers for bucket in program.buckets):
         profile = profile.whole()
@@ -81,10 +77,7 @@ def test_the_first_forward_waits_for_the_head() -> None:
 def test_a_head_that_is_sent_early_hides_more() -> None:
     """A tied gradient of 20 MB that is whole at the end of the backward, and the same with its head apart."""
     apart = transformer(400_000, 20_000_000, compute=0.03)
-    early, late = (
-        Problem(p, LINK).period(policies.plan(p, LINK, "optimal", split_backward=True))
-        for p in (apart, apart.whole())
-    )
+    early, late = (Problem(p, LINK).period(policies.plan(p, LINK, "optimal")) for p in (apart, apart.whole()))
     assert early < 0.9 * late
 
 

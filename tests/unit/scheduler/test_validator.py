@@ -46,10 +46,9 @@ def test_valid(order: str, options: dict[str, Any]) -> None:
 
 
 def test_valid_in_other_forms() -> None:
-    split = lanes("B3 W3 B2 W2 B1 B0 W1 W0 F0+1 F1+1 F2+1 F3+1", link="RS0 RS1 RS2 RS3 AG3 AG2 AG1 AG0")
     rotated = lanes("F0 F1 F2 F3 B3 B2 B1 B0", link="AG3-1 AG2-1 AG1-1 AG0-1 RS0 RS1 RS2 RS3")
     two = lanes(one="RS0 RS1 AG1 AG0", two="RS2 RS3 AG3 AG2")
-    for kernel in (split, rotated, two):
+    for kernel in (rotated, two):
         validate(Program("test", BUCKETS, (kernel,), 4), FOUR)
     validate(Program("test", BUCKETS, (rotated, rotated), 4, ranks=2), FOUR)
 

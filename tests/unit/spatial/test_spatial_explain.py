@@ -22,8 +22,8 @@ from tests.support.spatial_models import build, conv_norm_relu
 @pytest.mark.parametrize(
     ("name", "grid", "overlap", "fuse"),
     [
-        ("resnet18", (2, 2), "off", "off"),
-        ("resnet18", (1, 2), "on", 3),
+        pytest.param("resnet18", (2, 2), "off", "off", marks=pytest.mark.slow),
+        pytest.param("resnet18", (1, 2), "on", 3, marks=pytest.mark.slow),
         ("unet", (2, 2), "on", "off"),
         ("unet", (2, 1), "off", 2),
         ("amoebanet", (1, 2), "on", "off"),
@@ -61,9 +61,9 @@ STAGES = {
 @pytest.mark.parametrize(
     ("name", "grid", "overlap"),
     [
-        ("convolutions", (2, 2), "off"),
+        pytest.param("convolutions", (2, 2), "off", marks=pytest.mark.slow),
         ("convolutions", (2, 2), "on"),
-        ("resnet18", (1, 2), "off"),
+        pytest.param("resnet18", (1, 2), "off", marks=pytest.mark.slow),
         ("unet", (2, 1), "on"),
     ],
 )

@@ -17,13 +17,7 @@ from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build, train
 
 GRIDS = [(1, 4), (4, 1), (2, 2), (3, 2)]
-OFTEN = {
-    ("resnet18", (4, 1)),
-    ("unet", (1, 4)),
-    ("amoebanet", (2, 2)),
-    ("resnet18", (3, 2)),
-    ("unet", (3, 2)),
-}
+OFTEN = {("unet", (1, 4)), ("amoebanet", (2, 2)), ("resnet18", (3, 2))}
 
 
 def every(names: Sequence[str], grids: Sequence[tuple[int, int]]) -> list:
@@ -63,9 +57,10 @@ def test_five_steps_equal_one_process(name: str, grid: tuple[int, int]) -> None:
     "name",
     [
         "resnet_tiny",
-        "densenet_tiny",
-        "inception_tiny",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg_tiny", "alexnet_tiny")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("densenet_tiny", "inception_tiny", "vgg_tiny", "alexnet_tiny")
+        ),
     ],
 )
 def test_benchmark_models_run_unedited(name: str) -> None:

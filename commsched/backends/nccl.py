@@ -1,0 +1,201 @@
+"""What moves a device's buckets: NCCL in the stream, or a CPU transport through the host.
+
+Both work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
+fills in the others' shards. ``PeerConnections`` notices that another rank is gone while NCCL waits for it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from comm_core import TcpConnection
+from commsched.backends.cpu import make_transport
+from commsched.backends.ranks import Ranks
+from commsched.collectives.current_carrier import carrier
+from commsched.collectives.private_groups import private_group
+from commsched.env import settings
+from commsched.process.groups import device_name, nccl_usable
+
+_FAREWELL = b"!"
+
+
+class Exchange(Protocol):
+    """``scales``: whether ``reduce_scatter`` applies ``postscale``; otherwise the bucket must come scaled."""
+
+    name: str
+    scales: bool
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None: ...
+
+    def all_gather(self, bucket: torch.Tensor) -> None: ...
+
+    def abort(self, reason: str) -> None:
+        """End operations in flight, because another rank is gone. May be called from any thread."""
+
+    def close(self) -> None:
+        """Close the group's connections. No operation may be in flight."""
+
+
+class NcclExchange:
+    """Runs in the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
+
+    name, scales = "nccl", False
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._ending, self._ended = threading.Lock(), False
+        self._rank, self._size = group.rank(), group.size()
+        self._reduce = ReduceScatterOptions()
+        self._gather = AllgatherOptions()
+        for options in (self._reduce, self._gather):
+            # Use the caller's stream; older versions of torch use their own stream and join it.
+            if hasattr(options, "asyncOp"):
+                options.asyncOp = False
+
+    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
+        part = bucket.numel() // self._size
+        return bucket.narrow(0, self._rank * part, part)
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._join(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._join(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
+
+    def _join(self, work: Any) -> None:
+        if work is not None:
+            work.wait()  # the current stream waits, not the host
+
+    def abort(self, reason: str) -> None:
+        group = self.group  # close() may drop it meanwhile
+        if self._ends_now() and hasattr(group, "abort"):
+            group.abort()
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        if self._ends_now():
+            group.shutdown()
+
+    def _ends_now(self) -> bool:
+        """Return whether this is the first call: abort and close may come from two threads."""
+        with self._ending:
+            first, self._ended = not self._ended, True
+            return first
+
+
+class StagedExchange:
+    """Runs through the host's memory and a CPU transport, and blocks; for CPU tensors and shared GPUs."""
+
+    name, scales = "staged", True
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._count = 0
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        staged = bucket.cpu()
+        self._transport.reduce_scatter(staged, postscale=postscale, step=self._next())
+        self._copy_back(bucket, staged)
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        staged = bucket.cpu()
+        self._transport.all_gather(staged, step=self._next())
+        self._copy_back(bucket, staged)
+
+    def _copy_back(self, bucket: torch.Tensor, staged: torch.Tensor) -> None:
+        if staged is not bucket:
+            bucket.copy_(staged)
+
+    def abort(self, reason: str) -> None:
+        if (transport := self._transport) is not None:
+            transport.abort(reason)
+
+    def close(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close("the optimizer is closed")
+
+
+def exchange_for(ranks: Ranks, device: torch.device, channel: int) -> Exchange:
+    """Return NCCL's exchange if every rank has a GPU of its own, else the one through the host."""
+    example = torch.empty(0, dtype=torch.uint8, device=device)
+    names = ranks.all_values(device_name((example,), carrier().launch.node))
+    if nccl_usable(names):
+        return NcclExchange(private_group(ranks.process_set, channel, "cuda"))
+    _, transport = make_transport("auto", ranks.process_set, channel, settings().timeout)
+    return StagedExchange(transport)
+
+
+class PeerConnections:
+    """Notices that another rank is gone while this rank's host waits for its GPU.
+
+    In ``loss.item()`` the host waits for kernels that wait for another rank, and reads no connection. The
+    failure monitor's thread probes these connections, which carry no data but a farewell message.
+
+    ``connections``: one for each rank, None for this one; ``other_failure`` returns other failures."""
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Sequence[TcpConnection | None],
+        other_failure: Callable[[], str | None],
+    ) -> None:
+        self._rank, self._other_failure = rank, other_failure
+        self._lock = threading.Lock()  # descriptors are not closed while they are polled
+        self._poll = select.poll()
+        self._peers = {
+            handle.fileno(): (peer, one)
+            for peer, one in enumerate(connections)
+            if one is not None
+            for handle in (one.data, one.host.keepalive)
+        }
+        for number in self._peers:
+            self._poll.register(number, select.POLLIN)
+
+    def problem(self) -> str | None:
+        """Return why the exchanges of this rank cannot end, or None. Does not block."""
+        with self._lock:
+            if not self._peers:
+                return None  # closed
+            problem = self._other_failure()
+            for number, _ in self._poll.poll(0):
+                self._poll.unregister(number)
+                problem = problem or self._ending(*self._peers[number])
+            return problem
+
+    def _ending(self, peer: int, connection: TcpConnection) -> str | None:
+        """Return what is wrong with a connection that poll() reports; None after a farewell."""
+        lost = connection.host.lost()
+        if lost:
+            return f"rank {self._rank}: rank {peer} is lost: its {lost}"
+        with suppress(OSError):
+            if connection.data.recv(1, socket.MSG_PEEK) == _FAREWELL:
+                return None
+        return (
+            f"rank {self._rank}: rank {peer} is gone: its process or its host ended without closing its"
+            f" optimizer; look at the output of rank {peer}"
+        )
+
+    def close(self, farewell: bool) -> None:
+        """Close the connections. Without a ``farewell`` the other ranks then abort their waits."""
+        with self._lock:
+            for _, connection in self._peers.values():
+                with suppress(OSError):
+                    if farewell:
+                        connection.data.send(_FAREWELL)
+                connection.data.close()
+                connection.host.keepalive.close()
+            self._peers.clear()
+            self._other_failure = lambda: None  # it holds the engine

@@ -1,0 +1,1053 @@
+"""One reduction of all gradients, from autograd's hook to sums that can be read: a machine with one table.
+
+[Note: the states of a round]
+
+    state    meaning
+    IDLE     no gradient has come since the last step; that step's update may still wait for sums
+    FILLING  a backward runs; gradients are put into their slots, and full buckets are sent
+    SENT     the backward is over; its gradients are being reduced, or are reduced and can be read
+    RAISED   the backward has raised; its gradients are incomplete, and some may be on their way
+
+    event                     IDLE               FILLING            SENT                     RAISED
+    ------------------------  -----------------  -----------------  -----------------------  -----------------
+    gradient                  wait for updates,  put it             wait for the sum, which  error, unless all
+                              FILLING, put it                       the gradient adds to;    are cleared: end
+                                                                    FILLING, put it          the round, IDLE,
+                                                                                             go on there
+    gradient under no_sync,   stays in p.grad    error              stays; is added to the   as above
+    or of an early pass                                             sum when that arrives
+    end of the backward       -                  put what is        -                        -
+                                                 missing, SENT
+    the backward raised       -                  RAISED             -                        -
+    p.grad is read            wait               error: inside of   wait                     error
+                                                 a backward
+    p.grad is set or cleared  as in torch, when  error: inside of   that value counts, not   that gradient is
+                              the sum is there   a backward         the sum                  cleared
+    zero_grad()               clear now, or on   put what is        end the round without    end the round,
+                              arrival            missing; as SENT   an update, IDLE          IDLE
+    step(), synchronize()     put what is in     -                  update now, or when the  error
+                              p.grad, SENT, on                      sum arrives; IDLE
+    a plan is installed       wait for updates   -                  -                        -
+    close()                   wait for updates   end the round      end the round            end the round
+    dropped, or at exit       wait for updates   -                  wait for the sums        -
+
+A round belongs to one backward, which may run others inside (reentrant checkpointing). Autograd calls a
+queued callback at the end of the backward it was queued in, and drops it uncalled where that backward raises:
+``_EndOfBackward`` tells both.
+
+Threads: hooks and the end of a backward run on the thread that runs the backward, completions on any thread
+that accesses a parameter; ``Round.lock`` guards all state. The engine's thread never enters Python.
+``docs/engine.md`` describes which part owns a buffer at what time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from comm_core import foreign_users
+from commsched.backends.interface import Backend, Scaling, step_work
+from commsched.backends.ranks import ranks_text
+from commsched.errors import CommError
+from commsched.optimizer.buckets import Buffers, Slice
+from commsched.optimizer.gradient import Gradient, Payload, Residuals, Sum, Tied, overlapping, payload_of
+from commsched.optimizer.measuring import Watch, profiled
+from commsched.optimizer.pending import (
+    Access,
+    can_pend,
+    clear_pending,
+    has_alias,
+    mark_pending,
+    raw_grad,
+    release_class,
+    set_raw_grad,
+)
+from scheduler.ir.program import Program
+
+Update = Callable[[list[int]], None]
+"""Applies the optimizer to the parameters with these indices."""
+
+# A parameter's entry in the flags that every round sums over the ranks: three counts of 20 bits.
+DENSE, SPARSE, LATE = 1, 1 << 20, 1 << 40
+
+# A rank's own entry, counts as well: an emulated network multiplies them by the number of ranks. JOINED: the
+# rank takes part with zeros until all have joined.
+STEPPED, RAISED, JOINED = 1, 1 << 20, 1 << 40
+
+_KEPT_WAITS = 4096  # more than one step has
+_KEPT_ROUNDS = 60
+
+_APPLY = BackwardCFunction.apply.__code__
+_engine: Any = torch.autograd.Variable._execution_engine
+_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class State(Enum):
+    IDLE = "no gradient has come since the last step"
+    FILLING = "a backward is running"
+    SENT = "the backward is over, its gradients are being reduced"
+    RAISED = "the backward has raised"
+
+
+class FlagPlaces(NamedTuple):
+    """Where the flags of a round, after one for each parameter, hold the votes for a new plan; by rank
+    STEPPED and so on; the samples that weighted losses have counted, and how many ranks with gradients
+    counted none; by rank how long it waited in its latest step. ``size``: of all flags.
+    """
+
+    votes: int
+    steps: int
+    samples: int
+    unweighted: int
+    waits: int
+    size: int
+
+    @classmethod
+    def of(cls, params: int, ranks: int) -> FlagPlaces:
+        after = params + 1 + ranks
+        return cls(params, params + 1, after, after + 1, after + 2, after + 2 + ranks)
+
+
+class _EndOfBackward:
+    """Queued in a backward: autograd calls it at the end, or drops it uncalled where the backward raises."""
+
+    __slots__ = ("_called", "_round")
+
+    def __init__(self, of: Round) -> None:
+        self._round, self._called = of, True
+        _engine.queue_callback(self)
+        self._called = False
+        of.running += 1
+
+    def __call__(self) -> None:
+        self._called = True
+        self._round.running -= 1
+        self._round.end_of_backward()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._round.running -= 1
+            self._round.backward_raised()
+
+
+def inside_a_backward() -> bool:
+    """Return whether the backward that ends now runs inside another one.
+
+    Autograd does not tell, but the backward of a Python function is on the stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class Round:
+    """The gradients of one optimizer, from one step to the next."""
+
+    flags: torch.Tensor
+    early_flags: Sequence[torch.Tensor]  # with early_step: for each bucket, those of its parameters
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        backend: Backend,
+        mode: Any,
+        scaling: Scaling,
+        residuals: Residuals,
+        *,
+        sums: bool = False,
+        sparse_as_dense: bool = False,
+    ) -> None:
+        self.backend, self.mode, self.ranks = backend, mode, backend.ranks
+        self.params = list(params)
+        self.gradients = [Gradient(i, p, name) for i, (p, name) in enumerate(zip(params, names, strict=True))]
+        self.scaling, self.residuals = scaling, residuals
+        self.sums = sums  # op=Sum, not Average
+        self.sparse_as_dense = sparse_as_dense  # sparse gradients travel in the dense buckets
+        self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
+        self.lock = threading.RLock()
+        self.state = State.IDLE
+        self.places = FlagPlaces.of(len(params), self.ranks.size)
+
+        # The backward that fills this round, or whose gradients stay local.
+        self.running = 0  # ends of backwards that have not come: that backward, and those inside of it
+        self._backward = -1  # autograd's number of the backward that the last gradient came from
+        self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
+        self._passes = 0  # early passes since the last step
+        self._additions = 1  # backwards since the last sum
+        self._creates_graph = False  # the backward adds to p.grad out of place
+        self.backward_passes = 1  # so many are accumulated before the gradients are reduced
+        self.local_only = False  # within no_sync()
+        self._dirty = False  # local gradients have come since the round was sent
+
+        # The present round.
+        self.number = 0
+        self._is_first = True  # in the first round gradients stay in p.grad, to see which come twice
+        self.send_at_end = True
+        self._missing: list[int] = []  # by bucket: gradients that have not come
+        self._sent: list[bool] = []
+        self.done: list[bool] = []  # by bucket: somebody has waited for it
+        self.used: list[int] = []  # the summed flags, once they have arrived
+        self.pending = 0  # gradients that are not exposed yet
+        self.deferred: Update | None = None
+        self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
+        self.repeated = False  # with gradients that came late
+        self.abandoned = False  # nobody uses its sums
+        self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
+
+        # From round to round.
+        self.stepped = False  # since the last round
+        self.joined = False  # this rank takes part with zeros until every rank has joined
+        self.samples = 0  # that weighted losses have counted since the last round
+        self.vote = 0  # this rank's votes for a new plan
+        self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
+
+        # Times.
+        self.watch: Watch | None = None
+        self._waits: deque[tuple[Any, Any]] = deque(maxlen=_KEPT_WAITS)  # the backend's marks around each
+        self.waited = 0  # what this rank's entry of ``waits_of_ranks`` will be
+        # Microseconds that each rank waited in its latest step, plus one (0: none yet), of the last rounds.
+        self.waits_of_ranks: deque[list[int]] = deque(maxlen=_KEPT_ROUNDS)
+
+        self._accesses = [
+            Access(partial(self.complete, (i,)), partial(self.replaced, i), partial(self.cleared, i))
+            for i in range(len(params))
+        ]
+        self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
+        self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
+        self._installed = self.closed = False
+        mode.round = self
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def install(self, program: Program, buffers: Buffers) -> None:
+        """Take a new plan and new buckets into use, between two steps. Gradients that are there stay."""
+        with self.lock:
+            if self._installed:
+                self.complete_all()
+            self._installed = True
+            self.residuals.install(buffers)
+            layout = buffers.layout
+            self.buffers, self._empty = buffers, layout.empty()
+            for gradient in self.gradients:
+                gradient.place(buffers)
+                if gradient.view is not None:
+                    i = gradient.number
+                    gradient.payload = payload_of(i, gradient.view, buffers, gradient.param, self.residuals)
+                else:
+                    gradient.payload = Payload()
+            self.travelling = [g for g in self.gradients if g.view is not None]
+            changed: dict[int, torch.Tensor] = {}
+            for gradient in self.travelling:
+                if isinstance(gradient.payload, Tied):
+                    changed |= gradient.payload.changed
+            work = step_work(
+                program,
+                buffers,
+                self.places.size,
+                self.ranks.size,
+                self.mode.prepare(program, buffers),
+                self.scaling,
+                self.residuals.by_bucket(),
+                changed,
+            )
+            self.flags, self.early_flags = work.flags[0], work.flags[1:]
+            self.flag = self.flags.numpy()  # the same memory; an element of a tensor costs microseconds
+            self.flags_bucket = len(layout.slices)
+            self.bucket_names = [self._name_of(piece) for piece in layout.slices]
+            self._finish()
+            self.backend.install(work)
+            self.mode.installed(program)
+
+    def _name_of(self, piece: Slice) -> str:
+        """Return a bucket's name for profilers, with the first of its parameters that the forward needs."""
+        if not piece.params:
+            return f"bucket {piece.number}: empty"
+        others = f" and {len(piece.params) - 1} more" if len(piece.params) > 1 else ""
+        return f"bucket {piece.number}: {self.gradients[piece.params[-1]].name}{others}"
+
+    def _finish(self) -> None:
+        """Be a round that is over, with nothing pending."""
+        self._missing, self.pending = [], 0
+        self._sent = self.done = [True] * self.flags_bucket
+        self.used = [0] * (len(self.params) + 1)
+        for gradient in self.gradients:
+            gradient.exposed = True
+
+    # -- gradients in ----------------------------------------------------------------------------------------
+
+    def on_grad(self, i: int, param: nn.Parameter) -> None:
+        """React to a gradient that autograd has accumulated into parameter ``i``."""
+        if self.watch is not None:
+            self.watch.grad(i)
+        with self.lock:
+            backward = _task()
+            if backward != self._backward:
+                self._enter(backward)
+            gradient = self.gradients[i]
+            grad = param.grad if type(param) is nn.Parameter else raw_grad(param)
+            if grad is None:  # though autograd has just put it there
+                raise ValueError(
+                    f"rank {self.ranks.rank}: the gradient of {gradient.name} was cleared before it could be"
+                    " reduced, by a hook or by another DistributedOptimizer over the same parameters; clear"
+                    " gradients outside of the backward, and call close() on the other optimizer first"
+                )
+            if self._is_local:
+                self._keep_local(gradient, grad)
+                return
+            if self.state is not State.FILLING:
+                grad = self._open(gradient, grad)
+            if gradient.filled == self.number:
+                self._put_second(gradient, grad)
+                return
+            hooks: Any = param._post_accumulate_grad_hooks
+            if self._is_first or gradient.twice or len(hooks) > 1:
+                # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
+                gradient.twice = gradient.twice or gradient.seen == self.number
+                gradient.seen = self.number
+                return
+            early = self._put(gradient, grad)
+            if early and not self.send_at_end:
+                self._send(gradient.payload.buckets)
+            # Else the end of the backward sends it.
+
+    def on_part(self, i: int, part: torch.Tensor) -> None:
+        """React to the head's part of a tied weight's gradient; autograd adds the embedding's part later."""
+        with self.lock:
+            gradient = self.gradients[i]
+            if not isinstance(gradient.payload, Tied):
+                return
+            backward = _task()
+            if backward != self._backward:
+                self._enter(backward)
+            if self._is_local:
+                return
+            if self.state is not State.FILLING:
+                self._begin()
+            # A second part, or an earlier gradient to which autograd adds both: the whole one is sent.
+            if gradient.filled == self.number or raw_grad(gradient.param) is not None:
+                return
+            buckets = gradient.payload.put_part(part)
+            if buckets is not None and not self.send_at_end:
+                self._send(buckets)
+
+    def _enter(self, backward: int) -> None:
+        """React to the first gradient of a backward, which may run inside of the one that fills the round."""
+        if self.state is State.FILLING or self._is_local:
+            inner = self.running > 0 or backward < self._backward or inside_a_backward()
+            if inner:
+                self._backward = backward
+                self._additions += 1  # it may add to the same gradients
+                _EndOfBackward(self)
+                return
+            self.end_of_backward(outermost=True)  # it ended without a gradient after those of an inner one
+        if self.state is State.RAISED:
+            self._leave_raised()
+        self._backward = backward
+        self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
+        self._is_local = self.local_only or self._is_early
+        self._additions += 1
+        self._creates_graph = torch.is_grad_enabled()
+        _EndOfBackward(self)
+
+    def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Let a gradient stay on this rank until the next round."""
+        if not (gradient.exposed or self.mode.gathered):
+            gradient.local = grad if gradient.local is None else gradient.local + grad
+            set_raw_grad(gradient.param, None)
+            if gradient.touched and self.state is State.SENT:  # user code has cleared it: no sum will come
+                self.leave_cleared()
+                gradient.add_local()
+        elif self.state is State.IDLE and not self.pending and not self.sums and not grad.is_sparse:
+            self._keep_in_slot(gradient, grad)
+        self._dirty = True
+
+    def _keep_in_slot(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Let the next pass of a local accumulation add into the slot itself: one memory less."""
+        hooks: Any = gradient.param._post_accumulate_grad_hooks
+        if gradient.view is None or len(hooks) > 1 or grad.requires_grad or gradient.misfits():
+            return
+        if gradient.is_in_place(grad):
+            return
+        gradient.free()
+        gradient.payload.zeros = False
+        with torch.no_grad():
+            gradient.view.copy_(grad)
+        gradient.hand_out()
+
+    def _open(self, gradient: Gradient, grad: torch.Tensor) -> torch.Tensor:
+        """Start a round, after all that is on its way. Returns the gradient that has come then.
+
+        A backward without a step since the last one adds to what that one has reduced: plain PyTorch
+        accumulates.
+        """
+        if not (gradient.exposed or self.mode.gathered):
+            gradient.local = grad if gradient.local is None else gradient.local + grad
+            set_raw_grad(gradient.param, None)
+        self.leave_cleared()
+        self._begin()
+        grad_now = raw_grad(gradient.param)
+        assert grad_now is not None
+        return grad_now
+
+    def _begin(self) -> None:
+        """Begin a round: FILLING."""
+        self.mode.before_round()
+        self.complete_all()
+        unawaited = [bucket for bucket in self._empty if not self.done[bucket]]
+        if unawaited:  # no parameter has waited for these
+            self.complete_buckets(unawaited)
+        layout = self.buffers.layout
+        self.deferred, self._dirty = None, False
+        self.votes = self.used[self.places.votes] if self.number and self.used else 0
+        self.number += 1
+        self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
+        self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
+        self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
+        for gradient in self.gradients:
+            gradient.clear = gradient.sparse = gradient.late = None
+            gradient.touched = False
+            gradient.free()
+            gradient.payload.begin()
+        self.flags.zero_()
+        self.backend.begin_step()
+        self.state = State.FILLING
+        self.mode.round_begun()
+        self._send(self._empty)  # later buckets would wait for them
+
+    def _put(self, gradient: Gradient, grad: torch.Tensor) -> bool:
+        """Copy a gradient into its slot, unless autograd has written it there itself; return whether its
+        buckets may be sent now.
+        """
+        gradient.filled = self.number
+        if gradient.view is None:
+            return False  # no elements: nothing to reduce
+        if grad.requires_grad:
+            grad = grad.detach()  # of a backward with create_graph
+        i, early = gradient.number, True
+        if grad.is_sparse or grad.dtype != gradient.view.dtype or grad.shape != gradient.view.shape:
+            self._put_apart(gradient, grad)
+            early = not isinstance(gradient.payload, Tied)
+        else:
+            self.flag[i] = DENSE
+            if gradient.sum is not None and self.ranks.rank != 0:
+                self._put_difference(gradient, gradient.sum, grad)
+            else:
+                early = gradient.payload.put(grad, self.backend) or not isinstance(gradient.payload, Tied)
+        gradient.sum = None
+        gradient.take()
+        if gradient.pends:
+            mark_pending(gradient.param, self._accesses[i], only_grad=True)
+        return early
+
+    def _put_apart(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Let a sparse gradient, or one that does not fit into its slot, be reduced at step time."""
+        before, i = gradient.sum, gradient.number
+        added = before is not None and (grad is before.shown or self._creates_graph)
+        if added and before is not None and before.base is not None and self.ranks.rank:
+            grad = grad - before.base  # only the difference: see _put_difference
+        self.flag[i] = SPARSE
+        if self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
+            self.sparse_dims[i] = grad.sparse_dim()
+            gradient.payload.put(grad.to_dense(), self.backend)
+        else:
+            gradient.sparse = grad
+            gradient.payload.put_zeros()
+
+    def _put_difference(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
+        """Put the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
+        assert gradient.view is not None
+        gradient.payload.zeros = False
+        if grad is not before.shown and not self._creates_graph:
+            gradient.view.copy_(grad)
+        elif grad._version > before.version + self._additions:
+            raise ValueError(
+                f"rank {self.ranks.rank}: the gradient of {gradient.name} was changed after it had been"
+                " summed, and is now added to again; with op=Sum, call optimizer.zero_grad() before the next"
+                " backward, or use op=Average"
+            )
+        elif before.base is not None:
+            torch.sub(grad, before.base, out=gradient.view)
+        else:
+            gradient.view.neg_().add_(grad)
+
+    def _put_second(self, gradient: Gradient, grad: torch.Tensor) -> None:
+        """Add a second gradient of one backward (reentrant checkpointing of a module that is used twice)."""
+        gradient.twice = True
+        set_raw_grad(gradient.param, None)
+        if gradient.view is None:
+            return
+        i, payload = gradient.number, gradient.payload
+        if gradient.sparse is not None and (grad.is_sparse or gradient.misfits()):
+            gradient.sparse = gradient.sparse + grad  # reduced at step time
+            return
+        early = isinstance(payload, Tied) and payload.early
+        sent = early or any(self._sent[bucket] for bucket in gradient.buckets)
+        if not sent:
+            self.backend.take_back(i, gradient.view)
+        if sent or gradient.sparse is not None or (grad.is_sparse and not self.sparse_as_dense):
+            gradient.late = grad if gradient.late is None else gradient.late + grad
+            if self.flag[i] < LATE:
+                self.flag[i] += LATE + DENSE * (gradient.sparse is not None)
+        else:
+            with torch.no_grad():
+                gradient.view.add_(grad)
+
+    def _send(self, buckets: Iterable[int]) -> None:
+        """Send those of these buckets, each with one gradient more, that are complete now."""
+        missing = self._missing
+        for bucket in buckets:
+            missing[bucket] -= 1
+            if missing[bucket]:
+                continue
+            self._sent[bucket] = True
+            self.backend.mark_ready(bucket)
+            if self.early_flags:
+                used = self.flags[list(self.buffers.layout.slices[bucket].params)]
+                self.early_flags[bucket].zero_()[: len(used)].copy_(used)
+                self.backend.mark_ready(self.flags_bucket + 1 + bucket)
+
+    # -- the end of a backward -------------------------------------------------------------------------------
+
+    def end_of_backward(self, outermost: bool = False) -> None:
+        """Send what has not been sent; SENT. The outer backward of an inner one continues."""
+        with self.lock:
+            if not outermost and (self.running or inside_a_backward()):
+                return
+            self._backward = -1
+            if self._is_local:
+                self._is_local, self._passes = False, self._passes + self._is_early
+            elif self.state is State.FILLING:
+                if self.watch is not None:
+                    self.watch.mark("backward_end")
+                self.seal()
+            self._creates_graph = False
+
+    def backward_raised(self) -> None:
+        """Let nobody take the incomplete gradients for whole ones; RAISED.
+
+        This runs while the exception is on its way to the script, so that it has happened before the script
+        clears the gradients.
+        """
+        with self.lock:
+            self._backward, local = -1, self._is_local
+            self._is_local = False
+            if local or self.state is not State.FILLING or self.closed:
+                return
+            self.state = State.RAISED
+            for gradient in self.travelling:
+                there = raw_grad(gradient.param) is not None
+                gradient.unclear = there or gradient.filled == self.number
+                if gradient.unclear and gradient.pends:
+                    mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
+
+    def _leave_raised(self) -> None:
+        """End the round of a backward that has raised, if its gradients have been cleared; IDLE.
+
+        The other ranks need this rank's part of the round, whatever is in it.
+        """
+        unclear = [gradient for gradient in self.travelling if gradient.unclear and gradient.pends]
+        if unclear:
+            raise ValueError(
+                f"rank {self.ranks.rank}: the last backward raised an exception, so {len(unclear)} gradients"
+                f" (the first is that of {unclear[0].name}) are incomplete, and parts of them may have been"
+                " sent to the other ranks; clear them on all ranks, for example with optimizer.zero_grad()"
+            )
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """End a round whose sums nobody may use; IDLE."""
+        self.abandoned = True
+        kept = [(gradient, raw_grad(gradient.param)) for gradient in self.travelling]
+        for gradient, _ in kept:
+            gradient.unclear, gradient.sum, gradient.sparse, gradient.late = False, None, None, None
+            if gradient.filled != self.number:
+                gradient.filled = self.number
+                gradient.payload.put_zeros()
+            gradient.take()
+        self.seal()
+        self.mode.discard()
+        for gradient, grad in kept:  # set since by user code, or by the backward that has just begun
+            if grad is not None and not gradient.is_in_place(grad):
+                set_raw_grad(gradient.param, grad)
+
+    def seal(self) -> None:
+        """Send all that has not been sent; SENT. Gradients that were set outside of a backward count like any
+        other.
+        """
+        with self.lock:
+            if self.state not in (State.FILLING, State.RAISED):
+                self._begin()
+            for gradient in self.travelling:
+                if gradient.filled != self.number:
+                    grad = raw_grad(gradient.param)
+                    if grad is not None:
+                        self._put(gradient, grad)
+                    else:
+                        gradient.payload.put_zeros()
+                gradient.payload.seal()
+                gradient.exposed = False
+            unsent = [bucket for bucket, sent in enumerate(self._sent) if not sent]
+            self._missing = [1] * self.flags_bucket
+            self._send(unsent)
+            self._send_flags()
+            self.state, self.send_at_end, self._is_first, self._additions = State.SENT, False, False, 0
+            self.pending = len(self.travelling)
+            unguarded = []
+            for gradient in self.travelling:
+                if not gradient.pends:
+                    unguarded.append(gradient.number)
+                elif gradient.filled != self.number:
+                    mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
+            if unguarded:
+                self.complete(unguarded)
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean."""
+        for param in self.others:
+            if param.requires_grad and raw_grad(param) is not None and can_pend(param):
+                refuse = partial(self._refuse_other, param)
+                access = Access(refuse, partial(_set_grad, param), partial(_clear_grad, param))
+                mark_pending(param, access, only_grad=True)
+                self._refused.append(param)
+
+    def _refuse_other(self, param: nn.Parameter) -> None:
+        raise ValueError(
+            f"rank {self.ranks.rank}: the gradient of a parameter of shape {tuple(param.shape)} is read, and"
+            " it is this rank's alone, because the parameter was added or unfrozen after the last step; call"
+            " optimizer.synchronize() on all ranks first"
+        )
+
+    def _send_flags(self) -> None:
+        flag, places, own = self.flag, self.places, self.ranks.own
+        flag[places.samples] = self.samples
+        flag[places.unweighted] = int(not self.samples and flag[: places.votes].any())
+        flag[places.votes] = self.vote
+        state = STEPPED * self.stepped + RAISED * self.abandoned + JOINED * self.joined
+        flag[places.steps : places.samples][own] = state
+        flag[places.waits :][own] = self.waited
+        self.stepped, self.samples = False, 0
+        self.backend.mark_ready(self.flags_bucket)
+
+    # -- sums out --------------------------------------------------------------------------------------------
+
+    def complete(self, params: Iterable[int]) -> None:
+        """Wait for the sums of these parameters' gradients, then apply the deferred update, if any."""
+        with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
+            if self.state is State.RAISED:
+                self._leave_raised()
+            wanted = list(params)
+            if self.state is State.SENT and not self.mode.readable:
+                self.wait_for_flags()
+                if not any(self.used[i] for i in wanted):
+                    return  # no rank has a gradient of these
+                self.mode.check_readable()
+            if self.pending:
+                self.complete_buckets(bucket for i in wanted for bucket in self.gradients[i].buckets)
+
+    def _leave_filling(self) -> None:
+        """Seal a round whose backward has ended unnoticed, after that of an inner one."""
+        if self.running or _task() != -1:
+            raise ValueError(
+                f"rank {self.ranks.rank}: a gradient is read or set inside of the backward that computes it,"
+                " after it was handed over to be reduced; do so in a hook of that parameter"
+                " (register_post_accumulate_grad_hook), or after the backward"
+            )
+        self.end_of_backward(outermost=True)
+
+    def complete_all(self) -> None:
+        """Wait for all pending gradients and parameters."""
+        if self.pending:
+            self.complete_buckets(range(self.flags_bucket))
+
+    def needed(self, params: Sequence[int]) -> None:
+        """Complete these parameters, because a module's forward is about to use them."""
+        if self.state is State.IDLE:
+            gradients = self.gradients
+            for i in params:
+                if not gradients[i].exposed:
+                    self.complete(params)
+                    return
+
+    def complete_buckets(self, buckets: Iterable[int]) -> None:
+        """Wait for these buckets and expose every parameter that is in no other pending bucket.
+
+        Its gradient becomes what plain PyTorch shows, and the deferred update is applied to it.
+        """
+        with self.lock, torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+            self.wait_for_flags()
+            done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
+            for bucket in buckets:
+                if not done[bucket]:
+                    if not self.backend.is_gathered(bucket):
+                        self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
+                    done[bucket] = True
+                    touched.update(dict.fromkeys(slices[bucket].params))
+            gradients = self.gradients
+            complete = []
+            for i in touched:
+                gradient = gradients[i]
+                if not gradient.exposed and all(done[bucket] for bucket in gradient.buckets):
+                    gradient.exposed = True
+                    clear_pending(gradient.param)
+                    complete.append(gradient)
+            self.pending -= len(complete)
+            self._expose(complete)
+            self.backend.updates_issued()
+
+    def _expose(self, complete: Sequence[Gradient]) -> None:
+        """Show these gradients, then update, clear and add to them, in this order."""
+        used = []
+        for gradient in complete:
+            i = gradient.number
+            only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
+            if not self.used[i] or only_sparse:
+                gradient.payload.unused(self.buffers)  # what came over the buckets
+            if self.used[i] and not self.abandoned:
+                self.mode.show(gradient)
+            if gradient.touched or (self.used[i] and not self.abandoned):
+                used.append(i)
+        if self.deferred is not None and used:
+            self.deferred(used)
+        for gradient in complete:
+            gradient.apply_clear()
+            gradient.add_local()
+
+    def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
+        """Wait and measure the time, which is exposed communication."""
+        mark, start = self.backend.now(), time.monotonic()
+        with profiled(f"commsched wait {what}"):
+            wait(*arguments)
+        self._waits.append((mark, self.backend.now()))
+        if self.watch is not None:
+            self.watch.wait(start, time.monotonic())
+
+    def take_waits(self) -> list[tuple[Any, Any]]:
+        """Return the backend's marks before and after each wait since the last call."""
+        waits = list(self._waits)
+        self._waits.clear()
+        return waits
+
+    def mark(self, name: str) -> None:
+        if self.watch is not None:
+            self.watch.mark(name)
+
+    # -- flags -----------------------------------------------------------------------------------------------
+
+    def wait_for_flags(self) -> None:
+        """Wait until ``used`` contains which parameters any rank used in this round."""
+        if self.used:
+            return
+        self.timed("flags", self.backend.wait_gathered, self.flags_bucket)
+        places, flags = self.places, self.flags[: self.places.size].tolist()
+        self.used = used = flags[: places.votes + 1]
+        by_rank = flags[places.steps : places.samples]
+        some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
+        self.waits_of_ranks.append(flags[places.waits :])
+        self.raised = _ranks_with(RAISED, by_rank)
+        self._check_raised()
+        self._check_steps(by_rank, some_joined)
+        self._weigh(flags[places.samples], flags[places.unweighted])
+        if any(flag >= SPARSE for flag in used):
+            self._reduce_outside(any(flag >= LATE for flag in used))
+
+    def _reduce_outside(self, late: bool) -> None:
+        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none."""
+        used = self.used = [flag % LATE for flag in self.used]
+        apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
+        sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
+        if (late or sparse) and not self.raised:
+            self.mode.reduce_outside(late, sparse)
+
+    def _check_raised(self) -> None:
+        if self.raised and not self.abandoned and not self._all_cleared():
+            self.mode.finish_round()
+            raise CommError(
+                f"rank {self.ranks.rank}: the backward of {ranks_text(self.raised)} raised an exception, so"
+                " this step has incomplete gradients; catch the exception and call optimizer.zero_grad() on"
+                " all ranks, and step() on none"
+            )
+
+    def _check_steps(self, by_rank: Sequence[int], some_joined: bool) -> None:
+        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ.
+
+        Where ranks had joined by the last round, and took a step after it, none is an error, too.
+        """
+        stepped = {rank: bool(flag % RAISED) for rank, flag in enumerate(by_rank) if flag < JOINED}
+        if some_joined and self.mode.steps_after_each_round and stepped and not any(stepped.values()):
+            self.mode.finish_round()
+            raise CommError(
+                f"rank {self.ranks.rank}: some ranks have joined, and between the last two backward passes"
+                f" {ranks_text(sorted(stepped))} did not call step(); after join() on any rank, call step()"
+                " after each backward pass (accumulate with set_backward_passes_per_step() or no_sync())"
+            )
+        if 0 < sum(stepped.values()) < len(stepped):
+            did = ranks_text([rank for rank, flag in stepped.items() if flag])
+            did_not = ranks_text([rank for rank, flag in stepped.items() if not flag])
+            self.mode.finish_round()  # so that the other ranks raise this error too
+            raise CommError(
+                f"rank {self.ranks.rank}: between the last two backward passes {did} called step() and"
+                f" {did_not} did not (the flags of round {self.number} say so); call step() on all ranks or"
+                " on none, also on a rank that has no data"
+            )
+
+    def _weigh(self, samples: int, unweighted: int) -> None:
+        """Let gradients be sums over samples, which are to be divided by the samples of all ranks."""
+        if samples and unweighted:
+            self.mode.finish_round()  # as above
+            raise CommError(
+                f"rank {self.ranks.rank}: in round {self.number} {unweighted} of {self.ranks.size} ranks had"
+                " gradients of a loss that was not passed through optimizer.weighted(), and the others"
+                f" counted {samples} samples; call weighted() on all ranks or on none"
+            )
+        if samples:
+            self.mode.weigh(self.ranks.size / samples)
+
+    # -- what may stay on its way ----------------------------------------------------------------------------
+
+    def guard(self) -> None:
+        """From now on complete a parameter before anything accesses it: its update is pending."""
+        for gradient in self.travelling:
+            if not gradient.exposed and gradient.pends:
+                mark_pending(gradient.param, self._accesses[gradient.number])
+
+    def readable_unnoticed(self) -> list[int]:
+        """Return the pending parameters that may be read without their noticing: others share their memory,
+        or C++ code (a traced module) holds them.
+        """
+        waiting = [gradient for gradient in self.travelling if not gradient.exposed]
+        with torch._C.DisableTorchFunctionSubclass():
+            foreign = set(foreign_users([gradient.param for gradient in waiting]))
+            return [
+                gradient.number
+                for place, gradient in enumerate(waiting)
+                if not gradient.pends
+                or place in foreign
+                or has_alias(gradient.param, self.mode.holders(gradient.number))
+            ]
+
+    def early_parts(self) -> list[int]:
+        """Return the tied weights of which this rank has sent the head's part first, in this round."""
+        return [g.number for g in self.gradients if isinstance(g.payload, Tied) and g.payload.early]
+
+    def shared_memory(self) -> set[int]:
+        """Return the parameters that share memory with each other: their updates depend on their order."""
+        return overlapping(self.params)
+
+    def arrived(self) -> list[int]:
+        """Return the buckets that can be completed without waiting."""
+        if not self.backend.is_gathered(self.flags_bucket):
+            return []
+        return [b for b, done in enumerate(self.done) if not done and self.backend.is_gathered(b)]
+
+    def is_here(self) -> bool:
+        """Return whether everything that is pending can be completed without waiting."""
+        return not self.pending or len(self.arrived()) == self.done.count(False)
+
+    def all_arrived(self) -> bool:
+        """Return whether nothing needs to be waited for."""
+        return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0
+
+    @property
+    def can_be_replaced(self) -> bool:
+        """Whether a round of other parameters can take over now: nothing accumulates."""
+        return self.state is State.IDLE and not self._dirty and not self._passes
+
+    def settle(self) -> None:
+        """Apply every pending update. Does not affect a running backward."""
+        with self.lock:
+            if self.state is State.IDLE:
+                self.complete_all()
+
+    # -- p.grad set and cleared ------------------------------------------------------------------------------
+
+    def replaced(self, i: int, grad: torch.Tensor | None) -> bool:
+        """React to ``p.grad = grad`` or ``del p.grad`` of a pending parameter; return whether that needs no
+        waiting.
+        """
+        with self.lock:
+            gradient = self.gradients[i]
+            if self.state is State.FILLING:
+                self._leave_filling()
+            if self.state is State.IDLE:
+                if grad is not None or gradient.exposed:
+                    return False
+                gradient.clear = True  # once the update has used it
+                return True
+            set_raw_grad(gradient.param, grad)  # raises where the gradient does not fit, as torch does
+            clear_pending(gradient.param)
+            gradient.unclear, gradient.sum, gradient.touched = False, None, True
+            gradient.local = None
+            return True
+
+    def cleared(self, i: int, set_to_none: bool) -> bool:
+        """React to ``Module.zero_grad`` on a pending parameter; return whether that needs no waiting."""
+        with self.lock:
+            gradient = self.gradients[i]
+            if self.state is State.IDLE and not gradient.exposed:
+                gradient.clear = set_to_none or gradient.clear is True
+                return True
+            there = not set_to_none
+            if there and self.state is State.SENT:
+                self.wait_for_flags()
+                there = bool(self.used[i])  # what no rank has used stays None
+            elif there and self.state is State.RAISED:
+                there = gradient.unclear
+            return self.replaced(i, torch.zeros_like(gradient.param, requires_grad=False) if there else None)
+
+    # -- the optimizer's side --------------------------------------------------------------------------------
+
+    def require_sent(self) -> None:
+        """Reduce what has not been reduced: without a backward, the gradients in ``p.grad``."""
+        with self.lock:
+            self.leave_cleared()
+            if self.state is State.IDLE or self._dirty:
+                self.seal()
+
+    def clear_grads(self, set_to_none: bool) -> None:
+        """``zero_grad``: pending gradients are cleared on arrival, a round without a step is discarded."""
+        with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
+            there: list[Gradient] = []  # gradients that plain PyTorch would show now
+            if self.state is State.RAISED:
+                there = [gradient for gradient in self.travelling if gradient.unclear]
+                self._abandon()
+            elif self.state is State.SENT:
+                self.abandoned = True
+                waited_for = [] if self.mode.gathered else [g for g in self.travelling if not g.exposed]
+                self.mode.discard()
+                there = [g for g in waited_for if self.used[g.number] and not g.touched]
+            self._passes, self.samples, self._dirty = 0, 0, False
+            for gradient in self.gradients:
+                gradient.clear, gradient.local = set_to_none or gradient.clear is True, None
+                if gradient.exposed:
+                    gradient.apply_clear()
+            self.mode.cleared(set_to_none)
+            for gradient in there if not set_to_none else ():
+                gradient.show_zeros()
+
+    def finish_step(self, stepped: bool = True) -> None:
+        """End the step, also one that was left out: later gradients belong to the next one. IDLE."""
+        with self.lock:
+            self.stepped, self.state, self._passes = stepped, State.IDLE, 0
+            self.backend.step_ended()
+
+    def keep_values(self) -> None:
+        """Copy the gradients that user code sees, because the buckets will change."""
+        for gradient in self.gradients:
+            gradient.keep_values(self.sums)
+
+    def inherit(self, before: Round) -> None:
+        """Continue from the finished round of other parameters."""
+        self.backward_passes, self.local_only = before.backward_passes, before.local_only
+        self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
+        self._additions = before._additions
+        here = {id(param): i for i, param in enumerate(self.params)}
+        places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}
+        for number, i in places.items():
+            gradient = before.gradients[number]
+            if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
+                self.gradients[i].sum = gradient.sum
+        self.mode.inherit(before.mode, places)
+
+    def leave_cleared(self) -> None:
+        """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
+        with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
+            if self.state is State.RAISED:
+                self._leave_raised()
+            elif self.state is State.SENT and self._all_cleared():
+                self.abandoned = True
+                self.mode.discard()
+
+    def leave_empty(self) -> None:
+        """End a round in which no rank had a gradient: the first gradient on any rank begins one on all."""
+        with self.lock:
+            if self.state is State.SENT:
+                self.wait_for_flags()
+                if not any(self.used[: self.places.votes]):
+                    self.mode.discard()
+
+    def _all_cleared(self) -> bool:
+        """Return whether user code has cleared every gradient that it trains, since the round was sent."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                g.param.grad is None and (g.touched or not g.param.requires_grad) for g in self.travelling
+            )
+
+    def drain(self) -> None:
+        """Apply pending updates and show the last sums, before the end. Collective."""
+        with self.lock:
+            if self.state is State.FILLING:
+                self._leave_filling()
+            if self.state is State.RAISED:
+                self._abandon()
+            elif self.state is State.SENT:
+                try:
+                    self.wait_for_flags()
+                except CommError:
+                    if not self.raised:
+                        raise
+                if self.raised:  # the ranks whose backward has raised do the same
+                    self.abandoned = True
+                    self.mode.discard()
+                else:
+                    self.mode.end_round()
+            self.complete_all()
+
+    def leave(self) -> None:
+        """Apply pending updates, and wait until no other rank needs this one, before the end.
+
+        Not collective: the garbage collector may end this optimizer, on each rank at another time.
+        """
+        with self.lock:
+            if self.state is State.IDLE:
+                self.complete_all()
+            elif self.state is State.SENT:
+                self.mode.leave_round()
+
+    def close(self) -> None:
+        """Make the parameters ordinary again, and give the buckets back; pending results are lost."""
+        with self.lock:
+            self.closed, self.deferred, self.state = True, None, State.IDLE
+            for param in self._refused:
+                clear_pending(param)
+            for gradient in self.gradients:
+                gradient.unclear = False
+                clear_pending(gradient.param)
+                release_class(gradient.param)
+                gradient.place(None)
+                gradient.local = gradient.sparse = gradient.late = None
+            self.mode.close()
+
+
+def _set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
+    set_raw_grad(param, grad)
+    clear_pending(param)
+    return True
+
+
+def _clear_grad(param: nn.Parameter, set_to_none: bool) -> bool:
+    return _set_grad(param, None if set_to_none else torch.zeros_like(param, requires_grad=False))
+
+
+def _ranks_with(flag: int, by_rank: Sequence[int]) -> list[int]:
+    return [rank for rank, flags in enumerate(by_rank) if flags // flag % RAISED]

@@ -1,0 +1,591 @@
+"""All that one ``DistributedOptimizer`` owns on more than one rank: round, hooks and plans; when it measures.
+
+The first iterations communicate after the backward and are timed. Then rank 0 plans, and every rank checks
+and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
+memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
+made from those times. In the flags of every round the ranks vote whether the step has become so much slower
+or faster that a new plan is due, so that no rank decides alone. Soon after the second plan one rank's vote is
+enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
+
+Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Parameters that are added,
+unfrozen or converted to another type get a new plan at the next forward or step, over the same connections.
+Where that is too late, because a backward has begun, their gradients cannot be read before the step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from commsched.backends import backend_for
+from commsched.backends.interface import Backend, Scaling
+from commsched.collectives.initialization import local_rank
+from commsched.collectives.joins import register_joiner
+from commsched.env import settings
+from commsched.errors import CommError
+from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.gradient import Residuals
+from commsched.optimizer.hooks import Hooks, TiedWeights, owners
+from commsched.optimizer.measuring import (
+    Sample,
+    StepTimes,
+    across_ranks,
+    combine,
+    disturbed,
+    iteration_times,
+    spread,
+)
+from commsched.optimizer.pending import raw_grad
+from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of
+from commsched.optimizer.reports import StepReports, Timeline
+from commsched.optimizer.round import Round, State
+from commsched.optimizer.sharded_step import ShardedStep
+from commsched.optimizer.whole_step import StepMode, WholeStep
+from scheduler.ir.profile import Profile
+
+WARM_UP = 1
+SAMPLES = 3
+REPEATS = 2  # how often disturbed measurements are made again
+ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
+SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
+STAY = 10  # steps that a frozen parameter stays in the plan
+
+
+@dataclass
+class Measuring:
+    """Timed iterations: ``alone``, with the communication after the compute, or as the plan orders it."""
+
+    alone: bool
+    seen: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass
+class _Parts:
+    """What must be closed when the session ends. It does not hold the session."""
+
+    process: int
+    backend: Backend
+    round: Round | None = None
+    hooks: Hooks | None = None
+    timeline: Timeline | None = None
+    reports: StepReports | None = None
+
+    def close(self, wait: bool = True) -> None:
+        """Give everything back at once. Never raises: the parameters must be readable afterwards."""
+        if os.getpid() != self.process:
+            return  # a forked child: the backend, and the timeline's file, are its parent's
+        # Other ranks may still need this one's part of the last step, and the model this rank's last update.
+        # A script that ends with an exception must not wait: the others find out when the connections close.
+        orderly = wait and not (_exiting and hasattr(sys, "last_type"))
+        steps = []
+        if self.reports is not None:
+            steps.append(self.reports.close)
+        if self.hooks is not None:
+            steps.append(self.hooks.remove)
+        if orderly and self.round is not None:
+            steps.append(self.round.leave)
+        steps.append(lambda: self.backend.close(orderly))
+        if self.round is not None:
+            steps.append(self.round.close)
+        if self.timeline is not None:
+            steps.append(self.timeline.close)
+        for step in steps:
+            with suppress(Exception):  # each of them, whatever became of the others
+                step()
+        self.round = self.hooks = self.timeline = self.reports = None
+
+
+class Session:
+    """Everything behind a ``DistributedOptimizer`` on more than one rank."""
+
+    round: Round
+    hooks: Hooks
+    planner: Planner
+
+    def __init__(self, optimizer: Any) -> None:
+        """Serve a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
+        options: Options = optimizer._options
+        self._optimizer: Any = weakref.proxy(optimizer)
+        params = _trained(optimizer)
+        self.backend = backend_for(params, options.transport, options.process_set)
+        self._parts = _Parts(os.getpid(), self.backend)
+        self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
+        self._frozen_steps = 0
+        ranks = self.backend.ranks
+        self._begin(params, options)
+        file = settings().timeline
+        self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
+        wanted = settings().log_every or settings().metrics_port
+        self._reports = StepReports(settings(), ranks, local_rank(), self.times) if wanted else None
+        self._parts.timeline, self._parts.reports = self._timeline, self._reports
+        register_joiner(self)
+        close_at_exit(self)
+        self._start()
+
+    def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
+        """Make round, hooks and the first plan for these parameters. Collective."""
+        optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
+        names = [optimizer._parameter_names[p] for p in params]
+        sharded = options.gather == "parameters"
+        self._owners = owners_of(optimizer._base, params, backend) if sharded else None
+        model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
+        self.planner = Planner(model, backend, options, self._owners)
+        self.planner.send_by_rows(params, modules)
+        after = options.predivide / (1 if options.sums else ranks.size)
+        scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
+        mode: StepMode = (
+            ShardedStep(backend, optimizer, options.master_weights) if sharded else WholeStep(backend)
+        )
+        quantised = {i: params[i] for i in sorted(model.quantised)}
+        group = model.groups[min(quantised)] if quantised else 0
+        # A strong reference to the optimizer would be a cycle that delays its end.
+        residuals = Residuals(
+            quantised, group, ranks, after, not sharded, lambda: optimizer.__dict__["state"]
+        )
+        self.round = Round(
+            params,
+            names,
+            backend,
+            mode,
+            scaling,
+            residuals,
+            sums=options.sums,
+            sparse_as_dense=options.sparse_as_dense,
+        )
+        self._parts.round = self.round
+        self.mode = mode
+        self.order = list(self.planner.model.layers)
+        self.times = StepTimes(self.round, backend)
+        self.install(self.planner.first(self.order))
+        tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
+        outgrown = weakref.WeakMethod(self.outgrown)
+        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied, outgrown)
+        self._note_others()
+        self._made_for = _kinds(params)
+        self.profile: Profile | None = None
+        self._measuring: Measuring | None = None
+        self._compute: float | None = None  # this rank's, as it was measured beside the traffic
+        self._repeats = REPEATS
+
+    def _start(self) -> None:
+        if self.planner.adapts:
+            self._start_measuring()
+        elif self._timeline is not None:
+            self._watch_next()
+
+    # -- other parameters ------------------------------------------------------------------------------------
+
+    def refresh(self, in_step: bool = False) -> None:
+        """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
+        optimizer = self._optimizer
+        self._note_others()
+        if not in_step and self.round.state is not State.IDLE:
+            return  # the next step does it
+        trained = _trained(optimizer)
+        same = _kinds(self.round.params) == self._made_for
+        planned = {id(param) for param in self.round.params}
+        if same and all(id(param) in planned for param in trained):
+            if not trained or len(trained) == len(planned):
+                self._frozen_steps = 0
+                return
+            self._frozen_steps += in_step
+            present = {id(param) for param in optimizer._every_param()}
+            if self._frozen_steps < STAY and planned <= present:
+                return
+        self._frozen_steps = 0
+        before = self.round
+        before.leave_cleared()
+        # A rank without data comes from its step(), the others from the forward or from theirs.
+        sent = self.backend.ranks.all_values(before.state is State.SENT)
+        if any(sent) and not optimizer._skip:
+            before.require_sent()
+        self.mode.finish_all()
+        self.hooks.remove()
+        before.close()
+        optimizer._options = options = optimizer._options.for_other_params(before.params, trained)
+        self._begin(trained, options)
+        self.round.inherit(before)
+        self._start()
+
+    def _note_others(self) -> None:
+        planned = {id(param) for param in self.round.params}
+        self.round.others = [p for p in self._optimizer._every_param() if id(p) not in planned]
+
+    def outgrown(self) -> Hooks:
+        """Make a new plan before a forward, for parameters that are trained now; return the new hooks."""
+        self.refresh()
+        return self.hooks
+
+    def frozen_with_gradient(self) -> bool:
+        """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
+        return any(raw_grad(param) is not None for param in self.round.others)
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def install(self, plan: Plan) -> None:
+        self.plan = plan
+        model = self.planner.model
+        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners)
+        kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
+        self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
+        self.times.restart()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the step must end with everything in place."""
+        return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
+
+    # -- one iteration ---------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Time the step that is about to return, and plan again where that is due."""
+        self.round.mark("end")
+        self.times.step()
+        self.round.waited = self.times.last_wait()
+        if self._reports is not None:
+            self._reports.step(self.plan)
+        if self._timeline is not None:
+            self._record(self._timeline)
+        if self._measuring is not None:
+            self._take_sample(self._measuring)
+        elif self.planner.adapts:
+            # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
+            # Another program may have had one rank's processor.
+            reordered = self.hooks.order_changed and self.times.may_replan_at_once()
+            every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
+            self.round.vote = every or int(self.times.has_drifted())
+            if 2 * self.round.votes > self.backend.ranks.size:
+                self.times.patience *= 2
+                self._repeats -= 1
+                self._start_measuring()
+
+    def _was_disturbed(self) -> bool:
+        return self._repeats > 0 and self._compute is not None and self.times.contradicts(self._compute)
+
+    def _watch_next(self) -> None:
+        self.round.watch = self.backend.watch()
+        self.round.watch.mark("begin")
+
+    def _record(self, timeline: Timeline) -> None:
+        if self.round.watch is None:
+            return
+        timeline.add_phases(self.round.watch, self.round.number)
+        if self._measuring is None or not self._measuring.alone:  # else the planner must see them first
+            self._record_operations(self.backend.events())
+        if self._measuring is None:
+            self._watch_next()
+
+    def _record_operations(self, events: Any) -> None:
+        if self._timeline is not None:
+            names = [f"bucket {piece.number}" for piece in self.round.buffers.layout.slices]
+            self._timeline.add_operations(events, names)
+
+    # -- measuring -------------------------------------------------------------------------------------------
+
+    def _start_measuring(self) -> None:
+        self._measuring, self._compute = Measuring(alone=True), None
+        self.round.vote = 0
+        self.round.settle()
+        self.hooks.forget_order()
+        self.round.send_at_end = True
+        self._watch_next()
+
+    def _take_sample(self, now: Measuring) -> None:
+        now.seen += 1
+        watch = self.round.watch
+        if now.seen > WARM_UP and watch is not None:
+            sample = iteration_times(watch.compute(), self.hooks.owners, self.order)
+            if sample is not None:
+                now.samples.append(sample)
+        elif now.alone:
+            order = self.hooks.forward_order(len(self.order))
+            orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
+            self.order = next((seen for seen in orders if seen), order)
+        if now.seen < WARM_UP + SAMPLES:
+            self.round.send_at_end = now.alone
+            self._watch_next()
+            return
+        self._measuring = self.round.watch = None
+        if now.alone:
+            self._plan_from_samples(now.samples)
+        else:
+            self._plan_again(now.samples)
+        if self._measuring is not None or self._timeline is not None:
+            self._watch_next()
+
+    def _plan_from_samples(self, samples: Sequence[Sample]) -> None:
+        events = self.backend.events()
+        self._record_operations(events)
+        now = self.round
+        self.planner.learn(events, self.plan, now.buffers.layout, now.joined, self.order, now.early_parts())
+        model = self.planner.model
+        rows, source = self._samples_of_all(samples, "measured in this run")
+        if not rows:
+            warnings.warn(
+                "commsched could not time the forward of this model (no module's forward was seen before the"
+                " backward); it plans from sizes alone",
+                stacklevel=2,
+            )
+            profile = model.guess(self.order, self.planner.link)
+        else:
+            profile = self._profile(rows, source)
+        self.profile = profile
+        self.install(self.planner.better(profile, self.order))
+        if rows and self.backend.watch().sees_waits:
+            self._measuring = Measuring(alone=False)
+
+    def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
+        return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
+
+    def _samples_of_all(self, samples: Sequence[Sample], how: str) -> tuple[list[Sample], str]:
+        """Return the times of each rank that has not joined, and what they are."""
+        mine = (combine(samples), spread(samples)) if samples else None
+        there = [row for row in self.backend.ranks.all_values(mine) if row is not None]
+        widest = max((width for _, width in there), default=0.0)
+        return [row for row, _ in there], f"{how}, {SAMPLES} iterations whose compute varied by {widest:.0%}"
+
+    def _plan_again(self, samples: Sequence[Sample]) -> None:
+        """Plan again from the times beside traffic, if they differ from those without."""
+        self.round.settle()
+        rows, source = self._samples_of_all(samples, "measured in this run, beside the traffic")
+        if not rows or self.profile is None:
+            return
+        profile = self._profile(rows, source)
+        alone, self.profile = self.profile.compute, profile
+        self._compute = combine(samples).compute if samples else None
+        if self._repeats and disturbed(alone, profile.compute, ALONE):
+            self._repeats -= 1
+            self._start_measuring()
+        elif abs(profile.compute / alone - 1) > SAME:
+            self.install(self.planner.better(profile, self.order))
+        else:
+            self.plan = replace(self.plan, profile=profile)
+            self.times.restart()
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive
+
+    def check_can_join(self) -> None:
+        """Raise ``ValueError`` where the user must do something before ``join()``."""
+        if self.is_open:
+            check_can_join(self.round)
+
+    def start_join(self) -> Joining | None:
+        """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
+        if not self.is_open:
+            return None
+        joining = Joining(self.round, self.after_step, self._optimizer, self.close)
+        return joining if joining.begin() else None
+
+    def close(self, wait: bool = True) -> None:
+        """Apply the last update (not with ``wait=False``), and give back connections, threads and buffers."""
+        if self._finalizer.detach() is not None:
+            self._parts.close(wait)
+
+
+def _trained(optimizer: Any) -> list[nn.Parameter]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p for p in optimizer._every_param() if p.requires_grad]
+
+
+def _kinds(params: Sequence[nn.Parameter]) -> list[Any]:
+    """Return what a plan depends on, for each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(p.dtype, p.shape) for p in params]
+
+
+# -- at the process's end ------------------------------------------------------------------------------------
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_exiting = False
+
+
+def close_at_exit(thing: Closable) -> None:
+    """Close it before the engine's and the collectives' exit handlers run."""
+    _open.add(thing)
+    _register()
+
+
+@cache
+def _register() -> None:
+
+    def close_all() -> None:
+        global _exiting
+        _exiting = True
+        for thing in list(_open):
+            thing.close()
+
+    atexit.register(close_all)
+
+
+# -- after join() --------------------------------------------------------------------------------------------
+
+# A rank that has called ``join()``: it takes part in the others' steps until all ranks have joined.
+#
+# There is one ``Joining`` for each optimizer that the rank holds open. Rank J has joined, rank A has not;
+# both hold the optimizer. Every line but the second and the last two is what happens in any step.
+#
+# | when | rank J sends | rank A sends | over |
+# |---|---|---|---|
+# | J calls ``join()`` | a round of zeros, its flag says JOINED | | the optimizer's connections |
+# | at once | "I join" | | the carrier (Horovod: its own join) |
+# | A's backward | | a round of gradients | the optimizer's connections |
+# | A knows J's flag, steps | | with ``gather="parameters"``: "clip", "step", "discard" | the job's store |
+# | J has read that | the update of its shards, then the next round of zeros | its shards | the connections |
+# | both plan again | times, votes, agreements | the same | ``PrivateObjects`` |
+# | A calls ``join()`` | | as J did | |
+# | the carrier's join ends | the keys of the optimizers it began with | the same | the carrier |
+# | all members listed it | | | (J and A see JOINED of all ranks in the flags of the last round) |
+# | in the end | | rank A, which joined last: parameters, state, options | the carrier |
+#
+# With ``gather="gradients"`` J leaves the update to the others, which may clip or schedule the learning rate.
+# It gets their parameters and state in the end. With ``gather="parameters"`` they need its shards' update.
+#
+# **Which optimizers take part is agreed, once all have joined** (``commsched.collectives.joins``): those
+# that all ranks of their process set held open when they joined. References decide nothing: one rank's
+# collector may have freed an optimizer that another rank still keeps.
+# - A rank that closed the optimizer before it joined, or whose step had failed, does not list it. Nobody can
+#   step it any more, so J ends its part without waiting for anybody (``give_up``); its next use is an error.
+# - Nobody waits for an optimizer that is open but idle: the carrier's join decides when all have joined.
+
+
+def check_can_join(now: Round) -> None:
+    """Raise ``ValueError`` where the user must do something before ``join()``."""
+    if now.backend.failure() is not None:
+        return  # it takes no more steps on any rank
+    now.mode.check_can_join()
+    with suppress(ValueError):  # of a backward that has raised: such an optimizer ends, see ``begin``
+        now.leave_cleared()
+    if now.state is State.SENT:
+        raise ValueError(
+            f"rank {now.ranks.rank}: join() between a backward pass and its step(); call step()"
+            " first (or zero_grad() to drop the gradients, or close() if the optimizer is no longer used)"
+        )
+
+
+class Joining:
+    """The rounds of one optimizer after ``join()``; calls ``after_step`` after each step of the others."""
+
+    def __init__(
+        self, now: Round, after_step: Callable[[], None], optimizer: Any, close: Callable[[bool], None]
+    ) -> None:
+        self._round, self._after_step = now, after_step
+        self._optimizer, self._close = optimizer, close
+        self._ranks = now.ranks
+        self.key, self.ranks_of_job = self._ranks.key, list(self._ranks.process_set.ranks or ())
+        self.uses_carrier = now.backend.name.endswith("horovod")
+        self.failure: CommError | None = None
+        self.ended = False
+        self._early: Sequence[int] = ()  # ranks that joined in an earlier round than the last one
+        self._last = 0
+        self.joined_last: set[int] = set()  # ranks of the job
+        self._stepped: bool | None = (
+            None  # whether the step that this rank has followed was one; None: not yet
+        )
+        self._in_step = False  # the flags of the others' round are known, its end is not
+        self._steps = 0  # of the others
+
+    def begin(self) -> bool:
+        """Begin the first round; return whether this optimizer can take part."""
+        now = self._round
+        if now.backend.failure() is not None:
+            return False
+        if now.state is State.RAISED:
+            self.give_up(
+                f"rank {self._ranks.rank} called join() after a backward pass of this optimizer had failed;"
+                " call zero_grad() before join(), or close() if the optimizer is no longer used"
+            )
+            return False
+        now.joined = True
+        try:
+            self._begin_round()
+        except CommError:  # a rank has closed it
+            now.joined = False
+            return False
+        return True
+
+    def _begin_round(self) -> None:
+        """Begin a round with gradients of zero."""
+        self._round.clear_grads(set_to_none=True)
+        self._round.seal()
+
+    def poll(self) -> None:
+        """Take part in what the others have begun, without waiting for their next step.
+
+        Sets ``ended`` once the flags say that all ranks have joined, ``failure`` once the connections have
+        failed.
+        """
+        if self.ended or self.failure is not None:
+            return
+        try:
+            self._go_on()
+        except CommError as error:
+            if self._round.backend.failure() is None:
+                raise
+            self.failure = error  # perhaps because a rank has closed it: the agreement in the end tells
+
+    def _go_on(self) -> None:
+        now, ranks = self._round, self._ranks
+        if not self._in_step:
+            if not now.backend.is_gathered(now.flags_bucket):
+                return
+            self._early = ranks.joined
+            # Reading the flags may wait until the others read them, who may be busy with another optimizer.
+            if now.mode.reduces_outside() and ranks.next_order() is None:
+                return
+            now.wait_for_flags()
+            self._in_step = len(ranks.joined) < ranks.size
+        if not self._in_step:
+            last = set(ranks.joined) - set(self._early) or set(ranks.joined)
+            self._last, self.joined_last = max(last), {ranks.global_rank(rank) for rank in last}
+            self.ended = True
+            return
+        if self._stepped is None:
+            self._stepped = now.mode.follow()
+        if self._stepped is None or not now.is_here():
+            return
+        stepped, self._stepped, self._in_step = self._stepped, None, False
+        now.settle()
+        if stepped:
+            self._steps += 1
+            self._after_step()
+        self._begin_round()
+
+    def give_up(self, reason: str) -> None:
+        """End this rank's part and the optimizer, which can no longer be stepped; its next use says why."""
+        self._round.backend.abort(reason)
+        self._round.joined, self._ranks.joined = False, ()
+        self._close(False)
+
+    def missed(self) -> bool:
+        """Return whether this rank lacks steps that the others took after it had joined."""
+        return self._steps > 0 and isinstance(self._round.mode, WholeStep)
+
+    def end(self) -> None:
+        """End the last round; give ranks that joined early what the last ones have learned. Collective."""
+        now = self._round
+        self._ranks.joined, now.joined = (), False
+        now.mode.discard()
+        now.clear_grads(set_to_none=True)
+        if self._early:
+            now.mode.share(self._optimizer, self._ranks.global_rank(self._last))

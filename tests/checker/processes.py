@@ -1,0 +1,155 @@
+"""Programs on real ranks: one launch runs many programs, and a new one goes on after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from tests.checker.programs import Failure, Program, Stop, _raised, plain_records, run_distributed
+
+PREFIX = "PROGRAM "
+PATIENCE = 12.0
+"""Seconds after which a rank's wait for another counts as a hang."""
+_PORT = "CHECKER_PORT"
+
+
+# -- in the ranks --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the programs of a file on this rank; print one line for each."""
+    import numba  # noqa: F401
+    import torch
+
+    import commsched
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    commsched.init()
+    rank, size = commsched.rank(), commsched.size()
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", int(os.environ[_PORT]), is_master=rank == 0, wait_for_workers=False
+    )
+    for number, each in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        program = Program.from_json(each)
+        failure, listed = run_here(program, rank)
+        line = {
+            "number": number,
+            "failure": failure and asdict(failure),
+            "listed": listed,
+            "time": time.monotonic(),
+        }
+        print(PREFIX + json.dumps(line), flush=True)
+        if failure is not None:
+            os._exit(1)  # nobody knows in which state the library is
+        keys = [f"{number}/{each}" for each in range(size)]
+        store.set(keys[rank], "")
+        store.wait(keys, timedelta(seconds=6 * PATIENCE))
+    commsched.shutdown()
+    # Rank 0 has the store.
+    store.set(f"end/{rank}", "")
+    store.wait([f"end/{each}" for each in range(size)], timedelta(seconds=6 * PATIENCE))
+
+
+def run_here(program: Program, rank: int) -> tuple[Failure | None, bool]:
+    """Run a program on this rank; return how it failed, and whether a listed error ended it."""
+    from tests.checker.distributed import ProcessWorld
+
+    records = plain_records(program)
+    world = None
+    try:
+        world = ProcessWorld(program, rank)
+        run_distributed(world, program, records[rank], [])
+    except Stop as stop:
+        return stop.failure, stop.failure is None
+    except Exception as error:
+        return _raised(error, rank, -1, "wrap"), False
+    finally:
+        if world is not None:
+            world.end()
+    return None, False
+
+
+# -- in the checker ------------------------------------------------------------------------------------------
+
+
+def run_in_processes(programs: Sequence[Program], ranks: int) -> Iterator[tuple[Program, Failure | None]]:
+    """Run programs on real ranks; yield each with how it failed."""
+    left = list(programs)
+    while left:
+        done = 0
+        for failure in _launch(left, ranks):
+            yield left[done], failure
+            done += 1
+        left = left[done:]
+
+
+def _launch(programs: Sequence[Program], ranks: int) -> Iterator[Failure | None]:
+    """Run programs until one fails; yield how each failed."""
+    from dnn_bench.rank_environment import HeldPort
+    from tests.support.launch import start_ranks
+
+    port = HeldPort()
+    settings = {"COMMSCHED_TIMEOUT": f"{PATIENCE:g}", _PORT: str(port.number)}
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([program.to_json() for program in programs], file)
+        file.flush()
+        started = start_ranks(Path(__file__), ranks, [file.name], settings)
+        with closing(port), started:
+            yield from _follow(started, len(programs), ranks)
+
+
+def _follow(started: Any, count: int, ranks: int) -> Iterator[Failure | None]:
+    readers = [_Lines(started, rank) for rank in range(ranks)]
+    number, latest = 0, time.monotonic() + 120.0  # to start
+    while number < count:
+        ended = all(process.poll() is not None for process in started.processes)
+        for reader in readers:
+            reader.read()
+        here = [reader.lines[number] for reader in readers if number < len(reader.lines)]
+        failures = [each for each in here if each["failure"]]
+        if failures and (len(here) == ranks or ended or time.monotonic() > latest):
+            first = min(failures, key=lambda each: each["time"])
+            yield Failure(**first["failure"])
+            return
+        if len(here) == ranks:
+            yield None
+            number, latest = number + 1, time.monotonic() + 8 * PATIENCE
+        elif ended or time.monotonic() > latest:
+            text = started.report()[-4000:]
+            yield Failure("hangs", "a rank did not come to the end", -1, -1, "?", text)
+            return
+        else:
+            time.sleep(0.02)
+
+
+class _Lines:
+    """What a rank has said about its programs, in their order."""
+
+    def __init__(self, started: Any, rank: int) -> None:
+        self._path, self._place = started.folder / f"rank.{rank}.stdout", 0
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open() as file:
+            file.seek(self._place)
+            while (line := file.readline()).endswith("\n"):
+                self._place += len(line.encode())
+                if line.startswith(PREFIX):
+                    self.lines.append(json.loads(line[len(PREFIX) :]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Where plans are made: shipped policies in a child, the user's own here, all here without children."""
+
+import importlib
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from commsched.optimizer import planner
+from commsched.optimizer.planner import plan_in_child
+from scheduler import policies, profiles
+from scheduler.ir.link import Link
+
+LINK = Link(1e-4, 8e-9)
+PROFILE = profiles.shipped("resnet50")
+
+
+def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
+    monkeypatch.setattr(policies, "_ADDED", {})
+    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
+    assert plan_in_child(PROFILE, LINK, "mine", {}).policy == "wfbp"
+
+
+def test_no_child_is_started_where_the_compiler_is_loaded(monkeypatch):
+    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    importlib.import_module("numba")
+    assert plan_in_child(PROFILE, LINK, "dear", {}).policy == "dear"
+
+
+def ask(policy, monkeypatch, folder, **options):
+    """What a child answers in this folder."""
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setattr(policies, "plan", lambda *a, **k: pytest.fail("no child was started"))
+    monkeypatch.chdir(folder)
+    return plan_in_child(PROFILE, LINK, policy, options)
+
+
+def test_the_answer_of_a_child_is_the_plan(monkeypatch, tmp_path):
+    (tmp_path / "scheduler.py").write_text("raise ImportError")
+    here = policies.plan(PROFILE, LINK, "dear", ranks=4)
+    assert ask("dear", monkeypatch, tmp_path, ranks=4).hash == here.hash
+
+
+def test_the_answer_of_a_child_is_the_error(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="bucket"):
+        ask("dear", monkeypatch, tmp_path, bucket_bytes=-1)
+
+
+def test_the_asking_process_does_not_load_the_compiler():
+    code = """
+import sys
+from commsched.optimizer.planner import plan_in_child
+from scheduler import profiles
+from scheduler.ir.link import Link
+plan_in_child(profiles.shipped("resnet50"), Link(1e-4, 8e-9), "dear", {})
+sys.exit("numba" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_which_policies_need_the_compiler(name):
+    code = f"""
+import sys
+from scheduler import policies, profiles
+from scheduler.ir.link import Link
+policies.plan(profiles.shipped("resnet50"), Link(1e-4, 8e-9), {name!r})
+assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setattr(planner.sys, "executable", "/no/such/interpreter")
+    with caplog.at_level(logging.WARNING, logger="commsched"):
+        program = plan_in_child(PROFILE, LINK, "dear", {"ranks": 4})
+    assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash
+    assert "no/such/interpreter" in caplog.text

@@ -1,0 +1,125 @@
+"""Random programs of ordinary actions give what plain PyTorch with averaged gradients gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checker.__main__ import on_threads, warm_up
+from tests.checker.allowed import ROWS
+from tests.checker.programs import PLAINEST, Program, Tally, draw, run_on_threads, shrink
+
+FIRST, PARTS, PROGRAMS = 1, 20, 25
+"""The seeds are fixed. pytest-xdist shares the parts between its processes."""
+
+PAGE = Path(__file__).parents[3] / "docs" / "exactness.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    torch.set_num_threads(1)
+    warm_up()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs(part: int) -> None:
+    first = FIRST + part * PROGRAMS
+    print(f"seeds {first} to {first + PROGRAMS - 1}")
+    for seed in range(first, first + PROGRAMS):
+        ranks = 3 if seed % 5 == 0 else 2
+        program = draw(seed, ranks)
+        failure = run_on_threads(program)
+        if failure is not None:
+            small, reason = shrink(program, failure, on_threads, 30.0)
+            pytest.fail(
+                f"seed {seed} differs from plain PyTorch"
+                f" (python -m tests.checker --ranks {ranks} --replay {seed} --shrink):\n{small}\n{reason}"
+            )
+
+
+# -- the listed errors ---------------------------------------------------------------------------------------
+
+Steps = list[tuple[str, dict[str, Any]]]
+LOSS: dict[str, Any] = {"loss": {}}
+BACKWARD, STEP = ("backward", LOSS), ("step", {})
+TRAIN = ("train", {"loss": {}, "steps": 2, "clear": "optimizer", "first": False})
+SHARDS = {"gather": "parameters"}
+EARLY = SHARDS | {"early_step": True, "lateness": 0.0}
+USED_TWICE = ("backward", {"loss": {"twice": True, "checkpointed": "reentrant"}})
+
+ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
+    ("not gathered", SHARDS, [BACKWARD, ("read_grads", {"how": "norm", "gathered": False})]),
+    ("gradient gone", SHARDS, [BACKWARD, STEP, ("read_grads", {"how": "norm", "gathered": False})]),
+    ("gradient gone", SHARDS, [BACKWARD, STEP, BACKWARD]),
+    ("gradient gone", SHARDS, [BACKWARD, STEP, STEP]),
+    ("second gradient", SHARDS | {"bucket_mb": 0.0003}, [TRAIN, USED_TWICE, STEP]),
+    ("converted", SHARDS, [("to_dtype", {"to": "float32"}), BACKWARD, STEP]),
+    ("early step", EARLY, [BACKWARD, BACKWARD]),
+    ("early step", EARLY, [BACKWARD, ("synchronize", {})]),
+    (
+        "sum changed",
+        {"op": "sum"},
+        [BACKWARD, ("change_grads", {"how": "mul_", "places": [0], "gathered": False}), BACKWARD],
+    ),
+    ("backward raised", {}, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), STEP]),
+    ("backward raised", SHARDS, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), BACKWARD]),
+    ("inside its backward", {}, [TRAIN, ("add_hook", {"kind": "peek", "place": 1}), BACKWARD]),
+    (
+        "not planned",
+        {"frozen": 1},
+        [BACKWARD, ("unfreeze", {}), BACKWARD, ("read_grads", {"how": "norm", "gathered": False})],
+    ),
+    ("closed", {}, [("close_and_go_on", {}), ("use_closed", {})]),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "options", "steps"), ENDS_WITH)
+def test_a_listed_error_is_raised(name: str, options: dict[str, Any], steps: Steps) -> None:
+    tally = Tally()
+    numbered = tuple((action, salt, True, arguments) for salt, (action, arguments) in enumerate(steps))
+    failure = run_on_threads(Program(1, {**PLAINEST, **options}, numbered), tally=tally)
+    assert failure is None, failure
+    assert set(tally.listed) == {name}
+
+
+FOUND: list[tuple[dict[str, Any], Steps]] = [
+    # A norm of no gradients begins no round, which the rank without data would step alone.
+    (
+        SHARDS,
+        [
+            ("clip", {"how": "optimizer", "sync": True}),
+            ("idle_rank", LOSS | {"rank": 1, "then": "step"}),
+        ],
+    ),
+]
+"""Programs that failed once, drawn at random."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("options", "steps"), FOUND)
+def test_what_random_programs_have_found(options: dict[str, Any], steps: Steps) -> None:
+    numbered = tuple((action, salt, False, arguments) for salt, (action, arguments) in enumerate(steps))
+    failure = run_on_threads(Program(1, {**PLAINEST, **options}, numbered))
+    assert failure is None, failure
+
+
+def test_every_listed_error_has_a_program() -> None:
+    assert {name for name, _, _ in ENDS_WITH} == {row.name for row in ROWS}
+
+
+def test_the_page_lists_the_same_errors() -> None:
+    """A line of the page: | name | when | type: `part of the text`, `another part` | way out |"""
+    listed = {}
+    for line in PAGE.read_text().splitlines():
+        match = re.match(r"\| ([\w ]+) \| [^|]+ \| `(\w+)`(?: or `(\w+)`)?: (.*) \| [^|]+ \|$", line)
+        if match:
+            name, *types, texts = match.groups()
+            listed[name] = ({each for each in types if each}, set(re.findall(r"`([^`]+)`", texts)))
+    assert listed == {row.name: ({each.__name__ for each in row.error}, set(row.says)) for row in ROWS}
+    assert len(listed) <= 10
