@@ -47,6 +47,9 @@ def changed_rows(part: Tensor, whole: Tensor, changed: Tensor) -> None:
 def data_pointers(tensors: list[Tensor]) -> list[int]:
     """Return the address of each tensor's first element; 0 without elements or without a storage."""
 
+def source_addresses(tensors: list[Tensor | None], needed: list[int], like: Tensor) -> list[int] | None:
+    """Return `data_pointers`, 0 for None; None if one has another type, device or too few elements."""
+
 def foreign_users(parameters: list[Tensor]) -> list[int]:
     """Return the indices of the parameters with `foreign_uses`."""
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from comm_core._C import source_addresses
 from comm_core.cuda.launchers import Launcher, current_stream, device_number, launcher_for
-from comm_core.cuda.tables import Region, chunk_table, pack_kernel
+from comm_core.cuda.tables import Region, chunk_elements, chunk_table, pack_kernel
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -40,7 +41,8 @@ class BucketCopy:
         if self._launcher is None:
             return
         self._kernel = pack_kernel(dtype, bucket.dtype)
-        table = torch.from_numpy(chunk_table(self.regions))
+        self._like = torch.empty(0, dtype=dtype, device=bucket.device)
+        table = torch.from_numpy(chunk_table(self.regions, chunk_elements(dtype, bucket.dtype)))
         self._blocks = len(table)
         self._chunks = table.to(bucket.device)
         # Gradients mostly come back at the same addresses, so the table in device memory rarely changes.
@@ -51,15 +53,19 @@ class BucketCopy:
 
     def pack(self, tensors: Tensors, scale: float = 1.0) -> None:
         """Write scale * tensors into the bucket; a tensor that is None counts as zeros."""
-        self._check_tensors(tensors)
         if self._launcher is None:
+            self._check_tensors(tensors)
             self._pack_by_torch(tensors, scale)
             return
+        addresses = source_addresses(list(tensors), self._needed, self._like)
+        if addresses is None:
+            self._check_tensors(tensors)  # says which one does not fit
+            raise ValueError("a tensor without memory of its own cannot be packed")
         if self._blocks == 0:
             return
         device = self.bucket.device
         stream = current_stream(device)
-        self._set_addresses(stream, [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        self._set_addresses(stream, addresses)
         arguments = (
             self._chunks.data_ptr(), self._table.data_ptr(), self.bucket.data_ptr(), float(scale)
         )  # fmt: skip

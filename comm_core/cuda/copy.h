@@ -23,7 +23,7 @@ template <typename From, typename To, typename Math>
 COMMSCHED_HD void copy_range(const From* from, To* to, Int64 count, Math scale, int thread, int threads) {
   // The smaller type fills 16 bytes, the larger one takes two or more accesses.
   constexpr int kWidth = 16 / smaller(sizeof(From), sizeof(To));
-  constexpr int kUnroll = larger(1, 4 / larger(1, larger(sizeof(From), sizeof(To)) / smaller(sizeof(From), sizeof(To))));
+  constexpr int kUnroll = larger(1, 8 / larger(1, larger(sizeof(From), sizeof(To)) / smaller(sizeof(From), sizeof(To))));
   const Int64 head = unaligned_head<To, kWidth>(to, count);
   Int64 done = 0;
   if (is_aligned<From, kWidth>(from + head)) {

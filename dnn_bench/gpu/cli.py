@@ -149,7 +149,7 @@ def _kernels(row: Report) -> Cells:
 
 
 def _steps(row: Report) -> Cells:
-    ratio = row["wrapped"] / row["plain"]
+    ratio = row["ratio"]
     times = f"{row['plain'] * 1e3:.2f}", f"{row['wrapped'] * 1e3:.2f}"
     return row["model"], *times, f"{ratio:.4f}", _verdict(ratio <= ONE_WORKER)
 

@@ -174,6 +174,25 @@ std::vector<uintptr_t> data_pointers(const py::list& tensors) {
   return addresses;
 }
 
+// Packing asks this of every gradient of every step, so that a Python loop would cost more than the launch.
+std::optional<std::vector<uintptr_t>> source_addresses(const py::list& tensors, const std::vector<int64_t>& needed,
+                                                       const at::Tensor& like) {
+  if (tensors.size() != needed.size()) return std::nullopt;
+  std::vector<uintptr_t> addresses;
+  addresses.reserve(needed.size());
+  for (size_t i = 0; i < needed.size(); ++i) {
+    if (tensors[i].is_none()) {
+      addresses.push_back(0);
+      continue;
+    }
+    const at::Tensor& tensor = borrowed(tensors[i]);
+    const bool fits = tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device();
+    if (!fits || tensor.numel() < needed[i]) return std::nullopt;
+    addresses.push_back(address_of(tensor));
+  }
+  return addresses;
+}
+
 // ---------------------------------------------------------------------------------------------------------- aliases
 
 // Number of elements from the first to the last of a tensor of this shape.
@@ -268,6 +287,7 @@ void bind_memory(py::module_& m) {
   m.def("gradients_held", &gradients_held, py::arg("parameters"));
   m.def("shares_storage", &shares_storage, py::arg("one"), py::arg("other"));
   m.def("data_pointers", &data_pointers, py::arg("tensors"));
+  m.def("source_addresses", &source_addresses, py::arg("tensors"), py::arg("needed"), py::arg("like"));
   m.def("foreign_uses", &foreign_uses, py::arg("parameter"));
   m.def("foreign_users", &foreign_users, py::arg("parameters"));
 }

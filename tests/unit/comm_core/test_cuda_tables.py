@@ -53,7 +53,7 @@ def test_every_element_is_moved_once(numels: list[int], offsets: int, elements: 
 
 def test_more_than_2_to_the_31_elements() -> None:
     large = 5 * 2**31
-    table = chunk_table([Region(0, 3, 64, large)])
+    table = chunk_table([Region(0, 3, 64, large)], 8192)
     assert table[:, 3].sum() == large
     assert table[-1, 1] + table[-1, 3] == 3 + large and table[-1, 2] + table[-1, 3] == 64 + large
     assert (np.diff(table[:, 1]) == table[0, 3]).all()
@@ -66,14 +66,13 @@ def test_more_blocks_than_a_launch_may_have() -> None:
 
 def test_no_negative_numbers() -> None:
     with pytest.raises(ValueError, match="no negative numbers, got Region"):
-        chunk_table([Region(0, -1, 0, 4)])
+        chunk_table([Region(0, -1, 0, 4)], 8192)
 
 
-@pytest.mark.parametrize(
-    ("total", "elements"), [(1, 4096), (2**20, 4096), (25 * 2**18, 4096), (2**25, 16384), (2**31, 65536)]
-)
-def test_chunks_grow_with_the_bucket(total: int, elements: int) -> None:
-    assert chunk_elements(total) == elements
+def test_a_chunk_is_one_round_of_all_threads() -> None:
+    assert chunk_elements(torch.float32, torch.float32) == THREADS * 8 * 4  # 8 loads of 4 floats
+    assert chunk_elements(torch.float32, torch.bfloat16) == THREADS * 8 * 4
+    assert chunk_elements(torch.bfloat16, torch.bfloat16) == THREADS * 8 * 8
 
 
 def test_one_after_another_is_what_cat_does() -> None:

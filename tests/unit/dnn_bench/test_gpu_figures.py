@@ -49,8 +49,8 @@ REPORT = {
         kernel("torch.cat", 0.5),
     ],
     "steps": [
-        {"model": "gpt2", "plain": 0.1, "wrapped": 0.101},
-        {"model": "bert", "plain": 0.1, "wrapped": 0.102},
+        {"model": "gpt2", "plain": 0.1, "wrapped": 0.101, "ratio": 1.01},
+        {"model": "bert", "plain": 0.1, "wrapped": 0.102, "ratio": 1.02},
     ],
     "cost": [
         {"model": "gpt2", "buckets": 7, "per_bucket": 19.9e-6},
@@ -137,7 +137,7 @@ def test_a_later_run_keeps_the_parts_that_it_does_not_measure(
     assert json.loads(file.read_text()).keys() == {"environment", "kernels", "steps"}
     text = file.with_suffix(".md").read_text()
     assert "### Kernels" in text and "### One worker" in text and text in capsys.readouterr().out
-    again = [{"model": "bert", "plain": 0.2, "wrapped": 0.2}]
+    again = [{"model": "bert", "plain": 0.2, "wrapped": 0.2, "ratio": 1.0}]
     measured["steps"] = again
     assert cli.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["steps"] == [REPORT["steps"][0], *again]
