@@ -8,7 +8,6 @@ tensors on the host that are summed over the ranks in every step.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -197,9 +196,11 @@ class Backend(ABC):
     def is_gathered(self, bucket: int) -> bool:
         """Return whether ``wait_gathered`` would return at once."""
 
+    @abstractmethod
     def step_ended(self) -> None:
         """React to the end of the user's ``step()``; called in its thread."""
 
+    @abstractmethod
     def updates_issued(self) -> None:
         """React to the completion of parameters; called in the thread that needed them."""
 
@@ -226,13 +227,13 @@ class Backend(ABC):
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""
 
+    @abstractmethod
     def now(self) -> Any:
         """Return a mark of this moment, where the model computes: on a GPU after all work so far."""
-        return time.monotonic()
 
+    @abstractmethod
     def seconds(self, mark: Any) -> float | None:
         """Return a mark's moment on the clock of ``events()``; None before the device has reached it."""
-        return float(mark)
 
     def watch(self) -> Watch:
         """Return a recorder of one iteration's moments, on the clock of ``events()``."""

@@ -143,6 +143,7 @@ class Session:
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
         self.planner = Planner(model, backend, options, self._owners)
         self.planner.send_by_rows(params, modules)
+        self._adapts = self.planner.adapts
         after = options.predivide / (1 if options.sums else ranks.size)
         scaling = Scaling(1.0 / options.predivide, after, options.wire_dtype)
         mode: StepMode = (
@@ -180,7 +181,7 @@ class Session:
         self._repeats = REPEATS
 
     def _start(self) -> None:
-        if self.planner.adapts:
+        if self._adapts:
             self._start_measuring()
         elif self._timeline is not None:
             self._watch_next()
@@ -260,7 +261,7 @@ class Session:
             self._record(self._timeline)
         if self._measuring is not None:
             self._take_sample(self._measuring)
-        elif self.planner.adapts:
+        elif self._adapts:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()

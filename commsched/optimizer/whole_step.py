@@ -79,28 +79,24 @@ class OptimizerView:
             self._step(self._view)
 
 
-class DeferredUpdate:
-    """The update of ``optimizer.step()`` now, to be applied to parameters as their gradients arrive."""
+def deferred_update(optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> Update:
+    """Return the update of ``optimizer.step()`` now, to be applied to parameters when gradients arrive."""
+    view, options = OptimizerView(optimizer, base), [_snapshot(group) for group in optimizer.param_groups]
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
-    def __init__(self, optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
-        self._view = OptimizerView(optimizer, base)
-        self._params = params
-        self._groups = [_snapshot(group) for group in optimizer.param_groups]
-        self._group_of = {
-            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
-
-    def __call__(self, indices: Sequence[int]) -> None:
-        chosen: list[list[nn.Parameter]] = [[] for _ in self._groups]
+    def update(indices: Sequence[int]) -> None:
+        chosen: list[list[nn.Parameter]] = [[] for _ in options]
         for i in sorted(indices):  # in the optimizer's order
-            number = self._group_of.get(id(self._params[i]))
+            number = group_of.get(id(params[i]))
             if number is not None:
-                chosen[number].append(self._params[i])
+                chosen[number].append(params[i])
         groups = [
-            {**group, "params": params} for group, params in zip(self._groups, chosen, strict=True) if params
+            {**group, "params": members} for group, members in zip(options, chosen, strict=True) if members
         ]
         if groups:
-            self._view.step(groups)
+            view.step(groups)
+
+    return update
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
@@ -145,9 +141,11 @@ class StepMode(ABC):
     def installed(self, program: Program) -> None:
         """React to a new plan, which the backend has installed."""
 
+    @abstractmethod
     def before_round(self) -> None:
         """End the former round, or refuse a new one, because a backward begins."""
 
+    @abstractmethod
     def round_begun(self) -> None:
         """React to a new round; buckets may be marked from now on."""
 
@@ -164,9 +162,9 @@ class StepMode(ABC):
         """Whether p.grad holds the sums although parameters are still to come."""
         return False
 
+    @abstractmethod
     def holders(self, i: int) -> int:
         """Return how many tensors hold a parameter's memory when user code has no alias of it."""
-        return 1
 
     @abstractmethod
     def show(self, gradient: Gradient) -> None:
@@ -215,6 +213,7 @@ class StepMode(ABC):
     def finish_all(self) -> None:
         """Complete all pending work, so that another round can take over; gradients stay."""
 
+    @abstractmethod
     def cleared(self, set_to_none: bool) -> None:
         """React to the user's ``zero_grad()``."""
 
@@ -287,6 +286,18 @@ class StepMode(ABC):
 
 class WholeStep(StepMode):
     """Sums become ``p.grad``; updates wait for them, if need be until the next forward."""
+
+    def before_round(self) -> None:
+        pass
+
+    def round_begun(self) -> None:
+        pass
+
+    def holders(self, i: int) -> int:
+        return 1
+
+    def cleared(self, set_to_none: bool) -> None:
+        pass
 
     def weigh(self, factor: float) -> None:
         self.round.factor = factor
@@ -388,7 +399,7 @@ class WholeStep(StepMode):
             optimizer._update()
             now.finish_step()
         else:
-            self.defer(DeferredUpdate(optimizer, base, now.params))
+            self.defer(deferred_update(optimizer, base, now.params))
 
     def defer(self, update: Update) -> None:
         """Take over the update of every parameter: apply it now if its gradient has arrived, else then."""

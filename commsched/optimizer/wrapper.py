@@ -201,10 +201,16 @@ class DistributedMethods(Optimizer):
         if self._unplanned is not None:
             self._unplanned.reduce(self._named_trained())
         elif self._session is not None:
-            session = self._refreshed()
-            session.round.require_sent()
-            session.mode.gather_gradients()
-            session.round.leave_empty()
+            with self._sent() as session:
+                session.mode.gather_gradients()
+
+    @contextmanager
+    def _sent(self) -> Iterator[Session]:
+        """Reduce what has not been reduced; afterwards end a round in which no rank had a gradient."""
+        session = self._refreshed()
+        session.round.require_sent()
+        yield session
+        session.round.leave_empty()
 
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
@@ -319,11 +325,8 @@ class DistributedMethods(Optimizer):
                 " skip_synchronize()"
             )
         if self._shards is not None:
-            session = self._refreshed()
-            session.round.require_sent()
-            norm = self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-            session.round.leave_empty()
-            return norm
+            with self._sent():
+                return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._synchronize()
         return nn.utils.clip_grad_norm_(self._every_param(), max_norm, norm_type, error_if_nonfinite)
 

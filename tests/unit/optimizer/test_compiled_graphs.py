@@ -15,7 +15,7 @@ from commsched.optimizer import hooks
 from commsched.optimizer.hooks import Hooks
 from commsched.optimizer.pending import CompiledParameter
 from commsched.optimizer.round import Round
-from commsched.optimizer.whole_step import DeferredUpdate, WholeStep
+from commsched.optimizer.whole_step import WholeStep, deferred_update
 from tests.support.local_backend import Channels, local_backend, mean_of, round_of, run_threads
 
 RANKS, LAYERS, STEPS = 2, 4, 5
@@ -85,7 +85,7 @@ class Rank:
         loss: torch.Tensor = self.compiled(batch(self.rank, step)).square().mean()
         meet()
         loss.backward()
-        self.mode.defer(DeferredUpdate(self.optimizer, torch.optim.SGD, self.params))
+        self.mode.defer(deferred_update(self.optimizer, torch.optim.SGD, self.params))
         self.round.clear_grads(True)
         return loss.item()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.optimizer.whole_step import DeferredUpdate, is_separable, plain_step, register_separable
+from commsched.optimizer.whole_step import deferred_update, is_separable, plain_step, register_separable
 
 SEPARABLE: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -47,7 +47,7 @@ def test_one_after_the_other_is_all_together(name: str) -> None:
     for step in range(4):
         give_gradients(mine, step)
         give_gradients(plain, step)
-        update = DeferredUpdate(optimizer, type(optimizer), mine)
+        update = deferred_update(optimizer, type(optimizer), mine)
         for some in ([2], [0, 3], [], [1]):
             update(some)
         oracle.step()
@@ -66,7 +66,7 @@ def test_hyperparameters_are_those_of_the_step(rate: Any) -> None:
     optimizer, oracle = (torch.optim.Adam(p, copy.deepcopy(rate)) for p in (mine, plain))
     give_gradients(mine, 0)
     give_gradients(plain, 0)
-    update = DeferredUpdate(optimizer, torch.optim.Adam, mine)
+    update = deferred_update(optimizer, torch.optim.Adam, mine)
     oracle.step()
     group = optimizer.param_groups[0]
     if isinstance(group["lr"], torch.Tensor):
@@ -88,7 +88,7 @@ def test_every_group_keeps_its_options_and_nobody_sees_other_groups() -> None:
     for step in range(3):
         give_gradients(mine, step)
         give_gradients(plain, step)
-        update = DeferredUpdate(optimizer, torch.optim.SGD, mine)
+        update = deferred_update(optimizer, torch.optim.SGD, mine)
         update([3, 0])
         assert optimizer.param_groups is groups and len(groups[0]["params"]) == 2
         update([1, 2])
@@ -105,7 +105,7 @@ def test_an_update_within_a_forward_ignores_its_modes() -> None:
         give_gradients(mine, step)
         give_gradients(plain, step)
         with mode:
-            DeferredUpdate(optimizer, torch.optim.Adam, mine)(range(4))
+            deferred_update(optimizer, torch.optim.Adam, mine)(range(4))
         oracle.step()
     assert all(torch.equal(p, q) for p, q in zip(mine, plain, strict=True))
     state = optimizer.state[mine[0]]["exp_avg"]
@@ -127,7 +127,7 @@ def test_hooks_of_torch_do_not_run_for_parts() -> None:
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     give_gradients(params, 0)
-    DeferredUpdate(optimizer, torch.optim.SGD, params)(range(4))
+    deferred_update(optimizer, torch.optim.SGD, params)(range(4))
     assert not calls
     plain_step(torch.optim.SGD)(optimizer)
     assert not calls

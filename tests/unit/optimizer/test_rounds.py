@@ -12,7 +12,7 @@ from torch import nn
 from commsched.errors import CommError
 from commsched.optimizer.pending import PendingGradient, PendingParameter, raw_grad
 from commsched.optimizer.round import Round, State
-from commsched.optimizer.whole_step import DeferredUpdate, WholeStep
+from commsched.optimizer.whole_step import WholeStep, deferred_update
 from tests.support.local_backend import Channels, local_backend, mean_of, round_of, run_threads
 
 
@@ -74,7 +74,7 @@ def test_states_and_classes_along_a_step() -> None:
         model(batch(rank)).square().mean().backward()
         assert now.state is State.SENT and now.pending == 6
         assert all(type(p) is PendingGradient for p in params)
-        mode_of(now).defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        mode_of(now).defer(deferred_update(optimizer, torch.optim.SGD, params))
         assert now.state is State.IDLE
         assert {type(p) for p in params} <= {PendingParameter, nn.Parameter}
         model(batch(rank))
@@ -98,7 +98,7 @@ def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
             time.sleep(0.1)  # in which a forward that does not wait would end
             order.append("the backward of rank 1")
         loss.backward()
-        mode_of(now).defer(DeferredUpdate(optimizer, torch.optim.SGD, params))
+        mode_of(now).defer(deferred_update(optimizer, torch.optim.SGD, params))
         if rank == 0:
             stepped.set()
         model(batch(rank))
@@ -118,7 +118,7 @@ def test_forward_waits_only_for_what_it_needs() -> None:
         now, _ = round_of(model, local_backend(channels, rank), "dear", bucket_bytes=1)
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
-        mode_of(now).defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+        mode_of(now).defer(deferred_update(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
         now.needed((0, 1))
         exposed = [gradient.exposed for gradient in now.gradients]
         now.settle()
@@ -171,7 +171,7 @@ def test_a_step_on_some_ranks_only_is_an_error_that_names_them() -> None:
         params = list(model.parameters())
         model(batch(rank)).square().mean().backward()
         if rank != 2:
-            mode_of(now).defer(DeferredUpdate(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
+            mode_of(now).defer(deferred_update(torch.optim.SGD(params, 0.1), torch.optim.SGD, params))
         now.clear_grads(set_to_none=True)
         model(batch(rank, 1)).square().mean().backward()
         with pytest.raises(CommError) as caught:
