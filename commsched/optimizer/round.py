@@ -35,6 +35,13 @@ A round belongs to one backward, which may run others inside (reentrant checkpoi
 queued callback at the end of the backward it was queued in, and drops it uncalled where that backward raises:
 ``_EndOfBackward`` tells both.
 
+[Note: gradients apart]
+Sparse gradients, and those that come late, are reduced outside of the buckets, by all ranks together, when
+the flags are read. Flags are otherwise read when a parameter is first needed, which is earlier on one rank
+than on another, depending on what has arrived: with two optimizers the ranks would wait for each other in
+different ones. So ``step()`` reads the flags where gradients may come apart: ``apart`` is set where a module
+makes sparse ones, and with the first that comes apart, on any rank.
+
 Threads: hooks and the end of a backward run on the thread that runs the backward, completions on any thread
 that accesses a parameter; ``Round.lock`` guards all state. The engine's thread never enters Python.
 ``docs/engine.md`` describes which part owns a buffer at what time.
@@ -209,6 +216,7 @@ class Round:
         self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
 
         # From round to round.
+        self.apart = False  # rounds may have gradients that no bucket carries: see [Note: gradients apart]
         self.stepped = False  # since the last round
         self.joined = False  # this rank takes part with zeros until every rank has joined
         self.samples = 0  # that weighted losses have counted since the last round
@@ -464,7 +472,7 @@ class Round:
             self.sparse_dims[i] = grad.sparse_dim()
             gradient.payload.put(grad.to_dense(), self.backend)
         else:
-            gradient.sparse = grad
+            gradient.sparse, self.apart = grad, True
             gradient.payload.put_zeros()
 
     def _put_difference(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
@@ -500,6 +508,7 @@ class Round:
             self.backend.take_back(i, gradient.view)
         if sent or gradient.sparse is not None or (grad.is_sparse and not self.sparse_as_dense):
             gradient.late = grad if gradient.late is None else gradient.late + grad
+            self.apart = True
             if self.flag[i] < LATE:
                 self.flag[i] += LATE + DENSE * (gradient.sparse is not None)
         else:
@@ -765,6 +774,7 @@ class Round:
         self._check_steps(by_rank, some_joined)
         self._weigh(flags[places.samples], flags[places.unweighted])
         if any(flag >= SPARSE for flag in used):
+            self.apart = True
             self._reduce_outside(any(flag >= LATE for flag in used))
 
     def _reduce_outside(self, late: bool) -> None:
@@ -958,6 +968,7 @@ class Round:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
+        self.apart = self.apart or before.apart
         self._additions = before._additions
         here = {id(param): i for i, param in enumerate(self.params)}
         places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}

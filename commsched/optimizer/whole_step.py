@@ -385,6 +385,8 @@ class WholeStep(StepMode):
 
     def step(self, optimizer: Any, synchronous: bool) -> None:
         base, now = optimizer._base, self.round
+        if now.apart:
+            now.wait_for_flags()
         whole = (
             synchronous
             or not is_separable(base)
