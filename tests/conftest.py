@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import re
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -40,15 +41,36 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, keep the tests of a file together, but those that name another group.
-
-    Runs before ``-m`` leaves tests out: where all are collected, note their names and marks.
-    """
+    """Where all tests are collected, note their names and marks, before ``-m`` leaves tests out."""
     if [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]:
         config.stash[COLLECTED] = {i.nodeid: [mark.name for mark in i.iter_markers()] for i in items}
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadscope``, keep together what shares something.
+
+    ``--dist loadgroup`` would need no code here, but with pytest 9.2 pytest-xdist 3.8 loses the groups: each
+    worker then starts every launch anew.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Together(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def scope_of(test: str) -> str:
+    """Return the name of what runs in one process: a file, or the cases that share a launch
+    (tests/support/cases.py). Random programs share nothing.
+    """
+    file, _, name = test.partition("::")
+    case = re.search(r"\[(\w+)-\w+-(\d+)\]$", name)
+    if case and any(Path(__file__).parent.glob(f"*/programs/{case[1]}.py")):
+        return f"{file} {case[1]} {case[2]}"
+    return test if name.startswith("test_random_programs[") else file
 
 
 def pytest_configure(config: pytest.Config) -> None:

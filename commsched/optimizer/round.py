@@ -214,6 +214,7 @@ class Round:
         self.repeated = False  # with gradients that came late
         self.abandoned = False  # nobody uses its sums
         self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
+        self._uncleared: set[int] | None = None  # once user code has cleared some gradients one by one
 
         # From round to round.
         self.apart = False  # rounds may have gradients that no bucket carries: see [Note: gradients apart]
@@ -425,6 +426,7 @@ class Round:
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
+        self._uncleared = None
         for gradient in self.gradients:
             gradient.clear = gradient.sparse = gradient.late = None
             gradient.touched = False
@@ -556,7 +558,7 @@ class Round:
             self._is_local = False
             if local or self.state is not State.FILLING or self.closed:
                 return
-            self.state = State.RAISED
+            self.state, self._uncleared = State.RAISED, None
             for gradient in self.travelling:
                 there = raw_grad(gradient.param) is not None
                 gradient.unclear = there or gradient.filled == self.number
@@ -904,7 +906,24 @@ class Round:
             clear_pending(gradient.param)
             gradient.unclear, gradient.sum, gradient.touched = False, None, True
             gradient.local = None
+            self._end_if_cleared(i, self.state is State.RAISED or grad is None)
             return True
+
+    def _end_if_cleared(self, i: int, cleared: bool) -> None:
+        """End the round with the last gradient that user code clears, as ``zero_grad()`` does.
+
+        The other ranks may wait for its end before they come to the next use of this optimizer.
+        """
+        if self._uncleared is None:
+            left = [g for g in self.travelling if g.pends]
+            if self.state is State.RAISED:
+                left = [g for g in left if g.unclear]
+            else:
+                left = [g for g in left if not g.touched and g.param.requires_grad]
+            self._uncleared = {g.number for g in left}
+        (self._uncleared.discard if cleared else self._uncleared.add)(i)
+        if not self._uncleared:
+            self.leave_cleared()
 
     def cleared(self, i: int, set_to_none: bool) -> bool:
         """React to ``Module.zero_grad`` on a pending parameter; return whether that needs no waiting."""

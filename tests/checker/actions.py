@@ -376,6 +376,7 @@ def failing_rank(w: World, salt: int, loss: Args, bomb: int, rank: int, clear: s
     value = w.loss(loss, salt, bomb if w.rank == rank else None)
     try:
         if isinstance(w, PlainWorld):  # what the other ranks have averaged is cleared
+            w.inside_a_backward()
             for optimizer in w.wrapped:
                 optimizer.before_backward()
             torch.autograd.backward(value)

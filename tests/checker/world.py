@@ -192,10 +192,7 @@ class PlainWorld(World):
         wrapped = self.wrapped
         if not wrapped:
             self.diverged = True
-        if self.hooks:  # they may read gradients
-            self.reading()
-            for book in self.books:
-                self.event("inside", book)
+        self.inside_a_backward()
         marks = [optimizer.before_backward() for optimizer in wrapped]
         try:
             super().backward(loss, **how)
@@ -206,10 +203,18 @@ class PlainWorld(World):
         for optimizer, mark in zip(wrapped, marks, strict=True):
             optimizer.after_backward(mark)
 
+    def inside_a_backward(self) -> None:
+        """Announce a backward, whose hooks may read gradients."""
+        if self.hooks:
+            self.reading()
+            for book in self.books:
+                self.event("inside", book)
+
     def step_with_zeros(self, loss: dict[str, Any], salt: Any, has_data: bool) -> None:
         """Take a step of a job in which some ranks have joined: these contribute zeros."""
         if has_data:
             value = self.loss(loss, salt)
+            self.inside_a_backward()
             for optimizer in self.wrapped:
                 optimizer.before_backward()
             torch.autograd.backward(value)

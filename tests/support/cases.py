@@ -175,7 +175,7 @@ def _cases_of(program: str) -> dict[str, Case]:
 def parameters(*programs: str) -> list[Any]:
     """(program, ranks, case) of all cases, launch by launch, for ``pytest.mark.parametrize``.
 
-    With ``--dist loadgroup``, the cases of a launch go to one worker and launches to different ones.
+    With ``--dist loadscope``, the cases of a launch go to one worker and launches to different ones.
     """
     import pytest
 
@@ -185,8 +185,7 @@ def parameters(*programs: str) -> list[Any]:
         for ranks in sorted({n for c in cases.values() for n in c.ranks}):
             for name, one in cases.items():
                 if ranks in one.ranks:
-                    marks = [pytest.mark.xdist_group(f"{program}-{ranks}")]
-                    marks += [pytest.mark.slow] if ranks in one.slow else []
+                    marks = [pytest.mark.slow] if ranks in one.slow else []
                     id = f"{program}-{name}-{ranks}"
                     rows.append(pytest.param(program, ranks, name, marks=marks, id=id))
     return rows

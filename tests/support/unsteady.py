@@ -4,7 +4,7 @@ Processes that the command starts are stopped for a moment, single threads of th
 time for a while; with `--burn 1` another process is busy all the time. What depends on who comes first, or on
 nothing taking long, shows within a few runs:
 
-    python -m tests.support.unsteady python -m pytest -n 2 --dist loadgroup tests/dist
+    python -m tests.support.unsteady python -m pytest -n 2 --dist loadscope tests/dist
 """
 
 from __future__ import annotations
