@@ -636,6 +636,10 @@ class Round:
                 mark_pending(param, access, only_grad=True)
                 self._refused.append(param)
 
+    def has_others(self) -> bool:
+        """Return whether this round's backward may have computed gradients that no plan contains yet."""
+        return self.state is State.SENT and any(param.requires_grad for param in self.others)
+
     def _refuse_other(self, param: nn.Parameter) -> None:
         raise ValueError(
             f"rank {self.ranks.rank}: the gradient of a parameter of shape {tuple(param.shape)} is read, and"

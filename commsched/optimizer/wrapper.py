@@ -413,6 +413,9 @@ class DistributedMethods(Optimizer):
         part of the state (``spreads_state``), every rank must call: the wrapped optimizer gets all of it.
         """
         if self._session is not None and not self._closed:
+            if wait and self._session.round.has_others():
+                with suppress(Exception):  # as below
+                    self._synchronize()  # under a plan with all gradients: later nobody reduces them
             for act in (self._session.round.drain, self._session.mode.finish_all) if wait else ():
                 with suppress(Exception):  # of ranks that are gone; what is here is kept
                     act()

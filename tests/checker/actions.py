@@ -703,7 +703,13 @@ def keep_old_grads(w: World, salt: int, loss: Args, clear: str) -> Any:
     1,
     draw_loss,
     ("synchronize", "backward"),
-    legal=lambda w: dense(w) and calm(w) and w.options["op"] != "sum" and all(b.passes == 1 for b in w.books),
+    # What user code puts into p.grad after a backward counts as it is: a rank's own would stay its own.
+    legal=lambda w: (
+        dense(w)
+        and calm(w)
+        and w.options["op"] != "sum"
+        and all(b.passes == 1 and not b.local for b in w.books)
+    ),
 )
 def add_by_hand(w: World, salt: int, loss: Args) -> Any:
     """Take the gradients away, run a backward, and add them again."""
