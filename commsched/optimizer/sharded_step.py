@@ -154,6 +154,8 @@ class ShardedStep(StepMode):
         self.shards.factor = torch.tensor(factor, dtype=torch.float64, device=self.shards.device)
 
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
+        if self.round.abandoned:
+            return  # the gradients have been cleared
         if late:
             raise CommError(
                 f"rank {self.ranks.rank}: a parameter received a second gradient in one backward after its"
