@@ -193,7 +193,7 @@ class Session:
         """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
         optimizer = self._optimizer
         self._note_others()
-        if not in_step and self.round.state is not State.IDLE:
+        if not in_step and not self.round.can_be_replaced:
             return  # the next step does it
         trained = _trained(optimizer)
         same = _kinds(self.round.params) == self._made_for
