@@ -136,6 +136,13 @@ class Gradient:
             shown = self.alias.detach()
         set_raw_grad(self.param, shown)
 
+    def keep_unseen(self) -> None:
+        """Set aside what autograd has just accumulated, where a hook of user code reads it before ours."""
+        grad = raw_grad(self.param)
+        if grad is not None and not self.touched:
+            self.local = grad if self.local is None else self.local + grad
+            set_raw_grad(self.param, None)
+
     def show_zeros(self) -> None:
         """Let ``p.grad`` be zeros, if it is None: its sum was cleared with ``set_to_none=False``."""
         if raw_grad(self.param) is None:

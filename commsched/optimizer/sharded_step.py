@@ -103,11 +103,14 @@ class ShardedStep(StepMode):
 
     def _make_shards(self, overlapping: set[int]) -> None:
         """Divide the parameters anew; the state of the former shards is gathered first. Collective."""
+        factor = None
         if self._buckets:
             self.keep_shards()
+            factor = self.shards.factor  # of a round whose gradients are here
         self.shards = Shards(
             self._optimizer, self.round.gradients, self._buffers, self.ranks, self._masters, overlapping
         )
+        self.shards.factor = factor
         self.shards.take_state(self._optimizer.__dict__["state"])
 
     def installed(self, program: Program) -> None:

@@ -305,6 +305,7 @@ class WholeStep(StepMode):
     def show(self, gradient: Gradient) -> None:
         view, now = gradient.view, self.round
         assert view is not None
+        gradient.keep_unseen()
         only_sparse = now.used[gradient.number] % SPARSE == 0  # no rank's gradient was dense
         sparse = gradient.sparse
         if now.factor != 1.0:

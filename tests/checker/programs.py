@@ -287,6 +287,7 @@ class Stop(Exception):
 
 def run_distributed(world: World, program: Program, records: Sequence[Record], met: list[str]) -> None:
     """Run it on one distributed rank; note the listed errors that it has ``met``. Raises ``Stop``."""
+    precision = world.dtype
     for place, ((name, salt, _, args), record) in enumerate(zip((*program.steps, *ENDING), records)):
         if record.done == "skipped":
             continue
@@ -305,7 +306,9 @@ def run_distributed(world: World, program: Program, records: Sequence[Record], m
             raise Stop from error
         if name in CHANGES_PARAMETERS:
             world.kept.pop("graph", None)
-        difference = compare(value, record.value, (place + 1) * _DEPTH)
+        # A model that has been rounded to float32 stays so, whatever it is converted to later.
+        precision = max(precision, world.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        difference = compare(value, record.value, (place + 1) * _DEPTH, precision)
         if difference:
             raise Stop(Failure("differs", f"{name}", world.rank, place, name, difference))
 
@@ -323,8 +326,8 @@ def _raised(error: Exception, rank: int, place: int, name: str) -> Failure:
 # -- comparing -----------------------------------------------------------------------------------------------
 
 
-def compare(mine: Any, plain: Any, depth: int) -> str:
-    """Return how two observations differ beyond rounding; "" if they do not."""
+def compare(mine: Any, plain: Any, depth: int, precision: torch.dtype = torch.float64) -> str:
+    """Return how two observations differ beyond rounding to ``precision``, or to their own; "" if not."""
     left, right = list(_leaves(mine, "")), list(_leaves(plain, ""))
     if [path for path, _ in left] != [path for path, _ in right]:
         return f"it is {_short(mine)}, plain has {_short(plain)}"
@@ -346,7 +349,8 @@ def compare(mine: Any, plain: Any, depth: int) -> str:
             continue
         scale = scale or max(1e-2, *(float(each.abs().max()) for _, _, each in numbers if each.numel()))
         exact = not (a.is_floating_point() or a.is_complex())
-        bound = 0.0 if exact else rounding(a.dtype, _TERMS, depth) * scale
+        terms = max(rounding(dtype, _TERMS, depth) for dtype in (a.dtype, precision)) if not exact else 0.0
+        bound = terms * scale
         # An exact match includes infinities and NaN in the same places.
         off = torch.where(
             (a == b) | (a.isnan() & b.isnan()),
