@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 NAMES = sorted(path.stem for path in PROGRAMS.glob("optimizer_*.py"))
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters(*NAMES))
+@pytest.mark.parametrize("program, ranks, name", parameters(*NAMES, quick=(2,)))
 def test_optimizer(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 

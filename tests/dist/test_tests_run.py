@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """tests/run in a checkout with nothing to install; its Python says what it was asked to do."""
     checkout = folder / "checkout"
     for name in ("docker", "tests/support", "env/bin"):
@@ -37,7 +37,7 @@ def run(folder: Path, path: Path, **variables: str) -> subprocess.CompletedProce
     answer = f'case $2 in tests.*) exec {sys.executable} "$@" ;; *) echo "ran $*" ;; esac'
     make_script(checkout / "env/bin/python", answer)
     env = {"PATH": str(path), "HOME": str(folder), "VIRTUAL_ENV": str(checkout / "env")} | variables
-    command = ["/bin/bash", str(checkout / "tests/run"), "tests/unit"]
+    command = ["/bin/bash", str(checkout / "tests/run"), *(arguments or ("tests/unit",))]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
 
 
@@ -54,6 +54,15 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     *_, tests, times = result.stdout.splitlines()
     assert tests == "ran -m pytest tests/unit"
     assert re.fullmatch(r"tests/run: \d+ s \(ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
+
+
+@pytest.mark.parametrize("how", ["", "--all"])
+def test_what_runs_without_names_of_tests(tmp_path: Path, path: Path, how: str) -> None:
+    result = run(tmp_path, path, how)
+    assert result.returncode == 0, result.stderr
+    asked_for = result.stdout.splitlines()[-2]
+    assert asked_for.startswith("ran -m pytest -n 3 --dist loadscope")
+    assert asked_for.endswith("and (quick or not dist)") == (how == "")
 
 
 def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path, path: Path) -> None:

@@ -172,8 +172,10 @@ def _cases_of(program: str) -> dict[str, Case]:
     return found
 
 
-def parameters(*programs: str) -> list[Any]:
+def parameters(*programs: str, quick: Sequence[int] = ()) -> list[Any]:
     """(program, ranks, case) of all cases, launch by launch, for ``pytest.mark.parametrize``.
+
+    ``quick``: the numbers of ranks at which they are part of the quick run.
 
     With ``--dist loadscope``, the cases of a launch go to one worker and launches to different ones.
     """
@@ -186,6 +188,7 @@ def parameters(*programs: str) -> list[Any]:
             for name, one in cases.items():
                 if ranks in one.ranks:
                     marks = [pytest.mark.slow] if ranks in one.slow else []
+                    marks += [pytest.mark.quick] if ranks in quick else []
                     id = f"{program}-{name}-{ranks}"
                     rows.append(pytest.param(program, ranks, name, marks=marks, id=id))
     return rows

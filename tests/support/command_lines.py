@@ -219,7 +219,7 @@ class Reader:
         self.selections.append((self.call, tuple(words)))
 
     def _tests_run(self, words: list[str]) -> None:
-        rest = words[1:] if words[:1] == ["--models"] else words
+        rest = words[1:] if words[:1] in (["--models"], ["--all"]) else words
         if rest:
             self._pytest(rest)
 
