@@ -314,6 +314,12 @@ class Round:
                     " reduced, by a hook or by another DistributedOptimizer over the same parameters; clear"
                     " gradients outside of the backward, and call close() on the other optimizer first"
                 )
+            if self._creates_graph and gradient.sum is not None and grad is not gradient.sum.shown:
+                raise ValueError(
+                    f"rank {self.ranks.rank}: with create_graph=True autograd makes a new tensor, and nobody"
+                    f" can tell whether that of {gradient.name} contains the sum that p.grad held before;"
+                    " with op=Sum, call optimizer.zero_grad() before such a backward, or use op=Average"
+                )
             if self._is_local:
                 self._keep_local(gradient, grad)
                 return
@@ -466,8 +472,7 @@ class Round:
     def _put_apart(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a sparse gradient, or one that does not fit into its slot, be reduced at step time."""
         before, i = gradient.sum, gradient.number
-        added = before is not None and (grad is before.shown or self._creates_graph)
-        if added and before is not None and before.base is not None and self.ranks.rank:
+        if before is not None and grad is before.shown and before.base is not None and self.ranks.rank:
             grad = grad - before.base  # only the difference: see _put_difference
         self.flag[i] = SPARSE
         if self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
@@ -481,7 +486,7 @@ class Round:
         """Put the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
         assert gradient.view is not None
         gradient.payload.zeros = False
-        if grad is not before.shown and not self._creates_graph:
+        if grad is not before.shown:
             gradient.view.copy_(grad)
         elif grad._version > before.version + self._additions:
             raise ValueError(

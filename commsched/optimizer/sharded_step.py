@@ -605,6 +605,7 @@ class ShardView:
     """This rank's elements ``[start, stop)`` (in the slot's memory order) of a parameter in one bucket."""
 
     gradient: Gradient
+    like: torch.Tensor  # the slot, in whose memory order this rank's elements are
     start: int
     stop: int
     grad: torch.Tensor  # these elements' sums, in the slot
@@ -637,7 +638,7 @@ class ShardView:
         with torch._C.DisableTorchFunctionSubclass():
             param = self.gradient.param
             place = (param.data_ptr(), param.stride())
-            if place == self.place and param.stride() == _view(self.gradient).stride():
+            if place == self.place and param.stride() == self.like.stride():
                 return
             self.place = place
             self.weight = self._elements(param.detach())
@@ -647,11 +648,10 @@ class ShardView:
     def _elements(self, param: torch.Tensor) -> torch.Tensor:
         if self.is_whole:
             return param
-        like = _view(self.gradient)
-        if param.stride() == like.stride():
+        if param.stride() == self.like.stride():
             vector = param.as_strided((param.numel(),), (1,), param.storage_offset())
             return vector[self.start : self.stop].detach()  # a view's base would be one holder more
-        return memory_order(param, like)[self.start : self.stop]
+        return memory_order(param, self.like)[self.start : self.stop]
 
 
 def _view(gradient: Gradient) -> torch.Tensor:
@@ -683,6 +683,8 @@ class Shards:
         self.layout, self._buffers = buffers.layout, buffers
         self.overlapping = overlapping
         travelling = [gradient for gradient in gradients if gradient.view is not None]
+        # The slots of this plan: the next plan has other ones, perhaps in another memory format.
+        self.slots = {gradient.number: _view(gradient) for gradient in travelling}
         # Updated on every rank, from gathered sums.
         self.whole = {g.number for g in travelling if g.number in overlapping or g.param.is_complex()}
         self.owned = [list(self._owned_in(piece.number)) for piece in self.layout.slices]
@@ -690,7 +692,7 @@ class Shards:
             [part for part in parts if part.gradient.number not in self.whole] for parts in self.owned
         ]
         self.whole_parts = [
-            self._part(g, 0, g.param.numel(), _view(g), whole=True)
+            self._part(g, 0, g.param.numel(), self.slots[g.number], whole=True)
             for g in travelling
             if g.number in self.whole
         ]
@@ -707,12 +709,13 @@ class Shards:
             if start < stop:
                 whole = bool(piece.ends)
                 flat = self._buffers.flat[slot.group]
-                grad = _view(self.gradients[i]) if whole else flat[start:stop]
+                grad = self.slots[i] if whole else flat[start:stop]
                 yield self._part(self.gradients[i], start - slot.offset, stop - slot.offset, grad, whole)
 
     def _part(self, gradient: Gradient, start: int, stop: int, grad: torch.Tensor, whole: bool) -> ShardView:
         nothing = torch.empty(0, dtype=gradient.param.dtype, device=gradient.param.device)
-        part = ShardView(gradient, start, stop, grad, whole, nn.Parameter(nothing), nothing)
+        like = self.slots[gradient.number]
+        part = ShardView(gradient, like, start, stop, grad, whole, nn.Parameter(nothing), nothing)
         if gradient.number in self.whole and not whole:
             return part  # for norms only
         half = self._masters and gradient.param.dtype in HALVES
@@ -831,7 +834,7 @@ class Shards:
             if part.leaf.shape == param.shape:
                 cut = value
             else:
-                cut = memory_order(value, _view(part.gradient))[part.start : part.stop]
+                cut = memory_order(value, part.like)[part.start : part.stop]
             widened = part.master is not None and cut.is_floating_point()
             return cut.to(torch.float32 if widened else cut.dtype, copy=True)
         if not isinstance(value, torch.Tensor):
@@ -866,7 +869,7 @@ class Shards:
                 for key, value in entries.items():
                     if isinstance(value, _ByElement):
                         wanted[key, value.dtype].add(i)
-                        value = torch.empty_like(_view(self.gradients[i]), dtype=value.dtype)
+                        value = torch.empty_like(self.slots[i], dtype=value.dtype)
                     full.setdefault(params[i], {}).setdefault(key, value)
         for (key, dtype), members in sorted(wanted.items(), key=str):
             targets = {i: full[params[i]][key] for i in members}
@@ -890,7 +893,7 @@ class Shards:
             i = part.gradient.number
             if i in targets and value is not None:
                 start = self.layout.slots[i].offset + part.start - piece.start
-                like = _view(part.gradient) if part.is_whole else part.leaf
+                like = part.like if part.is_whole else part.leaf
                 data[start : start + part.stop - part.start].copy_(memory_order(value, like))
         all_gather(data, piece.ends)
         for i in piece.params:

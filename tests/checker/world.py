@@ -193,6 +193,8 @@ class PlainWorld(World):
         if not wrapped:
             self.diverged = True
         self.inside_a_backward()
+        if how.get("create_graph") and any(book.sums for book in self.books):
+            self.allowed.add("sum changed")
         marks = [optimizer.before_backward() for optimizer in wrapped]
         try:
             super().backward(loss, **how)

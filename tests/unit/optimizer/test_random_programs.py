@@ -66,6 +66,15 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
         {"op": "sum"},
         [BACKWARD, ("change_grads", {"how": "mul_", "places": [0], "gathered": False}), BACKWARD],
     ),
+    (
+        "sum changed",
+        {"op": "sum"},
+        [
+            BACKWARD,
+            ("read_grads", {"how": "norm", "gathered": False}),
+            ("penalty", LOSS | {"way": "create_graph"}),
+        ],
+    ),
     ("backward raised", {}, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), STEP]),
     ("backward raised", SHARDS, [("failing_backward", LOSS | {"bomb": 1, "clear": None}), BACKWARD]),
     ("inside its backward", {}, [TRAIN, ("add_hook", {"kind": "peek", "place": 1}), BACKWARD]),
