@@ -3,7 +3,6 @@
 import faulthandler
 import gc
 import os
-import re
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dnn_bench import fork_server
 from tests.support import needs
+from tests.support.cases import scope_of
 from tests.support.launch import clean_environment
 
 # Some images set this. Every process that a test starts would compile torch's thousands of sources anew.
@@ -60,17 +60,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return scope_of(nodeid)
 
     return Together(config, log) if config.getoption("dist") == "loadscope" else None
-
-
-def scope_of(test: str) -> str:
-    """Return the name of what runs in one process: a file, or the cases that share a launch
-    (tests/support/cases.py). Random programs share nothing.
-    """
-    file, _, name = test.partition("::")
-    case = re.search(r"\[(\w+)-\w+-(\d+)\]$", name)
-    if case and any(Path(__file__).parent.glob(f"*/programs/{case[1]}.py")):
-        return f"{file} {case[1]} {case[2]}"
-    return test if name.startswith("test_random_programs[") else file
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -82,7 +82,7 @@ class Ranks:
             total = sum(self.all_values(tensor.cpu()))
             tensor.copy_(total)
             return
-        allreduce_(tensor, op=Sum, name=name, process_set=self.process_set)
+        allreduce_(tensor, op=Sum, name=f"commsched.{self.number}.{name}", process_set=self.process_set)
 
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
@@ -109,7 +109,7 @@ class Ranks:
             ).coalesce()
         op = Average if mean else Sum
         handle = sparse_allreduce_async(
-            grad, name=f"commsched.sparse.{name}", op=op, process_set=self.process_set
+            grad, name=f"commsched.{self.number}.sparse.{name}", op=op, process_set=self.process_set
         )
         return synchronize(handle).coalesce()
 

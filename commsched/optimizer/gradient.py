@@ -448,7 +448,7 @@ class Residuals:
         return self._total(whole) if self._of_sums else whole
 
     def _total(self, buffers: Buffers) -> Buffers:
-        self._ranks.add_up(buffers.flat[self._group], "commsched.wire_residual")
+        self._ranks.add_up(buffers.flat[self._group], "wire_residual")
         return buffers
 
     def _move(self, before: Buffers, now: Buffers) -> None:

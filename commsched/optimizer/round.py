@@ -22,7 +22,9 @@
     p.grad is read            wait               error: inside of   wait                     error
                                                  a backward
     p.grad is set or cleared  as in torch, when  error: inside of   that value counts, not   that gradient is
-                              the sum is there   a backward         the sum                  cleared
+                              the sum is there   a backward         the sum; the last one    cleared; the last
+                                                                    that is cleared ends     one ends the
+                                                                    the round, IDLE          round, IDLE
     zero_grad()               clear now, or on   put what is        end the round without    end the round,
                               arrival            missing; as SENT   an update, IDLE          IDLE
     step(), synchronize()     put what is in     -                  update now, or when the  error

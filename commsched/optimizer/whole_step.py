@@ -357,7 +357,7 @@ class WholeStep(StepMode):
         total = (
             torch.zeros_like(gradient.param, requires_grad=False) if mine is None else mine.to_dense().clone()
         )
-        self.ranks.add_up(total, f"commsched.converted.{gradient.name}")
+        self.ranks.add_up(total, f"converted.{gradient.name}")
         return total if self.round.sums else total.div_(self.ranks.size)
 
     def _reduce_again(self) -> None:

@@ -413,18 +413,22 @@ class DistributedMethods(Optimizer):
         part of the state (``spreads_state``), every rank must call: the wrapped optimizer gets all of it.
         """
         if self._session is not None and not self._closed:
-            if wait and self._session.round.has_others():
-                with suppress(Exception):  # as below
-                    self._synchronize()  # under a plan with all gradients: later nobody reduces them
-            for act in (self._session.round.drain, self._session.mode.finish_all) if wait else ():
+            session = self._session
+            ends = self._reduce_others, lambda: session.round.drain(), lambda: session.mode.finish_all()
+            for act in ends if wait else ():
                 with suppress(Exception):  # of ranks that are gone; what is here is kept
                     act()
-            self._session.close(wait)
+            session.close(wait)
             self._closed = True
             # The wrapped optimizer steps by itself again.
             self.__dict__.pop("step", None)
             if self._plain_step is not None:
                 self.__dict__["step"] = self._plain_step
+
+    def _reduce_others(self) -> None:
+        """Reduce gradients that no plan contains yet, before the end: later nobody does."""
+        if self._session is not None and self._session.round.has_others():
+            self._synchronize()
 
     def release(self, wait: bool = True) -> None:
         """Apply the last update and step locally from now on, with the whole state. Every rank must call.
@@ -433,6 +437,7 @@ class DistributedMethods(Optimizer):
         """
         if self._session is not None:
             if wait and not self._closed:
+                self._reduce_others()
                 self._session.mode.finish_all()
             self._session.close(wait)
             self._session, self._released, self._closed = None, True, False

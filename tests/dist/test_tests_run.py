@@ -126,3 +126,16 @@ def test_the_end_names_what_was_not_tested(tmp_path: Path, path: Path, options: 
     title, line, end = [line for line in result.stdout.splitlines() if line][-3:]
     assert "not tested" in title and "2 skipped" in end
     assert line == "   2 tests: needs sshd: apt-get install openssh-server"
+
+
+def test_each_launch_belongs_to_one_process() -> None:
+    """Two processes take turns: neither gets a part of a launch, or all launches of the file."""
+    options = (
+        "-n 2 --dist loadscope --no-loadscope-reorder -v -p no:cacheprovider -k optimizer_uneven".split()
+    )
+    command = [sys.executable, "-m", "pytest", *options, "tests/dist/test_optimizer_cases.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-3000:]
+    ran = re.findall(r"\[(gw\d)\].*PASSED.*\[optimizer_uneven-\w+-(\d)\]", result.stdout)
+    assert {process for process, _ in ran} == {"gw0", "gw1"}
+    assert len(set(ran)) == len({ranks for _, ranks in ran}) > 1

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -192,6 +193,18 @@ def parameters(*programs: str, quick: Sequence[int] = ()) -> list[Any]:
                     id = f"{program}-{name}-{ranks}"
                     rows.append(pytest.param(program, ranks, name, marks=marks, id=id))
     return rows
+
+
+def scope_of(test: str) -> str:
+    """Return the name of what pytest-xdist runs in one process: a file, or the cases that share a launch.
+
+    Random programs share nothing.
+    """
+    file, _, name = test.partition("::")
+    case = re.search(r"\[(\w+)-\w+-(\d+)\]$", name)
+    if case and any(TESTS.glob(f"*/programs/{case[1]}.py")):
+        return f"{file} {case[1]} {case[2]}"
+    return test if name.startswith("test_random_programs[") else file
 
 
 def launch(

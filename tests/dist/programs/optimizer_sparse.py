@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from tests.support.cases import Me, case, main
-from tests.support.oracle import release, seeded
+from tests.support.oracle import fingerprint, release, seeded
 from tests.support.quantised_training import Ledger, case_of_each_code
 from tests.support.reference_run import Loss, Twin, some_profile
 
@@ -48,6 +49,35 @@ def no_zeros_travel_beside_sparse_gradients(me: Me) -> None:
     measured = hvd.metrics(optimizer)
     assert measured is not None and measured.bytes is not None and measured.bytes < 10_000
     release(optimizer)
+
+
+@case(ranks=(2,))
+def two_optimizers_are_waited_for_in_one_order(me: Me) -> None:
+    """Rank 1 finds in its first step() what rank 0 does not wait for before it needs the second model."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 2))
+
+    models = [seeded(build), seeded(build)]
+    optimizers: list[Any] = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1), model=m, profile=some_profile(m))
+        for m in models
+    ]
+    ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(me.rank))
+    for _ in range(3):
+        time.sleep(0.3 * me.rank)
+        for words, model in enumerate(models):
+            model((ids + words) % 50).square().mean().backward()
+        time.sleep(0.1 * me.rank)
+        for optimizer in optimizers:
+            optimizer.step()
+        models[1](ids)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    everywhere = me.everybody(fingerprint(models[0]) + fingerprint(models[1]))
+    assert len(set(everywhere)) == 1, everywhere
+    for optimizer in optimizers:
+        release(optimizer)
 
 
 @case(ranks=(2, 3))

@@ -106,6 +106,50 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("idle_rank", LOSS | {"rank": 1, "then": "step"}),
         ],
     ),
+    # A raised backward ends for the others too, with the last gradient that is cleared.
+    (
+        {"two": True},
+        [
+            ("failing_backward", LOSS | {"bomb": 3, "clear": "del"}),
+            ("idle_rank", LOSS | {"rank": 1, "then": "sync"}),
+        ],
+    ),
+    # A gradient that is assigned after all have been cleared is not one of the failed batch.
+    (
+        SHARDS,
+        [
+            ("failing_rank", LOSS | {"bomb": 0, "rank": 1, "clear": "model"}),
+            ("change_grads", {"how": "assign", "places": [3], "gathered": False}),
+            BACKWARD,
+        ],
+    ),
+    # Gradients that have been cleared cannot come too late.
+    (
+        SHARDS,
+        [
+            ("failing_backward", LOSS | {"bomb": 0, "clear": "model zero"}),
+            USED_TWICE,
+            ("keep_old_grads", LOSS | {"clear": "model"}),
+        ],
+    ),
+    # A new plan between two passes, at the end, after a tie, in another memory format.
+    ({"passes": 2}, [BACKWARD, ("add_group", {}), BACKWARD]),
+    ({}, [BACKWARD, ("add_group", {}), BACKWARD, ("close_and_go_on", {})]),
+    (SHARDS, [("tie_data", {"places": [0, 1]}), ("weighted", LOSS | {"samples": 2})]),
+    (
+        SHARDS | {"kind": "image", "optimizer": "decay", "profile": False},
+        [STEP, ("to_format", {"last": True}), TRAIN, TRAIN],
+    ),
+    # A hook of user code that is older than ours reads the sum, to which autograd has just added.
+    (
+        {},
+        [
+            ("add_hook", {"kind": "log", "place": 3}),
+            ("wrap_again", {"gather": "gradients", "device": None}),
+            ("no_sync", LOSS | {"local": 2, "then": "backward"}),
+            ("no_sync", LOSS | {"local": 1, "then": "nothing"}),
+        ],
+    ),
 ]
 """Programs that failed once, drawn at random."""
 
