@@ -111,7 +111,7 @@ class EngineBackend(Backend):
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")
             engine.install(work.order)
 
-    # Called many times in a step: without the context manager, whose two calls cost more than the engine's.
+    # Called many times in a step: without the two calls of the context manager.
 
     def begin_step(self) -> None:
         try:
