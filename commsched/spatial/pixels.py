@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 _USUAL = {1: "W", 2: "HW", 3: "CHW", 4: "NCHW", 5: "NCDHW"}
-_HEADER = threading.Lock()  # numpy parses it by ast, which CPython 3.11 cannot do in two threads at a time
 _TIFF = {"Y": "H", "X": "W", "S": "C", "Z": "D"}
 
 
@@ -51,8 +49,7 @@ def _opened(source: Any) -> tuple[Any, str | None]:
     if isinstance(source, (str, Path)):
         kind = Path(source).suffix.lower()
         if kind == ".npy":
-            with _HEADER:
-                return np.load(source, mmap_mode="r"), None
+            return np.load(source, mmap_mode="r"), None
         if kind in (".tif", ".tiff"):
             return _open_tiff(source)
     elif hasattr(source, "shape") and hasattr(source, "__getitem__"):
