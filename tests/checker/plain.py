@@ -31,8 +31,9 @@ class Book:
     says whether a parameter that was unfrozen or added since the last step has a gradient.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
-    ``gathered``: synchronize() has gathered them; ``consumed``: a step has used them up; ``late``: one
-    may have had two in one backward; ``converted``: parameters have another type than when they were divided.
+    ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
+    ``consumed``: a step has used them up; ``late``: one may have had two in one backward; ``converted``:
+    parameters have another type than when they were divided.
     """
 
     sharded: bool = False
@@ -42,6 +43,7 @@ class Book:
     done: int = 0
     local: bool = False
     ungathered: bool = False
+    zeros_sent: bool = False
     gathered: bool = False
     consumed: bool = False
     changed: bool = False
@@ -99,7 +101,7 @@ class PlainMethods(Optimizer):
         touched = now != list(marks)
         book.local = book.local or touched
         if touched:
-            book.gathered = False
+            book.gathered = book.zeros_sent = False
         if not whole and touched and not (book.closed or book.paused) and book.done + 1 >= book.passes:
             book.raised = True
         if book.closed or book.paused or not whole:
@@ -168,14 +170,15 @@ class PlainMethods(Optimizer):
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
-        book.ungathered = book.gathered = book.vague = book.fresh = book.late = book.converted = False
+        book.ungathered = book.zeros_sent = book.gathered = False
+        book.vague = book.fresh = book.late = book.converted = False
         self.note_trained()
         return result
 
     def synchronize(self) -> None:
         self._event("synchronize", self.book)
         self.average()
-        self.book.ungathered = False
+        self.book.ungathered = self.book.zeros_sent = False
         self.book.gathered = any(p.grad is not None for p in self.every_param())  # else the round is over
         self.note_trained()
 
@@ -195,7 +198,7 @@ class PlainMethods(Optimizer):
         self.book.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.book.consumed = False
+        self.book.consumed = self.book.zeros_sent = False
         self._base.zero_grad(self, set_to_none)
         self.book.changed = self.book.late = self.book.fresh = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
@@ -206,7 +209,9 @@ class PlainMethods(Optimizer):
         self._event("synchronize", book)
         self.average()
         if book.sharded and not book.gathered:
-            book.ungathered = any(p.grad is not None for p in self.every_param())
+            grads = [p.grad for p in self.every_param() if p.grad is not None]
+            book.ungathered = bool(grads)
+            book.zeros_sent = bool(grads) and not any(grad.any() for grad in grads)
         self.note_trained()
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
@@ -221,7 +226,8 @@ class PlainMethods(Optimizer):
         if all(g is None or not (g.to_dense() if g.is_sparse else g).any() for g in grads):
             if book.done and book.passes > 1:
                 book.vague = True
-            book.raised = book.local = book.ungathered = book.gathered = book.consumed = False
+            book.raised = book.local = book.gathered = book.consumed = False
+            book.ungathered = book.zeros_sent and any(g is not None for g in grads)
             book.fresh = book.fresh and any(g is not None for g in grads)
             book.changed = book.changed and any(g is not None for g in grads)
             # Zeros that a step has used up are gone like other gradients.

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import tests.support.syntax_trees  # noqa: F401
 
 T = TypeVar("T")
-
-# CPython 3.11 counts the depth of all syntax trees under construction in one place. When a collection of
-# garbage lets another thread build one meanwhile, the first one ends with "SystemError: AST constructor
-# recursion depth mismatch". Numpy (headers of files) and torch (scripting) build trees on every rank.
-_one_tree = threading.Lock()
-_parse = ast.parse
-
-
-@functools.wraps(_parse)
-def _parse_alone(*args: Any, **options: Any) -> Any:
-    with _one_tree:
-        return _parse(*args, **options)
-
-
-ast.parse = _parse_alone
 
 
 def run_threads(
