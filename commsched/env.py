@@ -23,7 +23,13 @@ class Settings:
     """commsched's settings; ``python -c 'import commsched.env as e; print(e.describe())'`` prints them."""
 
     timeout: float = _setting(
-        "COMMSCHED_TIMEOUT", 300.0, "seconds that a rank waits for another one before it raises CommError"
+        "COMMSCHED_TIMEOUT",
+        1800.0,
+        "seconds that a rank waits for another one that runs before it raises CommError; after a tenth of"
+        " that, at most a minute, it says for whom it waits",
+    )
+    start_timeout: float = _setting(
+        "COMMSCHED_START_TIMEOUT", 300.0, "seconds within which all ranks must start and find each other"
     )
     host_timeout: float = _setting(
         "COMMSCHED_HOST_TIMEOUT",
@@ -73,6 +79,11 @@ class Settings:
         "1: allocate the optimizer's buckets in memory registered with NCCL; set it on all ranks alike",
         ("", "0", "1"),
     )
+
+    @property
+    def warning(self) -> float:
+        """Seconds after which a rank that waits says so (the engine's channel has the same rule)."""
+        return min(60.0, self.timeout / 10)
 
 
 def _parse(variable: str, text: str, default: Any) -> Any:

@@ -72,7 +72,7 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
         if time.monotonic() > deadline:
             raise CommError(
                 f"rank 0 did not answer on {' or '.join(candidates)}, port {port}, within {timeout:g} s "
-                "(COMMSCHED_TIMEOUT); is it running, and can this host reach that address? "
+                "(COMMSCHED_START_TIMEOUT); is it running, and can this host reach that address? "
                 "GLOO_SOCKET_IFNAME chooses another network interface"
             )
         time.sleep(_POLL_SECONDS)
@@ -117,6 +117,6 @@ class KeyValueServer:
             if time.monotonic() > deadline:
                 raise CommError(
                     f"rank 0 did not publish its address through horovodrun ({self._root}) within "
-                    f"{self._timeout:g} s (COMMSCHED_TIMEOUT); has it stopped?"
+                    f"{self._timeout:g} s (COMMSCHED_START_TIMEOUT); has it stopped?"
                 )
             time.sleep(_POLL_SECONDS)

@@ -137,7 +137,7 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not given
     if launch.rank == 0 and not launcher_listens:
         server = _listen(address, port)
-        master, own = first_reachable([address], port, options.timeout)
+        master, own = first_reachable([address], port, options.start_timeout)
         return _StoreConnection(server, own, master)
     return _join([address], port, None)
 
@@ -145,7 +145,7 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
 def launcher_server() -> KeyValueServer | None:
     """Return horovodrun's key-value server; None under other launchers and under horovodrun with MPI."""
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT"))
-    return KeyValueServer(address, int(port), settings().timeout) if address and port else None
+    return KeyValueServer(address, int(port), settings().start_timeout) if address and port else None
 
 
 def _publisher(launch: Launch) -> Publish:
@@ -180,7 +180,7 @@ def _listen(address: str, port: int) -> TCPStore:
 
 
 def _join(addresses: list[str], port: int, token: str | None) -> _StoreConnection:
-    master, own = first_reachable(addresses, port, settings().timeout)
+    master, own = first_reachable(addresses, port, settings().start_timeout)
     try:
         store = TCPStore(master, port, None, False, _timeout(), wait_for_workers=False)
         found = store.get("commsched/token").decode() if token else None
@@ -205,13 +205,13 @@ def _exchange_records(store: Store, mine: Record) -> tuple[Record, ...]:
     """Write this rank's record, wait for those of all ranks and compare each as it arrives."""
     store.set(f"record/{store.add('records', 1)}", json.dumps(asdict(mine)))
     records: dict[int, Record] = {}
-    read, deadline = 0, time.monotonic() + settings().timeout
+    read, deadline = 0, time.monotonic() + settings().start_timeout
     while len(records) < mine.size:
         if time.monotonic() > deadline:
             missing = sorted(set(range(mine.size)) - set(records))
             raise CommError(
-                f"rank {mine.rank} waited {settings().timeout:g} s (COMMSCHED_TIMEOUT) for {mine.size} "
-                f"ranks; missing: {missing}. Did they start, and do they all call init()?"
+                f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
+                f" {mine.size} ranks; missing: {missing}. Did they start, and do they all call init()?"
             )
         while read < store.add("records", 0):
             read += 1

@@ -128,14 +128,14 @@ def test_two_processes_with_one_rank():
 
 def test_a_rank_that_never_comes():
     program = "import os\nif os.environ['RANK'] == '1': raise SystemExit(3)\n" + INIT
-    results = run_ranks(program, 2, env={"COMMSCHED_TIMEOUT": "3"})
-    assert_all_fail(results[:1], "missing: [1]", "3 s (COMMSCHED_TIMEOUT)")
+    results = run_ranks(program, 2, env={"COMMSCHED_START_TIMEOUT": "3"})
+    assert_all_fail(results[:1], "missing: [1]", "3 s (COMMSCHED_START_TIMEOUT)")
 
 
 def test_no_rank_zero_to_talk_to():
     program = "import os\nif os.environ['RANK'] == '0': raise SystemExit(3)\n" + INIT
-    results = run_ranks(program, 2, env={"COMMSCHED_TIMEOUT": "3"})
-    assert_all_fail(results[1:], "rank 0 did not answer on 127.0.0.1", "COMMSCHED_TIMEOUT")
+    results = run_ranks(program, 2, env={"COMMSCHED_START_TIMEOUT": "3"})
+    assert_all_fail(results[1:], "rank 0 did not answer on 127.0.0.1", "COMMSCHED_START_TIMEOUT")
 
 
 def test_horovod_asked_for_where_it_can_not_run():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from commsched.env import Settings
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
 
 pytestmark = pytest.mark.dist
@@ -96,6 +97,15 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(what: str) -> None:
     for rank in (0, 2):
         assert re.search(r"bucket \d+|flags", ends[rank].message), ends[rank].message
         assert "rank 1" in ends[rank].message, ends[rank].message
+
+
+def test_a_rank_that_evaluates_is_waited_for_and_named() -> None:
+    """After 300 s it was an error, although rank 0 of many scripts evaluates alone for longer."""
+    first, second = run_ranks(PROGRAM, 2, ["comes late"], WAITING)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    told = "commsched: rank 0 has waited 2 s for rank 1 to send its part of a step; it waits 20 s"
+    assert first.stderr.count(told) == 1, first.stderr
+    assert Settings().timeout == 1800 and Settings().warning == 60
 
 
 def test_an_exception_on_one_rank_ends_the_others() -> None:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 namespace commsched {
@@ -280,10 +281,25 @@ void TcpChannel::sleep(Deadline deadline) {
   for (pollfd& entry : polled_) entry.revents = entry.events;  // time-out or interrupted: try all sockets
 }
 
+// commsched.env.Settings.warning is the same rule.
+void TcpChannel::set_timeout(double seconds) {
+  timeout_ = to_duration(seconds);
+  warning_ = to_duration(std::min(60.0, seconds / 10));
+}
+
+void TcpChannel::say_waiting(const Request& request) const {
+  const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
+  const char* awaited = request.is_send ? "to take" : "to send";
+  std::fprintf(stderr,
+               "commsched: rank %d has waited %.3g s for rank %d %s its part of a step; it waits %.6g s (COMMSCHED_TIMEOUT)\n",
+               rank_, seconds(warning_), request.peer, awaited, seconds(timeout_));
+}
+
 void TcpChannel::wait(const Request& request) {
   if (request.peer < 0) return;
   std::unique_lock lock(mutex_);
   Deadline deadline = Clock::now() + timeout_;
+  bool said = false;
   // Try the awaited peer before the first poll(): often its bytes have arrived.
   if (!done(request) && !aborted_) request.is_send ? write(request.peer) : read(request.peer);
   while (!done(request)) {
@@ -298,6 +314,10 @@ void TcpChannel::wait(const Request& request) {
       continue;
     }
     check_hosts();
+    if (!said && Clock::now() >= deadline - timeout_ + warning_) {
+      said = true;
+      say_waiting(request);
+    }
     if (Clock::now() >= deadline) {
       culprit_ = request.peer;
       throw EngineError(ErrorKind::timeout,

@@ -35,7 +35,7 @@ class TcpChannel : public Channel {
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
   int max_in_flight() const override { return kSlots; }
-  void set_timeout(double seconds) override { timeout_ = to_duration(seconds); }
+  void set_timeout(double seconds) override;
 
  private:
   static constexpr int kSlots = 64;
@@ -86,12 +86,14 @@ class TcpChannel : public Channel {
   void check_hosts();
   void watch(size_t peer);
   void sleep(Deadline deadline);
+  void say_waiting(const Request& request) const;
   [[noreturn]] void lose(int peer, const std::string& why);
   [[noreturn]] void hear_farewell(int peer, const Header& header);
   void say_farewell(const std::string& reason) noexcept;
 
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
+  Clock::duration warning_ = to_duration(30);  // a rank that waits for so long says for whom, once
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then abort()'s eventfd
   Socket wake_;

@@ -7,6 +7,7 @@ The other one carries no messages and shows by keepalives that the rank's host s
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -79,7 +80,7 @@ class RankConnection:
 
 def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
     """Connect this rank to the coordinator; rank 0 starts the coordinator and gets it, too."""
-    rank, size, patience = meeting.launch.rank, meeting.launch.size, settings().timeout
+    rank, size, patience = meeting.launch.rank, meeting.launch.size, settings().start_timeout
     store = PrefixStore("coordinator", meeting.store)
     try:
         connections = tcp_connections(
@@ -94,7 +95,7 @@ def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
     if rank != 0:
         return others[0], None
     mine, own = Pipe()
-    coordinator = Coordinator([RankConnection(own), *others], patience)
+    coordinator = Coordinator([RankConnection(own), *others], settings().timeout, settings().warning)
     coordinator.start()
     return RankConnection(mine), coordinator
 
@@ -110,10 +111,12 @@ def receive(connection: Connection) -> Any:
 class Coordinator(threading.Thread):
     """Passes every rank's messages to the negotiator and its replies to the ranks, until all have left."""
 
-    def __init__(self, connections: Sequence[RankConnection], timeout: float) -> None:
+    def __init__(
+        self, connections: Sequence[RankConnection], timeout: float, warning: float = math.inf
+    ) -> None:
         super().__init__(name="commsched-coordinator", daemon=True)
         self._size = len(connections)
-        self._negotiator = Negotiator(self._size, timeout, time.monotonic)
+        self._negotiator = Negotiator(self._size, timeout, time.monotonic, warning)
         self._connections = dict(enumerate(connections))
         self._ranks: dict[Any, int] = {}  # of both connections
         for rank, ends in self._connections.items():

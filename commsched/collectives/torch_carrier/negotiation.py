@@ -6,6 +6,7 @@ or has joined. All ranks run operations in the order of completion. A reply is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,19 @@ _CAUSE_SECONDS = 5.0
 class _Pending:
     since: float
     requests: dict[int, Message] = field(default_factory=dict)
+    told: bool = False  # the ranks that wait know for whom
 
 
 class Negotiator:
-    """The state of rank 0's coordinator. `clock` returns seconds; an operation may wait `timeout` seconds."""
+    """The state of rank 0's coordinator. `clock` returns seconds; an operation may wait `timeout` seconds.
 
-    def __init__(self, size: int, timeout: float, clock: Callable[[], float]) -> None:
-        self._size, self._timeout, self._clock = size, timeout, clock
+    After `warning` seconds, the first rank that waits is told for whom.
+    """
+
+    def __init__(
+        self, size: int, timeout: float, clock: Callable[[], float], warning: float = math.inf
+    ) -> None:
+        self._size, self._timeout, self._clock, self._warning = size, timeout, clock, warning
         self._sets: dict[int, list[int]] = {0: list(range(size))}
         self._next_set = 1
         self._pending: dict[Key, _Pending] = {}
@@ -111,6 +118,12 @@ class Negotiator:
         replies: list[Reply] = []
         if self._failure and now - self._failure[0] >= _CAUSE_SECONDS:
             replies += self._stop(self._failure[1])
+        for key, entry in self._pending.items():
+            if not entry.told and now - entry.since >= self._warning:
+                entry.told = True
+                replies.append(
+                    ([min(entry.requests)], {"type": "waits", "message": self._why_late(key, entry)})
+                )
         late = {key: entry for key, entry in self._pending.items() if now - entry.since >= self._timeout}
         # All messages before any removal: operations that wait for each other expire together.
         for key, entry in late.items():
@@ -131,7 +144,10 @@ class Negotiator:
 
     def next_deadline(self) -> float | None:
         """Return when to call `expire` next, None while nothing waits."""
-        times = [entry.since + self._timeout for entry in self._pending.values()]
+        times = [
+            entry.since + (self._timeout if entry.told else min(self._warning, self._timeout))
+            for entry in self._pending.values()
+        ]
         if self._joined:
             times.append(self._last_news + self._timeout)
         if self._failure:
@@ -155,10 +171,12 @@ class Negotiator:
                 doing.append(f"rank {rank} waited in vain in {self._timed_out[rank]}")
             else:
                 doing.append(f"rank {rank} waits in {', '.join(names) or 'nothing'}")
+        seconds = f"{self._timeout:g} s (COMMSCHED_TIMEOUT)"
+        if entry.told and self._clock() - entry.since < self._timeout:
+            seconds = f"{self._warning:g} of {seconds}"
         return (
-            f"{key[1]} waited {self._timeout:g} s (COMMSCHED_TIMEOUT) for ranks {absent}: "
-            f"{'; '.join(doing)}. Every rank of the process set must call the same operations under the same "
-            "names"
+            f"{key[1]} waited {seconds} for ranks {absent}: {'; '.join(doing)}. Every rank of the process set"
+            " must call the same operations under the same names"
         )
 
     def _awaited(self, key: Key, entry: _Pending) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -216,6 +217,8 @@ class OperationQueue:
             self._fail_all(message["message"])
             if message["rank"] is not None:
                 failure_monitor.report(message["rank"], message["message"])
+        elif kind == "waits":
+            print(f"commsched: rank {self._meeting.launch.rank}: {message['message']}", file=sys.stderr)
         elif kind == "farewell":
             self._without_rank_0, self._rank_0_left = message["message"], True
 

@@ -174,6 +174,19 @@ def test_time_out_names_the_missing_and_what_they_do(three, clock):
     assert three.next_deadline() == 16.0
 
 
+def test_who_waits_is_told_for_whom_before_the_time_out(clock):
+    three = Negotiator(3, 10.0, clock, warning=2.0)
+    three.submit(1, request("a"))
+    assert three.next_deadline() == 2.0
+    clock.now = 2.5
+    ranks, message = only(three.expire())
+    assert ranks == [1] and message["type"] == "waits"
+    assert "a waited 2 of 10 s (COMMSCHED_TIMEOUT) for ranks [0, 2]" in message["message"]
+    assert three.next_deadline() == 10.0 and three.expire() == []
+    clock.now = 10.0
+    assert "a waited 10 s (COMMSCHED_TIMEOUT) for ranks [0, 2]" in only(three.expire())[1]["message"]
+
+
 @pytest.mark.parametrize("apart", [0.0, 1e-6, 3.0])
 def test_operations_that_wait_for_each_other_are_both_named_whichever_expires_first(three, clock, apart):
     """Whose request was read first expired first, was forgotten, and then its rank waited "in nothing"."""

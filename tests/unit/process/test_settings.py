@@ -9,7 +9,7 @@ from commsched.env import Settings, describe, read_settings
 
 def test_defaults():
     assert read_settings({}) == Settings()
-    assert Settings().timeout == 300.0 and Settings().runtime == ""
+    assert Settings().timeout == 1800.0 and Settings().runtime == ""
 
 
 def test_values_are_read():
