@@ -474,8 +474,11 @@ class Round:
     def _put_apart(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a sparse gradient, or one that does not fit into its slot, be reduced at step time."""
         before, i = gradient.sum, gradient.number
-        if before is not None and grad is before.shown and before.base is not None and self.ranks.rank:
-            grad = grad - before.base  # only the difference: see _put_difference
+        if before is not None and grad is before.shown and self.ranks.rank != 0:
+            self._check_sum(gradient, before, grad)
+            base = gradient.view if before.base is None else before.base
+            assert base is not None
+            grad = grad - base.to(grad.dtype)  # only the difference: see _put_difference
         self.flag[i] = SPARSE
         if self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
             self.sparse_dims[i] = grad.sparse_dim()
@@ -490,16 +493,21 @@ class Round:
         gradient.payload.zeros = False
         if grad is not before.shown:
             gradient.view.copy_(grad)
-        elif grad._version > before.version + self._additions:
+            return
+        self._check_sum(gradient, before, grad)
+        if before.base is not None:
+            torch.sub(grad, before.base, out=gradient.view)
+        else:
+            gradient.view.neg_().add_(grad)
+
+    def _check_sum(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
+        """Refuse an addition to a sum that user code has changed: the difference would not be what came."""
+        if grad._version > before.version + self._additions:
             raise ValueError(
                 f"rank {self.ranks.rank}: the gradient of {gradient.name} was changed after it had been"
                 " summed, and is now added to again; with op=Sum, call optimizer.zero_grad() before the next"
                 " backward, or use op=Average"
             )
-        elif before.base is not None:
-            torch.sub(grad, before.base, out=gradient.view)
-        else:
-            gradient.view.neg_().add_(grad)
 
     def _put_second(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Add a second gradient of one backward (reentrant checkpointing of a module that is used twice)."""

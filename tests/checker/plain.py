@@ -156,6 +156,7 @@ class PlainMethods(Optimizer):
             assert closure is not None
             with torch.enable_grad():
                 loss = closure()
+            self._event("step", book)
             self.average()
             return loss
 

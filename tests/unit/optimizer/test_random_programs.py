@@ -150,6 +150,15 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("no_sync", LOSS | {"local": 1, "then": "nothing"}),
         ],
     ),
+    # What came after a sum, in another type than the sum: the sum was sent again.
+    (
+        {"op": "sum"},
+        [
+            ("idle_rank", LOSS | {"rank": 0, "then": "sync"}),
+            ("to_dtype", {"to": "float32"}),
+            BACKWARD,
+        ],
+    ),
 ]
 """Programs that failed once, drawn at random."""
 
