@@ -265,6 +265,7 @@ Owner = tuple[nn.Module, tuple[int, ...]]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _START_UPS = 4  # of a bucket of its own: RS, AG, and the counts of rows before each
+_WORTH_A_BUCKET = 1 << 16  # bytes of a table whose gradients are sparse
 
 
 @dataclass(frozen=True)
@@ -289,10 +290,12 @@ def first_rows(
 
     ``tied``: weights of embeddings and heads whose parts may be sent one after the other.
 
-    With a profile, those of which it has fewer bytes than the gradient. Without one, every embedding that is
-    large enough to gain if no row at all were touched: its rows are counted in the first iterations.
+    Always those whose gradients are sparse, unless they are small: zeros alone would travel. With a profile,
+    those of which it has fewer bytes than the gradient. Without one, every embedding that is large enough to
+    gain if no row at all were touched: its rows are counted in the first iterations.
     """
     always = asked.row_sparse is True
+    sure = {i for i in sparse_tables(modules) if model.bytes(i) >= _WORTH_A_BUCKET}
     obstacle = _obstacle(backend, asked)
     refusal = obstacle or _max_norm(model, modules)
     if always and refusal:
@@ -309,9 +312,10 @@ def first_rows(
         )
     if not always and given is not None:
         sizes = {layer.name: layer.bytes for layer in given.layers}
-        found = [i for i in found if sizes.get(model.names[i], 0) < model.bytes(i)]
+        found = [i for i in found if i in sure or sizes.get(model.names[i], 0) < model.bytes(i)]
     elif not always:
-        found = [i for i in found if 2 * link.beta * model.bytes(i) > _START_UPS * link.alpha]
+        least = _START_UPS * link.alpha
+        found = [i for i in found if i in sure or 2 * link.beta * model.bytes(i) > least]
     return {i: Rows(params[i].shape[1], model.bytes(i)) for i in found}
 
 
@@ -323,10 +327,13 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
     return [i for i in sorted(fit - unfit) if _has_rows(params[i])]
 
 
+def sparse_tables(modules: Sequence[Owner]) -> set[int]:
+    """Return the parameters whose gradients are sparse: they are reduced at step time."""
+    return {i for module, mine in modules for i in mine if getattr(module, "sparse", False)}
+
+
 def _is_table(module: nn.Module) -> bool:
-    """Whether most rows of its gradient are zero. Of one with ``sparse=True`` all are: the sparse gradient is
-    reduced at step time, unless another rank's is dense.
-    """
+    """Whether most rows of its gradient are zero. Of one with ``sparse=True`` all are."""
     return isinstance(module, EMBEDDINGS) and module.max_norm is None
 
 
@@ -395,9 +402,9 @@ def sent_by_rows(
 
 
 def counted_rows(
-    model: Model, by_rank: Sequence[Mapping[int, Sent]], always: bool, link: Link
+    model: Model, by_rank: Sequence[Mapping[int, Sent]], always: Container[int], link: Link
 ) -> dict[int, Rows]:
-    """Return the parameters for which rows pay, with the bytes that were sent of them.
+    """Return the parameters for which rows pay, and those in ``always``, with the bytes that were sent.
 
     The rank with the most bytes counts, and the rank with the least time, which waited for no other rank.
     Corrections are sent besides the gradient. They are no gain where they take half as long, or where a rank
@@ -408,7 +415,7 @@ def counted_rows(
         seen = [sent[i] for sent in by_rank if i in sent]
         whole, tied = 2 * link.beta * model.bytes(i), i in model.heads
         pays = not seen or min(sent.seconds for sent in seen) < (whole / 2 if tied else whole)
-        if (always or pays) and not (tied and len(seen) < len(by_rank)):
+        if (pays or i in always) and not (tied and len(seen) < len(by_rank)):
             one = rows.elements * model.dtypes[i].itemsize
             most = round(max((sent.bytes for sent in seen), default=rows.sent))
             found[i] = Rows(rows.elements, min(max(most, one), model.bytes(i)))
@@ -718,7 +725,7 @@ class Planner:
 
     def send_by_rows(self, params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> None:
         """Let embeddings travel by rows, where the arguments ask for it and it may pay."""
-        asked = self._asked
+        asked, self.sparse = self._asked, sparse_tables(modules)
         if asked.row_sparse is not False:
             # One policy knows what corrections are.
             parts = self.policy == "optimal" and self.adapts and self.groups is None
@@ -749,7 +756,8 @@ class Planner:
             late = [i for i, head in self.model.head_of.items() if i not in early or place[head] < place[i]]
             sent = {i: of for i, of in sent.items() if i not in late}
             by_rank = [each for each in self.ranks.all_values(None if joined else sent) if each is not None]
-            rows = counted_rows(self.model, by_rank, self._asked.row_sparse is True, self.link)
+            always = self.model.rows if self._asked.row_sparse is True else self.sparse
+            rows = counted_rows(self.model, by_rank, always, self.link)
             self.model = replace(self.model, rows=rows)
 
     def first(self, order: Sequence[int]) -> Plan:

@@ -165,7 +165,7 @@ class Session:
             sums=options.sums,
             sparse_as_dense=options.sparse_as_dense,
         )
-        self.round.apart = any(getattr(module, "sparse", False) for module, _ in modules)
+        self.round.apart = bool(self.planner.sparse)
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)
