@@ -596,7 +596,7 @@ def evaluate(w: World, salt: int, how: str, place: int) -> Any:
     2,
     lambda dice, o: {"how": dice.choice(["norm", "value", "optimizer"]), "sync": dice.random() < 0.8},
     lambda args: ("synchronize",) if args["sync"] or args["how"] == "optimizer" else ("read",),
-    legal=lambda w: dense(w) and calm(w) and fresh(w),
+    legal=lambda w: dense(w) and calm(w) and fresh(w) and not any(b.vague for b in w.books),
     local=False,
 )
 def clip(w: World, salt: int, how: str, sync: bool) -> Any:
@@ -1006,10 +1006,11 @@ def average_weights(w: World, salt: int) -> Any:
 @action(0.25, legal=lambda w: not w.hooks)
 def trace(w: World, salt: int) -> Any:
     """Trace a part of the model: the whole one would take as long as a whole program."""
-    copies(w.params())  # nothing may wait for other ranks while this one has the lock
     x = w.noise((2, WIDTH), salt)
-    with models.JIT, torch.no_grad():
-        w.kept["traced"] = torch.jit.trace(w.model.body[salt % LAYERS], (x,), check_trace=False)
+    with torch.no_grad():
+        w.model.body[salt % LAYERS](x)  # nothing may wait for other ranks while this one has the lock
+        with models.JIT:
+            w.kept["traced"] = torch.jit.trace(w.model.body[salt % LAYERS], (x,), check_trace=False)
 
 
 @action(2, legal=lambda w: "traced" in w.kept, needs="trace")
@@ -1029,10 +1030,11 @@ def second_model(w: World, salt: int) -> Any:
 @action(0.2, legal=lambda w: not w.hooks)
 def script_part(w: World, salt: int) -> Any:
     """Script a part of the model and use it."""
-    copies(w.params())  # nothing may wait for other ranks while this one has the lock
+    x = w.noise((2, WIDTH), salt)
+    w.model.body[1](x)  # nothing may wait for other ranks while this one has the lock
     with models.JIT:
         scripted = torch.jit.script(w.model.body[1])
-    return scripted(w.noise((2, WIDTH), salt)).detach()
+    return scripted(x).detach()
 
 
 @action(
