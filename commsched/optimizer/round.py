@@ -643,9 +643,12 @@ class Round:
             self._refuse_others()
 
     def _refuse_others(self) -> None:
-        """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean."""
+        """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean.
+
+        Nor None, where this rank has none: another one may have.
+        """
         for param in self.others:
-            if param.requires_grad and raw_grad(param) is not None and can_pend(param):
+            if param.requires_grad and can_pend(param):
                 refuse = partial(self._refuse_other, param)
                 access = Access(refuse, partial(_set_grad, param), partial(_clear_grad, param))
                 mark_pending(param, access, only_grad=True)
@@ -658,7 +661,7 @@ class Round:
     def _refuse_other(self, param: nn.Parameter) -> None:
         raise ValueError(
             f"rank {self.ranks.rank}: the gradient of a parameter of shape {tuple(param.shape)} is read, and"
-            " it is this rank's alone, because the parameter was added or unfrozen after the last step; call"
+            " nobody has reduced it, because the parameter was added or unfrozen after the last step; call"
             " optimizer.synchronize() on all ranks first"
         )
 

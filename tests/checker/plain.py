@@ -28,7 +28,7 @@ class Book:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
     ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``unplanned``:
-    says whether a parameter that was unfrozen or added since the last step has a gradient.
+    says whether a parameter was unfrozen or added since the last step.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
@@ -79,7 +79,7 @@ class PlainMethods(Optimizer):
     def note_trained(self) -> None:
         known = {id(p) for p in self.every_param() if p.requires_grad}
         self.book.unplanned = lambda: any(
-            p.requires_grad and p.grad is not None and id(p) not in known for p in self.every_param()
+            p.requires_grad and id(p) not in known for p in self.every_param()
         )
 
     def before_backward(self) -> list[Any]:

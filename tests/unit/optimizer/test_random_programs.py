@@ -159,6 +159,17 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             BACKWARD,
         ],
     ),
+    # A parameter that no plan contains yet, with a gradient on the other rank alone: it read as None here.
+    (
+        {},
+        [
+            ("freeze", {"place": 5, "what": "module", "on": True}),
+            ("add_group", {}),
+            BACKWARD,
+            ("freeze", {"place": 5, "what": "module", "on": False}),
+            ("backward", {"loss": {"branch": "by rank"}}),
+        ],
+    ),
 ]
 """Programs that failed once, drawn at random."""
 
