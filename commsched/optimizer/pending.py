@@ -90,6 +90,8 @@ class PendingParameter(nn.Parameter):
         for parameter in found:
             if func in _GRAD or id(parameter) not in _only_gradients:
                 complete(parameter)
+        if func == _grad.__get__ and id(args[0]) in _only_gradients:
+            complete(args[0])  # a step on shards has left no gradient: that is an error
         left = [parameter for parameter in found if type(parameter) is not nn.Parameter]
         if any(id(parameter) in _accesses for parameter in left):  # gradients, which func does not touch
             with torch._C.DisableTorchFunctionSubclass():
@@ -231,6 +233,13 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
         grad.requires_grad_(False)
     grad.zero_()
     return True
+
+
+def clear_as_accessed(parameter: torch.Tensor, set_to_none: bool) -> None:
+    """Clear one gradient, as its ``Access`` does it where the parameter is pending."""
+    access = _accesses.get(id(parameter))
+    if access is None or not access.cleared(set_to_none):
+        clear_raw_grad(parameter, set_to_none)
 
 
 def _is_cleared_by_its_module(parameter: nn.Parameter) -> bool:

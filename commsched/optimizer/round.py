@@ -75,6 +75,7 @@ from commsched.optimizer.pending import (
     Access,
     can_pend,
     clear_pending,
+    clear_raw_grad,
     has_alias,
     mark_pending,
     raw_grad,
@@ -239,6 +240,7 @@ class Round:
         ]
         self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
         self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
+        self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
         self._installed = self.closed = False
         mode.round = self
 
@@ -899,6 +901,11 @@ class Round:
         return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have come since the last step, and belong to the next one."""
+        return self.state is State.SENT or self._dirty
+
+    @property
     def can_be_replaced(self) -> bool:
         """Whether a round of other parameters can take over now: nothing accumulates."""
         return self.state is State.IDLE and not self._dirty and not self._passes
@@ -1011,13 +1018,13 @@ class Round:
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
         self.apart = self.apart or before.apart
         self._additions = before._additions
-        here = {id(param): i for i, param in enumerate(self.params)}
-        places = {g.number: here[id(g.param)] for g in before.gradients if id(g.param) in here}
-        for number, i in places.items():
-            gradient = before.gradients[number]
-            if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
-                self.gradients[i].sum = gradient.sum
-        self.mode.inherit(before.mode, places)
+        sums = before._sums_apart | {g.param: g.sum for g in before.gradients if g.sum is not None}
+        for gradient in self.gradients:
+            found = sums.pop(gradient.param, None)
+            if found is not None and raw_grad(gradient.param) is found.shown:
+                gradient.sum = found
+        self._sums_apart = sums
+        self.mode.inherit(before.mode)
 
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
@@ -1040,9 +1047,11 @@ class Round:
 
     def _all_cleared(self) -> bool:
         """Return whether user code has cleared every gradient that it trains, since the round was sent."""
+        shown = self.mode.gathered
         with torch._C.DisableTorchFunctionSubclass():
             return all(
-                g.param.grad is None and (g.touched or not g.param.requires_grad) for g in self.travelling
+                g.param.grad is None and (shown or g.exposed or g.touched or not g.param.requires_grad)
+                for g in self.travelling
             )
 
     def drain(self) -> None:
@@ -1098,7 +1107,10 @@ def _set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
 
 
 def _clear_grad(param: nn.Parameter, set_to_none: bool) -> bool:
-    return _set_grad(param, None if set_to_none else torch.zeros_like(param, requires_grad=False))
+    """Clear a gradient that nobody has reduced; where it is None, it is zero if another rank has one."""
+    if clear_raw_grad(param, set_to_none) or set_to_none:
+        clear_pending(param)
+    return True
 
 
 def _ranks_with(flag: int, by_rank: Sequence[int]) -> list[int]:

@@ -209,9 +209,10 @@ class Session:
         self._frozen_steps = 0
         before = self.round
         before.leave_cleared()
-        # A rank without data comes from its step(), the others from the forward or from theirs.
-        sent = self.backend.ranks.all_values(before.state is State.SENT)
-        if any(sent) and not optimizer._skip:
+        # A rank without data comes from its step(), the others from the forward or from theirs. Gradients of
+        # parameters that are frozen now must be reduced with the others: the new plan does not contain them.
+        under_way = self.backend.ranks.all_values(before.has_gradients)
+        if any(under_way) and not optimizer._skip:
             before.require_sent()
         self.mode.finish_all()
         self.hooks.remove()

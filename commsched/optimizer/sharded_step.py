@@ -79,7 +79,7 @@ class ShardedStep(StepMode):
         self._gathered = False  # synchronize() has gathered this round's sums
         self._updated = False  # the last round ended with an update
         self._kept = False  # its gradients had been gathered, and stay
-        self._gone: set[int] = set()  # parameters whose gradients the last update has used up
+        self._gone: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
         self._buckets: list[int] = []  # in the order of their RS
         self._early: EarlyUpdates | None = None
 
@@ -114,7 +114,7 @@ class ShardedStep(StepMode):
         self.shards.take_state(self._optimizer.__dict__["state"])
 
     def installed(self, program: Program) -> None:
-        self.close()
+        self._end_early()
         self._buckets = [action.index for action in program.link if action.kind is Kind.RS]
         if program.early_step:
             if self.shards.whole:
@@ -122,6 +122,11 @@ class ShardedStep(StepMode):
             self._early = EarlyUpdates(self._update_early, self._buckets)
 
     def close(self) -> None:
+        self._end_early()
+        for param in self._gone:
+            clear_pending(param)
+
+    def _end_early(self) -> None:
         if self._early is not None:
             self._early.close()
             self._early = None
@@ -217,40 +222,39 @@ class ShardedStep(StepMode):
         if gradient.clear is False:
             gradient.show_zeros()
         elif gradient.clear is None:
-            self._lose(gradient)
+            self._lose(gradient.param, gradient.name)
 
-    def _lose(self, gradient: Gradient) -> None:
+    def _lose(self, param: nn.Parameter, name: str) -> None:
         """Refuse to read a gradient that the last step has used up, until it is cleared."""
-        i = gradient.number
-        self._gone.add(i)
-        access = Access(partial(self._refuse, gradient), partial(self._replace, i), partial(self._clear, i))
-        mark_pending(gradient.param, access, only_grad=True)
+        self._gone[param] = name
+        access = Access(
+            partial(self._refuse, name), partial(self._replace, param), partial(self._clear, param)
+        )
+        mark_pending(param, access, only_grad=True)
 
-    def inherit(self, before: StepMode, places: Mapping[int, int]) -> None:
-        for i in before._gone if isinstance(before, ShardedStep) else ():
-            if i in places:
-                self._lose(self.round.gradients[places[i]])
+    def inherit(self, before: StepMode) -> None:
+        for param, name in before._gone.items() if isinstance(before, ShardedStep) else ():
+            self._lose(param, name)  # also of one that is frozen, which this plan does not contain
 
-    def _refuse(self, gradient: Gradient) -> None:
+    def _refuse(self, name: str) -> None:
         raise CommError(
-            f"rank {self.ranks.rank}: the gradient of {gradient.name} is gone: with gather='parameters'"
+            f"rank {self.ranks.rank}: the gradient of {name} is gone: with gather='parameters'"
             " step() leaves none; read it after optimizer.synchronize() and before step(), and call"
             " optimizer.zero_grad() before the next backward"
         )
 
-    def _replace(self, i: int, grad: torch.Tensor | None) -> bool:
-        set_raw_grad(self.round.params[i], grad)
-        self._gone.discard(i)
-        clear_pending(self.round.params[i])
+    def _replace(self, param: nn.Parameter, grad: torch.Tensor | None) -> bool:
+        set_raw_grad(param, grad)
+        self._gone.pop(param, None)
+        clear_pending(param)
         return True
 
-    def _clear(self, i: int, set_to_none: bool) -> bool:
-        zeros = None if set_to_none else torch.zeros_like(self.round.params[i], requires_grad=False)
-        return self._replace(i, zeros)
+    def _clear(self, param: nn.Parameter, set_to_none: bool) -> bool:
+        return self._replace(param, None if set_to_none else torch.zeros_like(param, requires_grad=False))
 
     def cleared(self, set_to_none: bool) -> None:
-        for i in list(self._gone):
-            self._clear(i, set_to_none)
+        for param in list(self._gone):
+            self._clear(param, set_to_none)
 
     def refuse_early(self, what: str) -> None:
         if self._early is not None:

@@ -9,7 +9,7 @@ whole, inside ``step()``, and runs its closure itself, as often as it likes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -217,8 +217,8 @@ class StepMode(ABC):
     def cleared(self, set_to_none: bool) -> None:
         """React to the user's ``zero_grad()``."""
 
-    def inherit(self, before: StepMode, places: Mapping[int, int]) -> None:
-        """Continue from another round's mode; ``places``: by its parameters' numbers those of this round."""
+    def inherit(self, before: StepMode) -> None:
+        """Continue from another round's mode."""
 
     def refuse_early(self, what: str) -> None:
         """Raise for calls that need all gradients before the update, where updates do not wait."""

@@ -19,7 +19,7 @@ from commsched.collectives.handles import synchronize
 from commsched.collectives.process_sets import ProcessSet
 from commsched.collectives.reductions import Adasum, Sum
 from commsched.errors import CommError
-from commsched.optimizer.pending import clear_pending, clear_raw_grad, ordinary
+from commsched.optimizer.pending import clear_as_accessed, ordinary
 from commsched.optimizer.planner import Options
 from commsched.optimizer.round import State
 from commsched.optimizer.session import Session
@@ -258,8 +258,7 @@ class DistributedMethods(Optimizer):
             return
         session.round.clear_grads(set_to_none)
         for param in session.round.others:
-            clear_raw_grad(param, set_to_none)
-            clear_pending(param)
+            clear_as_accessed(param, set_to_none)
 
     def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return a loss for ``backward()`` from the mean loss of this rank's samples.

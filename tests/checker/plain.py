@@ -78,9 +78,7 @@ class PlainMethods(Optimizer):
 
     def note_trained(self) -> None:
         known = {id(p) for p in self.every_param() if p.requires_grad}
-        self.book.unplanned = lambda: any(
-            p.requires_grad and id(p) not in known for p in self.every_param()
-        )
+        self.book.unplanned = lambda: any(p.requires_grad and id(p) not in known for p in self.every_param())
 
     def before_backward(self) -> list[Any]:
         """Remember the sums that are not to be summed again; return marks of all gradients."""
@@ -168,7 +166,9 @@ class PlainMethods(Optimizer):
             self.average()
             self._base.step(self)
         book.consumed = (
-            book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
+            book.sharded
+            and (book.unplanned() or not book.gathered)  # a new plan is made in this step
+            and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
         book.ungathered = book.zeros_sent = book.gathered = False
