@@ -470,6 +470,9 @@ class ShardedStep(StepMode):
             self._take_changes()
             shards.scale_gradients()
             grads = shards.owned_gradients(now.used)
+            # Of frozen parameters, which no shard contains: whole on every rank, so rank 0 counts them.
+            others = [grad for param in now.others if (grad := raw_grad(param)) is not None]
+            grads += others if self.ranks.rank == 0 else []
             total = _total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
             if error_if_nonfinite and not torch.isfinite(total):
                 raise RuntimeError(
@@ -482,6 +485,8 @@ class ShardedStep(StepMode):
                 grad = raw_grad(gradient.param)
                 if grad is not None and (self._gathered or gradient.touched):
                     grad.mul_(factor)
+            for grad in others:
+                grad.mul_(factor)
             if self._gathered:
                 self._take_changes()
             return total.to(reduce(torch.promote_types, (p.dtype for p in now.params), torch.float32))
