@@ -204,7 +204,9 @@ class Session:
                 return
             self._frozen_steps += in_step
             present = {id(param) for param in optimizer._every_param()}
-            if self._frozen_steps < STAY and planned <= present:
+            # Not within the step that has reduced all gradients: they would be reduced again.
+            due = self._frozen_steps >= STAY and not in_step
+            if not due and planned <= present:
                 return
         self._frozen_steps = 0
         before = self.round
@@ -261,7 +263,9 @@ class Session:
             self._reports.step(self.plan)
         if self._timeline is not None:
             self._record(self._timeline)
-        if self._measuring is not None:
+        if self._frozen_steps >= STAY and self._nobody_joined():
+            self.refresh()
+        elif self._measuring is not None:
             self._take_sample(self._measuring)
         elif self._adapts:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
@@ -273,6 +277,12 @@ class Session:
                 self.times.patience *= 2
                 self._repeats -= 1
                 self._start_measuring()
+
+    def _nobody_joined(self) -> bool:
+        """Return whether all ranks can make a new plan: the flags of the last round say so."""
+        with self.round.lock:
+            self.round.wait_for_flags()
+        return not self.backend.ranks.joined
 
     def _was_disturbed(self) -> bool:
         return self._repeats > 0 and self._compute is not None and self.times.contradicts(self._compute)
