@@ -50,6 +50,7 @@ BACKWARD, STEP = ("backward", LOSS), ("step", {})
 TRAIN = ("train", {"loss": {}, "steps": 2, "clear": "optimizer", "first": False})
 SHARDS = {"gather": "parameters"}
 EARLY = SHARDS | {"early_step": True, "lateness": 0.0}
+FREEZE, ADD = ("freeze", {"place": 4, "what": "module", "on": True}), ("add_group", {})
 USED_TWICE = ("backward", {"loss": {"twice": True, "checkpointed": "reentrant"}})
 
 ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
@@ -170,6 +171,24 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("backward", {"loss": {"branch": "by rank"}}),
         ],
     ),
+    # The first read of a gradient that a step has used up completed its parameter, and then saw None.
+    (SHARDS, [BACKWARD, STEP, ("read_grads", {"how": "one", "place": 10, "gathered": False})]),
+    # Gradients that were shown by synchronize() and then deleted: the next round was not begun here.
+    (
+        {},
+        [
+            ("no_sync", LOSS | {"local": 1, "then": "nothing"}),
+            ("synchronize", {}),
+            ("clear_grads", {"how": "del"}),
+            ("idle_rank", LOSS | {"rank": 0, "then": "sync"}),
+        ],
+    ),
+    # A parameter that is frozen when a new plan is made: its used-up gradient, its sum, its local gradient.
+    (SHARDS, [BACKWARD, FREEZE, STEP, ADD, ("clear_grads", {"how": "optimizer zero"})]),
+    ({"op": "sum"}, [BACKWARD, ADD, FREEZE, STEP, ("unfreeze", {}), STEP]),
+    ({"passes": 3}, [("no_sync", LOSS | {"local": 2, "then": "nothing"}), ADD, FREEZE, TRAIN]),
+    (SHARDS, [BACKWARD, ADD, FREEZE, ("clip", {"how": "optimizer", "sync": True})]),
+    (SHARDS | {"compression": "bf16"}, [FREEZE, *(TRAIN for _ in range(6))]),
 ]
 """Programs that failed once, drawn at random."""
 
