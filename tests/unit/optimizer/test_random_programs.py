@@ -56,6 +56,12 @@ USED_TWICE = ("backward", {"loss": {"twice": True, "checkpointed": "reentrant"}}
 ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
     ("not gathered", SHARDS, [BACKWARD, ("read_grads", {"how": "norm", "gathered": False})]),
     ("gradient gone", SHARDS, [BACKWARD, STEP, ("read_grads", {"how": "norm", "gathered": False})]),
+    # The first read of such a gradient completed its parameter, and then saw None.
+    (
+        "gradient gone",
+        SHARDS,
+        [BACKWARD, STEP, ("read_grads", {"how": "one", "place": 10, "gathered": False})],
+    ),
     ("gradient gone", SHARDS, [BACKWARD, STEP, BACKWARD]),
     ("gradient gone", SHARDS, [BACKWARD, STEP, STEP]),
     ("second gradient", SHARDS | {"bucket_mb": 0.0003}, [TRAIN, USED_TWICE, STEP]),
@@ -171,8 +177,6 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("backward", {"loss": {"branch": "by rank"}}),
         ],
     ),
-    # The first read of a gradient that a step has used up completed its parameter, and then saw None.
-    (SHARDS, [BACKWARD, STEP, ("read_grads", {"how": "one", "place": 10, "gathered": False})]),
     # Gradients that were shown by synchronize() and then deleted: the next round was not begun here.
     (
         {},
