@@ -302,6 +302,7 @@ class ShardedStep(StepMode):
             now.used[gradient.number] = int(grad is not None)
             if grad is not None and not gradient.is_in_place(grad):
                 assert gradient.view is not None
+                gradient.free()  # it may be another parameter's gradient now
                 with torch.no_grad():
                     gradient.view.copy_(grad.to_dense() if grad.is_sparse else grad)
 

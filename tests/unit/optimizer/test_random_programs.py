@@ -193,6 +193,8 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     ({"passes": 3}, [("no_sync", LOSS | {"local": 2, "then": "nothing"}), ADD, FREEZE, TRAIN]),
     (SHARDS, [BACKWARD, ADD, FREEZE, ("clip", {"how": "optimizer", "sync": True})]),
     (SHARDS | {"compression": "bf16"}, [FREEZE, *(TRAIN for _ in range(6))]),
+    # p.grad, q.grad = q.grad, p.grad: the first was written over the second.
+    (SHARDS, [BACKWARD, ("change_grads", {"how": "swap", "places": [6], "gathered": True}), STEP]),
 ]
 """Programs that failed once, drawn at random."""
 
