@@ -119,9 +119,11 @@ def _follow(started: Any, count: int, ranks: int) -> Iterator[Failure | None]:
         here = [reader.lines[number] for reader in readers if number < len(reader.lines)]
         failures = [each for each in here if each["failure"]]
         if failures and (len(here) == ranks or ended or time.monotonic() > latest):
-            first = min(failures, key=lambda each: each["time"])
-            yield Failure(**first["failure"])
-            return
+            first = Failure(**min(failures, key=lambda each: each["time"])["failure"])
+            # A listed error has ended one rank: the others must not wait for it for ever.
+            follows = any(each["listed"] for each in here) and "CommError" in first.sort
+            yield None if follows else first
+            return  # a new launch goes on
         if len(here) == ranks:
             yield None
             number, latest = number + 1, time.monotonic() + 8 * PATIENCE
