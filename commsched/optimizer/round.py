@@ -1047,10 +1047,10 @@ class Round:
 
     def _all_cleared(self) -> bool:
         """Return whether user code has cleared every gradient that it trains, since the round was sent."""
-        shown = self.mode.gathered
         with torch._C.DisableTorchFunctionSubclass():
             return all(
-                g.param.grad is None and (shown or g.exposed or g.touched or not g.param.requires_grad)
+                g.param.grad is None
+                and (self.mode.gathered or g.exposed or g.touched or not g.param.requires_grad)
                 for g in self.travelling
             )
 

@@ -76,7 +76,7 @@ class ShardedStep(StepMode):
             check_elementwise(optimizer._base)
         self.ranks.agree("master_weights", str(masters), "pass the same arguments on every rank")
         self._optimizer, self._masters = optimizer, masters  # a weak proxy: the optimizer owns this object
-        self._gathered = False  # synchronize() has gathered this round's sums
+        self.gathered = False  # synchronize() has gathered this round's sums
         self._updated = False  # the last round ended with an update
         self._kept = False  # its gradients had been gathered, and stay
         self._gone: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
@@ -194,11 +194,7 @@ class ShardedStep(StepMode):
 
     @property
     def readable(self) -> bool:
-        return self._gathered
-
-    @property
-    def gathered(self) -> bool:
-        return self._gathered
+        return self.gathered
 
     def check_readable(self) -> None:
         if not self.readable:
@@ -270,14 +266,14 @@ class ShardedStep(StepMode):
         self.refuse_early("synchronize()")
         now = self.round
         with now.lock:
-            if self._gathered or now.state is not State.SENT:
+            if self.gathered or now.state is not State.SENT:
                 return
             self._wait_all_reduced()
             self.check_none_joined("synchronize()")
             self.shards.scale_gradients()
             for bucket in range(now.flags_bucket):
                 self._gather(bucket)
-            self._gathered = True
+            self.gathered = True
             for gradient in now.travelling:
                 clear_pending(gradient.param)
                 if gradient.touched:
@@ -296,7 +292,7 @@ class ShardedStep(StepMode):
         """Use what user code has set or changed: ``p.grad`` of its own, or gathered gradients."""
         now = self.round
         for gradient in now.travelling:
-            if not (self._gathered or gradient.touched):
+            if not (self.gathered or gradient.touched):
                 continue
             grad = raw_grad(gradient.param)
             now.used[gradient.number] = int(grad is not None)
@@ -326,7 +322,7 @@ class ShardedStep(StepMode):
                     self._make_shards(shared)
                 self._update_all()
             self._update_others(optimizer)
-            self._kept = self._gathered
+            self._kept = self.gathered
             for gradient in now.gradients:
                 gradient.clear = None
             self._end_round(stepped=True, read=read)
@@ -335,11 +331,11 @@ class ShardedStep(StepMode):
 
     def _update_all(self) -> None:
         now, shards = self.round, self.shards
-        changed = self._gathered or any(gradient.touched for gradient in now.travelling)
+        changed = self.gathered or any(gradient.touched for gradient in now.travelling)
         if changed or shards.whole:
             self._wait_all_reduced()
             self._take_changes()
-        if self._gathered:  # the slots are about to be overwritten
+        if self.gathered:  # the slots are about to be overwritten
             for gradient in now.travelling:
                 if storage_holders(_alias(gradient)) > 1:
                     gradient.move_out()
@@ -390,7 +386,7 @@ class ShardedStep(StepMode):
         now.deferred = self.shards.factor = None
         self._updated = stepped
         now.finish_step(stepped)
-        self._gathered = False
+        self.gathered = False
         now.guard()
         if read:
             now.complete(now.readable_unnoticed())
@@ -480,15 +476,15 @@ class ShardedStep(StepMode):
                     f"the total norm of the gradients is {total.item()}, so they cannot be clipped"
                 )
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            if not self._gathered:
+            if not self.gathered:
                 shards.factor = factor
             for gradient in now.travelling:
                 grad = raw_grad(gradient.param)
-                if grad is not None and (self._gathered or gradient.touched):
+                if grad is not None and (self.gathered or gradient.touched):
                     grad.mul_(factor)
             for grad in others:
                 grad.mul_(factor)
-            if self._gathered:
+            if self.gathered:
                 self._take_changes()
             return total.to(reduce(torch.promote_types, (p.dtype for p in now.params), torch.float32))
 

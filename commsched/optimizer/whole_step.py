@@ -130,6 +130,7 @@ class StepMode(ABC):
     round: Round  # which sets it
     # Whether a rank that has joined takes a step after each round without being told that the others do.
     steps_after_each_round = True
+    gathered = False  # whether p.grad holds the sums although parameters are still to come
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.ranks = backend, backend.ranks
@@ -156,11 +157,6 @@ class StepMode(ABC):
     def readable(self) -> bool:
         """Whether a gradient that is being reduced can be read once it has arrived."""
         return True
-
-    @property
-    def gathered(self) -> bool:
-        """Whether p.grad holds the sums although parameters are still to come."""
-        return False
 
     @abstractmethod
     def holders(self, i: int) -> int:
