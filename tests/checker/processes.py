@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
@@ -42,27 +42,31 @@ def main() -> None:
     )
     for number, each in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         program = Program.from_json(each)
-        failure, listed = run_here(program, rank)
+        keys = [f"{number}/{each}" for each in range(size)]
+
+        def meet(rank: int = rank, keys: Sequence[str] = keys) -> None:
+            store.set(keys[rank], "")
+            store.wait(keys, timedelta(seconds=6 * PATIENCE))
+
+        failure, listed, moment = run_here(program, rank, meet)
         line = {
             "number": number,
             "failure": failure and asdict(failure),
             "listed": listed,
-            "time": time.monotonic(),
+            "time": moment,
         }
         print(PREFIX + json.dumps(line), flush=True)
         if failure is not None:
             os._exit(1)  # nobody knows in which state the library is
-        keys = [f"{number}/{each}" for each in range(size)]
-        store.set(keys[rank], "")
-        store.wait(keys, timedelta(seconds=6 * PATIENCE))
+        meet()
     commsched.shutdown()
     # Rank 0 has the store.
     store.set(f"end/{rank}", "")
     store.wait([f"end/{each}" for each in range(size)], timedelta(seconds=6 * PATIENCE))
 
 
-def run_here(program: Program, rank: int) -> tuple[Failure | None, bool]:
-    """Run a program on this rank; return how it failed, and whether a listed error ended it."""
+def run_here(program: Program, rank: int, meet: Callable[[], None]) -> tuple[Failure | None, bool, float]:
+    """Run a program on this rank; return how it failed, whether a listed error ended it, and when."""
     from tests.checker.distributed import ProcessWorld
 
     records = plain_records(program)
@@ -70,14 +74,15 @@ def run_here(program: Program, rank: int) -> tuple[Failure | None, bool]:
     try:
         world = ProcessWorld(program, rank)
         run_distributed(world, program, records[rank], [])
+        meet()  # the others may need this rank until they are here
     except Stop as stop:
-        return stop.failure, stop.failure is None
+        return stop.failure, stop.failure is None, time.monotonic()
     except Exception as error:
-        return _raised(error, rank, -1, "wrap"), False
+        return _raised(error, rank, -1, "wrap"), False, time.monotonic()
     finally:
         if world is not None:
-            world.end()
-    return None, False
+            world.end()  # the other ranks notice that
+    return None, False, time.monotonic()
 
 
 # -- in the checker ------------------------------------------------------------------------------------------
