@@ -411,6 +411,10 @@ class StreamSchedule:
         event = self.buckets[bucket].events.get("gathered")
         return event is not None and self.device.has_passed(event)
 
+    def is_over(self, bucket: int) -> bool:
+        event = self.buckets[bucket].events.get("gathered")
+        return event is not None and (not self.device.asynchronous or self.device.has_passed(event))
+
     # -- operations ------------------------------------------------------------------------------------------
 
     def _start(self, op: str, number: int, after: Event) -> None:
@@ -780,6 +784,9 @@ class StreamBackend(Backend):
         if bucket >= self._first_flags:
             return self.host.is_gathered(bucket - self._first_flags)
         return self.schedule.is_gathered(bucket)
+
+    def is_over(self, bucket: int) -> bool:
+        return self.is_gathered(bucket) if bucket >= self._first_flags else self.schedule.is_over(bucket)
 
     def step_ended(self) -> None:
         self._home = self.streams.current()

@@ -196,6 +196,12 @@ class Backend(ABC):
     def is_gathered(self, bucket: int) -> bool:
         """Return whether ``wait_gathered`` would return at once."""
 
+    def is_over(self, bucket: int) -> bool:
+        """Return the same; on the stream of a CPU, whose buckets count as not gathered so that updates are
+        put off as they are on a GPU, the truth.
+        """
+        return self.is_gathered(bucket)
+
     @abstractmethod
     def step_ended(self) -> None:
         """React to the end of the user's ``step()``; called in its thread."""

@@ -894,7 +894,8 @@ class Round:
 
     def is_here(self) -> bool:
         """Return whether everything that is pending can be completed without waiting."""
-        return not self.pending or len(self.arrived()) == self.done.count(False)
+        waited_for = [*(b for b, done in enumerate(self.done) if not done), self.flags_bucket]
+        return not self.pending or all(self.backend.is_over(bucket) for bucket in waited_for)
 
     def all_arrived(self) -> bool:
         """Return whether nothing needs to be waited for."""

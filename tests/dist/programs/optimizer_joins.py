@@ -69,6 +69,15 @@ def joined_ranks_wait_for_the_others_batches(me: Me) -> None:
 
 
 @case(ranks=(2, 3))
+def joined_ranks_wait_on_a_stream(me: Me) -> None:
+    """On a CPU's stream nothing ever counted as arrived, so that ranks that had joined did not go on."""
+    for gather in GATHERS:
+        pair = Pair(make=adam, gather=gather, transport="stream")
+        assert epoch(me, pair, 0, [2 + rank for rank in range(me.size)]) == me.size - 1
+        pair.end(gather)
+
+
+@case(ranks=(2, 3))
 def plans_change_while_ranks_have_joined(me: Me) -> None:
     """Rank 0 joins before the first plan is made; the others measure, plan, and plan again."""
     for gather in GATHERS:
