@@ -1098,6 +1098,8 @@ class Round:
                 release_class(gradient.param)
                 gradient.place(None)
                 gradient.local = gradient.sparse = gradient.late = None
+            if self._installed:
+                self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()
 
 

@@ -24,16 +24,18 @@ WAITING = {"COMMSCHED_TIMEOUT": "20"}
 
 @dataclass
 class End:
-    """How a rank ended: its exit code, with what CommError ("" for none), and its stderr."""
+    """How a rank ended: its exit code, with what CommError ("" for none), what it could save, its stderr."""
 
     code: int
     message: str
+    saved: str
     stderr: str
 
 
 def end_of(text: str, code: int, stderr: str) -> End:
     match = re.search(r"^CommError: (.*)", text, re.DOTALL | re.MULTILINE)
-    return End(code, match.group(1) if match else "", stderr)
+    saved = re.search(r"^saved (.*)$", text, re.MULTILINE)
+    return End(code, match.group(1) if match else "", saved.group(1) if saved else "", stderr)
 
 
 def run(what: str, ranks: int) -> list[End]:
@@ -70,6 +72,8 @@ def test_a_killed_rank_ends_all_others(what: str, ranks: int) -> None:
         assert "rank 1" in ends[rank].message, ends[rank].message
         if what != "killed before the first step":
             assert "bucket" in ends[rank].message, ends[rank].message
+            saved = "model" if what == "parameters gathered" else "model and optimizer"
+            assert ends[rank].saved == saved, ends[rank]
 
 
 def test_a_rank_is_missed_although_its_data_workers_live_on() -> None:

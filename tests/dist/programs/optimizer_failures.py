@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -108,13 +109,36 @@ def train(what: str) -> None:
     odd = hvd.rank() == 1
     model, optimizer = trainer(what, odd)
     workers = start_workers() if odd and what.endswith("with workers") else None  # noqa: F841  it keeps them
-    for step in range(STEPS):
-        skips = odd and misbehave(what, step, model)
-        model(batch(hvd.rank(), step)).square().mean().backward()
-        if not skips:
-            optimizer.step()
-        optimizer.zero_grad()
-    optimizer.state_dict()
+    try:
+        for step in range(STEPS):
+            skips = odd and misbehave(what, step, model)
+            model(batch(hvd.rank(), step)).square().mean().backward()
+            if not skips:
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.state_dict()
+    except hvd.CommError:
+        save(model, optimizer)
+        raise
+
+
+def save(model: nn.Module, optimizer: Any) -> None:
+    """Write an emergency checkpoint of the model, and of the optimizer where this rank has all of its state."""
+    for _ in range(2):  # a second close() is harmless
+        optimizer.close(wait=False)
+    parts = {"model": model.state_dict()}
+    if not optimizer.spreads_state:
+        parts["optimizer"] = optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    saved = torch.load(file)
+    plain = seeded(mlp)
+    plain.load_state_dict(saved["model"])
+    assert torch.equal(plain(batch(0, 0)), model(batch(0, 0)))
+    if "optimizer" in parts:
+        torch.optim.SGD(plain.parameters(), lr=1.0).load_state_dict(saved["optimizer"])
+    print(f"saved {' and '.join(saved)}", flush=True)
 
 
 def main() -> None:
