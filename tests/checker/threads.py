@@ -26,6 +26,9 @@ from commsched.backends.nccl import StagedExchange
 from commsched.backends.ranks import Ranks
 from commsched.errors import CommError
 
+# The first unpickling fills a cache of torch's; a second thread would find it half full.
+pickle.loads(pickle.dumps(torch.eye(1).to_sparse()))
+
 PATIENCE = 10.0
 """Seconds after which a wait of a rank counts as a hang."""
 
