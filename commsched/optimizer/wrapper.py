@@ -362,7 +362,7 @@ class DistributedMethods(Optimizer):
         session = self._session
         if session is None:
             return own
-        if not self._closed:
+        if not (self._closed or session.round.closed):
             return session.mode.whole_state(own)
         if session.mode.spreads_state and not own:
             raise CommError(
@@ -414,7 +414,8 @@ class DistributedMethods(Optimizer):
         if self._session is not None and not self._closed:
             session = self._session
             ends = self._reduce_others, lambda: session.round.drain(), lambda: session.mode.finish_all()
-            for act in ends if wait else ():
+            # Not where the round has ended already, by an error: the other ranks do not come.
+            for act in ends if wait and not session.round.closed else ():
                 with suppress(Exception):  # of ranks that are gone; what is here is kept
                     act()
             session.close(wait)
