@@ -79,6 +79,7 @@ class ShardedStep(StepMode):
         self.gathered = False  # synchronize() has gathered this round's sums
         self._updated = False  # the last round ended with an update
         self._kept = False  # its gradients had been gathered, and stay
+        self._gather_again = False  # they had been gathered before a new plan was made
         self._gone: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
         self._buckets: list[int] = []  # in the order of their RS
         self._early: EarlyUpdates | None = None
@@ -229,8 +230,10 @@ class ShardedStep(StepMode):
         mark_pending(param, access, only_grad=True)
 
     def inherit(self, before: StepMode) -> None:
-        for param, name in before._gone.items() if isinstance(before, ShardedStep) else ():
-            self._lose(param, name)  # also of one that is frozen, which this plan does not contain
+        if isinstance(before, ShardedStep):
+            self._gather_again = before._gather_again
+            for param, name in before._gone.items():
+                self._lose(param, name)  # also of one that is frozen, which this plan does not contain
 
     def _refuse(self, name: str) -> None:
         raise CommError(
@@ -310,6 +313,9 @@ class ShardedStep(StepMode):
         now.mark("step")
         if self._early is not None:
             now.timed("early updates", self._early.finish)
+        elif self._gather_again:
+            self.gather_gradients()
+        self._gather_again = False
         with now.lock:
             if now.state is State.IDLE:  # after a synchronize() without a gradient
                 now.seal()
@@ -392,6 +398,7 @@ class ShardedStep(StepMode):
             now.complete(now.readable_unnoticed())
 
     def end_round(self) -> None:
+        self._gather_again = self.gathered
         if self._early is None:
             self.gather_gradients()
             self.round.keep_values()

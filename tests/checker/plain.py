@@ -166,9 +166,7 @@ class PlainMethods(Optimizer):
             self.average()
             self._base.step(self)
         book.consumed = (
-            book.sharded
-            and (book.unplanned() or not book.gathered)  # a new plan is made in this step
-            and any(p.grad is not None for p in self.every_param())
+            book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
         book.ungathered = book.zeros_sent = book.gathered = False

@@ -121,13 +121,13 @@ class Negotiator:
         for key, entry in self._pending.items():
             if not entry.told and now - entry.since >= self._warning:
                 entry.told = True
-                replies.append(
-                    ([min(entry.requests)], {"type": "waits", "message": self._why_late(key, entry)})
-                )
+                text = self._why_late(key, entry, f"{self._warning:g} of {self._timeout:g} s")
+                replies.append(([min(entry.requests)], {"type": "waits", "message": text}))
         late = {key: entry for key, entry in self._pending.items() if now - entry.since >= self._timeout}
         # All messages before any removal: operations that wait for each other expire together.
         for key, entry in late.items():
-            replies.append((sorted(entry.requests), _error(key, self._why_late(key, entry))))
+            text = self._why_late(key, entry, f"{self._timeout:g} s")
+            replies.append((sorted(entry.requests), _error(key, text)))
         for key, entry in late.items():
             self._timed_out.update(dict.fromkeys(entry.requests, key[1]))
             del self._pending[key]
@@ -162,7 +162,7 @@ class Negotiator:
             return "its process set has been removed"
         return "; ".join(self._gone[rank] for rank in self._sets[set_id] if rank in self._gone)
 
-    def _why_late(self, key: Key, entry: _Pending) -> str:
+    def _why_late(self, key: Key, entry: _Pending, waited: str) -> str:
         absent = self._awaited(key, entry)
         doing = []
         for rank in absent:
@@ -171,12 +171,9 @@ class Negotiator:
                 doing.append(f"rank {rank} waited in vain in {self._timed_out[rank]}")
             else:
                 doing.append(f"rank {rank} waits in {', '.join(names) or 'nothing'}")
-        seconds = f"{self._timeout:g} s (COMMSCHED_TIMEOUT)"
-        if entry.told and self._clock() - entry.since < self._timeout:
-            seconds = f"{self._warning:g} of {seconds}"
         return (
-            f"{key[1]} waited {seconds} for ranks {absent}: {'; '.join(doing)}. Every rank of the process set"
-            " must call the same operations under the same names"
+            f"{key[1]} waited {waited} (COMMSCHED_TIMEOUT) for ranks {absent}: {'; '.join(doing)}. Every rank"
+            " of the process set must call the same operations under the same names"
         )
 
     def _awaited(self, key: Key, entry: _Pending) -> list[int]:

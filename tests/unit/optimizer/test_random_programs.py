@@ -195,6 +195,8 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     (SHARDS | {"compression": "bf16"}, [FREEZE, *(TRAIN for _ in range(6))]),
     # p.grad, q.grad = q.grad, p.grad: the first was written over the second.
     (SHARDS, [BACKWARD, ("change_grads", {"how": "swap", "places": [6], "gathered": True}), STEP]),
+    # Gradients that had been gathered were used up by a step in which a new plan was made.
+    (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
 ]
 """Programs that failed once, drawn at random."""
 
