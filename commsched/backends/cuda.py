@@ -110,12 +110,12 @@ class Device:
 
     def has_passed(self, event: Event) -> bool:
         """Return whether everything before the mark is done."""
-        return False  # as on a GPU whose host is ahead of it, so that updates are put off as they are there
+        return True
 
     def finished(self, patience: float) -> bool:
         """Wait until the communication stream has finished; False after ``patience`` seconds."""
         end, latest = self.record(self.comm), time.monotonic() + patience
-        while self.asynchronous and not self.has_passed(end):
+        while not self.has_passed(end):
             if time.monotonic() > latest:
                 return False
             time.sleep(_LOOK_AGAIN)
@@ -411,10 +411,6 @@ class StreamSchedule:
         event = self.buckets[bucket].events.get("gathered")
         return event is not None and self.device.has_passed(event)
 
-    def is_over(self, bucket: int) -> bool:
-        event = self.buckets[bucket].events.get("gathered")
-        return event is not None and (not self.device.asynchronous or self.device.has_passed(event))
-
     # -- operations ------------------------------------------------------------------------------------------
 
     def _start(self, op: str, number: int, after: Event) -> None:
@@ -646,6 +642,7 @@ class StreamBackend(Backend):
     ) -> None:
         self.host, self.streams, self.exchange = host, device, exchange
         self.ranks, self.device = host.ranks, device.device
+        self.puts_off = not device.asynchronous
         self.name = f"{exchange.name}, flags over {host.name}"
         self.memory = memory or Memory()
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
@@ -785,9 +782,6 @@ class StreamBackend(Backend):
             return self.host.is_gathered(bucket - self._first_flags)
         return self.schedule.is_gathered(bucket)
 
-    def is_over(self, bucket: int) -> bool:
-        return self.is_gathered(bucket) if bucket >= self._first_flags else self.schedule.is_over(bucket)
-
     def step_ended(self) -> None:
         self._home = self.streams.current()
 
@@ -839,7 +833,7 @@ class StreamBackend(Backend):
         return self.streams.record(self.streams.current())
 
     def seconds(self, mark: Any) -> float | None:
-        if self.streams.asynchronous and not self.streams.has_passed(mark):
+        if not self.streams.has_passed(mark):
             return None
         return self.streams.moment(mark)
 

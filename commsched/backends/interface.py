@@ -142,6 +142,7 @@ class Backend(ABC):
     can_step_early = True  # whether a thread of its own may update shards
     uneven_parts = False  # whether the ranks' parts of a bucket may differ in length
     by_rows = False  # whether buckets of rows may leave out the rows that are zero
+    puts_off = False  # step() takes nothing for arrived, as on a GPU whose host is ahead: a CPU's stream
 
     def room(self) -> AbstractContextManager[Any]:
         """Return the context in which the memory of the next buckets is allocated.
@@ -195,12 +196,6 @@ class Backend(ABC):
     @abstractmethod
     def is_gathered(self, bucket: int) -> bool:
         """Return whether ``wait_gathered`` would return at once."""
-
-    def is_over(self, bucket: int) -> bool:
-        """Return the same; on the stream of a CPU, whose buckets count as not gathered so that updates are
-        put off as they are on a GPU, the truth.
-        """
-        return self.is_gathered(bucket)
 
     @abstractmethod
     def step_ended(self) -> None:

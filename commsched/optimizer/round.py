@@ -887,6 +887,10 @@ class Round:
         return overlapping(self.params)
 
     def arrived(self) -> list[int]:
+        """Return the buckets that ``step()`` completes at once."""
+        return [] if self.backend.puts_off else self._gathered()
+
+    def _gathered(self) -> list[int]:
         """Return the buckets that can be completed without waiting."""
         if not self.backend.is_gathered(self.flags_bucket):
             return []
@@ -894,8 +898,7 @@ class Round:
 
     def is_here(self) -> bool:
         """Return whether everything that is pending can be completed without waiting."""
-        waited_for = [*(b for b, done in enumerate(self.done) if not done), self.flags_bucket]
-        return not self.pending or all(self.backend.is_over(bucket) for bucket in waited_for)
+        return not self.pending or len(self._gathered()) == self.done.count(False)
 
     def all_arrived(self) -> bool:
         """Return whether nothing needs to be waited for."""

@@ -148,7 +148,7 @@ class LateBackend(Backend):
         inner = self.inner
         self.name, self.device = inner.name, inner.device
         self.can_step_early, self.uneven_parts = inner.can_step_early, inner.uneven_parts
-        self.by_rows = inner.by_rows
+        self.by_rows, self.puts_off = inner.by_rows, inner.puts_off
 
     @property
     def inner(self) -> Backend:

@@ -245,18 +245,11 @@ class Pool(TorchDispatchMode):
         return made
 
 
-class Done(Device):
-    """Tells the truth: an immediate operation is done."""
-
-    def has_passed(self, event: Any) -> bool:
-        return True
-
-
 class MemoryOnPaper(RegisteredMemory):
     def __init__(self, ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> None:
         self.pools: list[Pool] = []
         self.group = RegisteringGroup(ranks.rank, ranks.size)
-        super().__init__(self.group, exchange, Done(device.device), timeout)
+        super().__init__(self.group, exchange, Device(device.device), timeout)
 
     def _new_pool(self) -> Pool:
         self.pools.append(Pool())
