@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 def register_joiner(joiner: Any) -> None:
-    """Let ``join()`` call ``joiner.check_can_join()``, which raises ``ValueError`` where it cannot, and
+    """Let ``join()`` call ``joiner.check_can_join()``, which raises where it cannot, and
     ``joiner.start_join()``, which returns a ``Joining`` or None. Keeps no reference.
     """
     _joiners[epoch(), next(_numbers)] = joiner
@@ -90,29 +90,15 @@ def join(device: int = -1) -> int:
 
 
 def _checked_joiners() -> list[Any]:
-    """Return what can join; ``ValueError`` where the user must do something before.
+    """Return what can join; raise where the user must do something before.
 
-    An optimizer that only the garbage collector still knows does not stop the join: no user can act on it.
+    No user can act on an optimizer that only the garbage collector still knows: it must not stop the join.
     """
-    problems = [_problem(joiner) for joiner in _open_joiners()]
-    if any(problems):
-        gc.collect()
-    joiners = _open_joiners()
+    gc.collect()
+    joiners = [joiner for (made_in, _), joiner in sorted(_joiners.items()) if made_in == epoch()]
     for joiner in joiners:
         joiner.check_can_join()
     return joiners
-
-
-def _open_joiners() -> list[Any]:
-    return [joiner for (made_in, _), joiner in sorted(_joiners.items()) if made_in == epoch()]
-
-
-def _problem(joiner: Any) -> str:
-    try:
-        joiner.check_can_join()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _take_part(works: Sequence[Joining], over: Callable[[], bool]) -> None:

@@ -758,11 +758,16 @@ class Round:
                 self.mode.show(gradient)
             if gradient.touched or (self.used[i] and not self.abandoned):
                 used.append(i)
-        if self.deferred is not None and used:
-            self.deferred(used)
-        for gradient in complete:
-            gradient.apply_clear()
-            gradient.add_local()
+        try:
+            if self.deferred is not None and used:
+                self.deferred(used)
+        except BaseException:
+            self.deferred = None  # like an optimizer's step() that raises, it leaves out what comes after
+            raise
+        finally:
+            for gradient in complete:
+                gradient.apply_clear()
+                gradient.add_local()
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
         """Wait and measure the time, which is exposed communication."""

@@ -483,7 +483,7 @@ def _register() -> None:
 
 
 def check_can_join(now: Round) -> None:
-    """Raise ``ValueError`` where the user must do something before ``join()``."""
+    """Raise ``ValueError`` where the user must do something before ``join()``; apply the last update."""
     if now.backend.failure() is not None:
         return  # it takes no more steps on any rank
     now.mode.check_can_join()
@@ -494,6 +494,8 @@ def check_can_join(now: Round) -> None:
             f"rank {now.ranks.rank}: join() between a backward pass and its step(); call step()"
             " first (or zero_grad() to drop the gradients, or close() if the optimizer is no longer used)"
         )
+    with suppress(CommError):  # a rank has closed it
+        now.complete_all()  # an update that raises must do so before the others know that this rank joins
 
 
 class Joining:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -442,6 +443,23 @@ def failed_steps_leave_optimizers_behind(me: Me) -> None:
                 epoch(me, pair, 0, uneven(me))
                 pair.end(f"{gather}, {fail.__name__}")
     kept.clear()
+
+
+@case(ranks=(2,))
+def an_update_that_raises_does_so_once(me: Me) -> None:
+    """In step(), or in join() before the other rank knows that this one joins; it leaves out what comes after."""
+    hvd.register_elementwise(Failing)
+    pair = Pair(make=lambda m: Failing(m.parameters(), 0.1))
+    try:
+        fails_in_step(me, pair)
+        with pytest.raises(RuntimeError, match="this step fails"):
+            hvd.join()
+    except RuntimeError as error:
+        assert "this step fails" in str(error), error
+        pair.optimizer.zero_grad()
+    hvd.join()
+    pair.compare("nothing was updated")
+    release(pair.optimizer)
 
 
 @case(ranks=(2,))
