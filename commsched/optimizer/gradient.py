@@ -535,6 +535,10 @@ class Tied(Payload):
             changed[0] = 0
 
 
+def is_zero(grad: torch.Tensor) -> bool:
+    return not (grad._values() if grad.is_sparse else grad).any()
+
+
 def payload_of(
     number: int, view: torch.Tensor, buffers: Buffers, like: torch.Tensor, residuals: Residuals
 ) -> Payload:

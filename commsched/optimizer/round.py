@@ -69,7 +69,16 @@ from commsched.backends.interface import Backend, Scaling, step_work
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers, Slice
-from commsched.optimizer.gradient import Gradient, Payload, Residuals, Sum, Tied, overlapping, payload_of
+from commsched.optimizer.gradient import (
+    Gradient,
+    Payload,
+    Residuals,
+    Sum,
+    Tied,
+    is_zero,
+    overlapping,
+    payload_of,
+)
 from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.pending import (
     Access,
@@ -93,6 +102,8 @@ DENSE, SPARSE, LATE = 1, 1 << 20, 1 << 40
 # A rank's own entry, counts as well: an emulated network multiplies them by the number of ranks. JOINED: the
 # rank takes part with zeros until all have joined.
 STEPPED, RAISED, JOINED = 1, 1 << 20, 1 << 40
+
+LARGEST = 1 << 31  # samples of all ranks in a round are fewer
 
 _KEPT_WAITS = 4096  # more than one step has
 _KEPT_ROUNDS = 60
@@ -224,6 +235,7 @@ class Round:
         self.stepped = False  # since the last round
         self.joined = False  # this rank takes part with zeros until every rank has joined
         self.samples = 0  # that weighted losses have counted since the last round
+        self._counted = False  # the backward that runs is that of a weighted loss
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
 
@@ -375,6 +387,11 @@ class Round:
             self.end_of_backward(outermost=True)  # it ended without a gradient after those of an inner one
         if self.state is State.RAISED:
             self._leave_raised()
+        if self.samples and not self._counted:
+            raise ValueError(
+                f"rank {self.ranks.rank}: this loss was not passed through optimizer.weighted(), but it adds to"
+                f" gradients of {self.samples} samples; pass every loss of a step through it, or none"
+            )
         self._backward = backward
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
         self._is_local = self.local_only or self._is_early
@@ -555,7 +572,7 @@ class Round:
         with self.lock:
             if not outermost and (self.running or inside_a_backward()):
                 return
-            self._backward = -1
+            self._backward, self._counted = -1, False
             if self._is_local:
                 self._is_local, self._passes = False, self._passes + self._is_early
             elif self.state is State.FILLING:
@@ -572,7 +589,7 @@ class Round:
         """
         with self.lock:
             self._backward, local = -1, self._is_local
-            self._is_local = False
+            self._is_local = self._counted = False
             if local or self.state is not State.FILLING or self.closed:
                 return
             self.state, self._uncleared = State.RAISED, None
@@ -979,6 +996,49 @@ class Round:
             return self.replaced(i, torch.zeros_like(gradient.param, requires_grad=False) if there else None)
 
     # -- the optimizer's side --------------------------------------------------------------------------------
+
+    def count(self, samples: int) -> None:
+        """Count the samples of a weighted loss whose backward begins.
+
+        The sums of this round will be divided by the samples of all ranks, with all that they contain.
+        """
+        with self.lock:
+            if self.state is State.SENT:
+                self.leave_cleared()
+            if self.state is State.SENT:
+                raise ValueError(
+                    f"rank {self.ranks.rank}: a weighted loss cannot add to gradients that are reduced"
+                    " already; accumulate several backward passes with set_backward_passes_per_step() or"
+                    " no_sync(), or call step() or zero_grad() first"
+                )
+            if self.state is State.IDLE:
+                there = self._uncleared_gradient()
+                if there is None:
+                    self.samples = 0  # user code has cleared the gradients of those that were counted
+                elif not self.samples:
+                    raise ValueError(
+                        f"rank {self.ranks.rank}: a weighted loss cannot add to the gradient of {there}, which"
+                        " no weighted loss has computed: it would be divided by the samples as well; clear"
+                        " gradients after each step, for example with optimizer.zero_grad(), and pass every"
+                        " loss of a step through optimizer.weighted()"
+                    )
+            self.samples += samples
+            self._counted = True
+            if self.samples * self.ranks.size >= LARGEST:
+                raise ValueError(
+                    f"rank {self.ranks.rank} counts {self.samples} samples in one step, but those of"
+                    f" {self.ranks.size} ranks must sum to less than {LARGEST}; count in larger units"
+                )
+
+    def _uncleared_gradient(self) -> str | None:
+        """Return the name of a parameter with a gradient other than zero, to which a backward would add."""
+        if any(not gradient.exposed and gradient.clear is None for gradient in self.gradients):
+            self.complete_all()  # a pending update leaves its gradients
+        for gradient in self.gradients:
+            grad = raw_grad(gradient.param) if gradient.exposed else None
+            if gradient.local is not None or (grad is not None and not is_zero(grad)):
+                return gradient.name
+        return None
 
     def require_sent(self) -> None:
         """Reduce what has not been reduced: without a backward, the gradients in ``p.grad``."""

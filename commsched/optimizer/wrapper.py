@@ -19,18 +19,15 @@ from commsched.collectives.handles import synchronize
 from commsched.collectives.process_sets import ProcessSet
 from commsched.collectives.reductions import Adasum, Sum
 from commsched.errors import CommError
+from commsched.optimizer.gradient import is_zero
 from commsched.optimizer.pending import clear_as_accessed, ordinary
 from commsched.optimizer.planner import Options
-from commsched.optimizer.round import State
 from commsched.optimizer.session import Session
 from commsched.optimizer.sharded_step import ShardedStep, load_unrounded
 from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
 
 Closure = Callable[[], Any]
-
-LARGEST = 1 << 31  # samples of all ranks in a step are fewer
-
 
 def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
     """Return the names, with numbers for parameters that were added later."""
@@ -286,26 +283,18 @@ class DistributedMethods(Optimizer):
         return total
 
     def _count(self, count: int) -> None:
-        """Count the samples of a weighted loss, which the flags of the round carry to the other ranks."""
-        if self._session is None:
-            self._samples += count
+        """Count the samples of a weighted loss whose backward begins."""
+        if self._session is not None:
+            self._session.round.count(count)
             return
-        now, ranks = self._session.round, self._session.backend.ranks
-        with now.lock:
-            if now.state is State.SENT:
-                now.leave_cleared()
-            if now.state is State.SENT:
-                raise ValueError(
-                    "a weighted loss cannot add to gradients that are reduced already; accumulate several"
-                    " backward passes with set_backward_passes_per_step() or no_sync(), or call step() or"
-                    " zero_grad() first"
-                )
-            now.samples += count
-            if now.samples * ranks.size >= LARGEST:
-                raise ValueError(
-                    f"rank {ranks.rank} counts {now.samples} samples in one step, but those of {ranks.size}"
-                    f" ranks must sum to less than {LARGEST}; count in larger units"
-                )
+        there = any(p.grad is not None and not is_zero(p.grad) for p in self._every_param())
+        if there and not self._samples:
+            raise ValueError(
+                "a weighted loss cannot add to gradients that no weighted loss has computed: they would be"
+                " divided by the samples as well; clear gradients after each step, for example with"
+                " optimizer.zero_grad(), and pass every loss of a step through optimizer.weighted()"
+            )
+        self._samples = count + self._samples * there
 
     def _divide_alone(self) -> None:
         """Divide the gradients of weighted losses where no reduction does it, because there is one rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -128,6 +129,54 @@ def what_cannot_be_weighted_is_refused(me: Me) -> None:
         values(pair.model)
 
     refused("on all ranks or on none", read)
+
+
+@case(ranks=(1, 2))
+def weighted_losses_add_to_nothing_that_was_not_counted(me: Me) -> None:
+    """Or it would be divided by their samples as well."""
+
+    def refused(act: Any) -> None:
+        with pytest.raises((ValueError, hvd.CommError), match=r"zero_grad\(\)|pass every loss"):
+            act()
+
+    for gather in GATHERS:
+        pair = Pair(gather=gather)
+        mine, everybody = rows(me.rank, 0), [rows(rank, 0) for rank in range(me.size)]
+        pair.backward(mine, everybody)
+        pair.optimizer.step()
+        refused(lambda: pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward())
+        pair.optimizer.close()
+        pair = Pair(gather=gather)
+        with pair.optimizer.no_sync():
+            mean_loss(pair.model, mine).backward()
+        refused(lambda: pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward())
+        pair.optimizer.zero_grad()
+        if me.size > 1:  # a rank alone does not see backwards
+            with pair.optimizer.no_sync():
+                pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+            refused(mean_loss(pair.model, mine).backward)
+            pair.optimizer.zero_grad()
+        release(pair.optimizer)
+
+
+@case(ranks=(1, 2, 3))
+def samples_of_cleared_gradients_do_not_count(me: Me) -> None:
+    """In whatever way they were cleared; and gradients of zero are none."""
+    for gather in GATHERS:
+        pair = Pair(gather=gather)
+        for step in range(4):
+            with pair.optimizer.no_sync():
+                mine = rows(me.rank, step, 1)
+                pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+            if step % 2:
+                pair.model.zero_grad()
+            else:
+                for p in pair.model.parameters():
+                    p.grad = torch.zeros_like(p)
+            pair.backward(rows(me.rank, step), [rows(rank, step) for rank in range(me.size)])
+            pair.step()
+            pair.optimizer.zero_grad(set_to_none=False)
+        pair.end(gather)
 
 
 @case(ranks=(2, 3))
