@@ -44,11 +44,17 @@ def alias_of(
 def changed_rows(part: Tensor, whole: Tensor, changed: Tensor) -> None:
     """Write into `changed` in how many rows, and which, `whole` has other bits than `part + 0`."""
 
-def data_pointers(tensors: list[Tensor]) -> list[int]:
-    """Return the address of each tensor's first element; 0 without elements or without a storage."""
+def overlapping(tensors: list[Tensor]) -> list[int]:
+    """Return the indices of tensors that share memory with others of them (``a.data = b.data``)."""
+
+def write_into(slot: Tensor, gradient: Tensor) -> None:
+    """Write a gradient into its slot, unless autograd has written it there itself."""
 
 def source_addresses(tensors: list[Tensor | None], needed: list[int], like: Tensor) -> list[int] | None:
-    """Return `data_pointers`, 0 for None; None if one has another type, device or too few elements."""
+    """Return the address of each tensor's first element, 0 for None and for a tensor without elements.
+
+    Return None if a tensor has another type, another device or too few elements.
+    """
 
 def foreign_users(parameters: list[Tensor]) -> list[int]:
     """Return the indices of the parameters with `foreign_uses`."""

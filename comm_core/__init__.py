@@ -20,18 +20,19 @@ from comm_core._C import (
     abort_message,
     alias_of,
     changed_rows,
-    data_pointers,
     foreign_users,
     foreign_uses,
     gradients_held,
     instances_of,
     link_gate,
     move_out,
+    overlapping,
     quantise_blocks,
     shares_storage,
     storage_holders,
     storages_held,
     sum_blocks,
+    write_into,
 )
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
@@ -59,7 +60,6 @@ __all__ = [
     "alias_of",
     "changed_rows",
     "close_in_children",
-    "data_pointers",
     "foreign_users",
     "foreign_uses",
     "gradients_held",
@@ -67,6 +67,7 @@ __all__ = [
     "link_gate",
     "local_channels",
     "move_out",
+    "overlapping",
     "quantise_blocks",
     "shares_storage",
     "storage_holders",
@@ -74,4 +75,5 @@ __all__ = [
     "sum_blocks",
     "tcp_channel",
     "tcp_connections",
+    "write_into",
 ]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 import comm_core
-from commsched.backends.interface import Backend, StepWork, as_real, write_into
+from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
@@ -120,10 +120,7 @@ class EngineBackend(Backend):
             raise CommError(str(error)) from None
 
     def put(self, param: int, grad: torch.Tensor, slot: torch.Tensor) -> None:
-        if grad.data_ptr() != slot.data_ptr():
-            slot.copy_(grad)
-        else:
-            write_into(slot, grad)
+        comm_core.write_into(slot, grad)
 
     def mark_ready(self, bucket: int) -> None:
         try:

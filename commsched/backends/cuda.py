@@ -34,10 +34,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_core import OPS, EngineError
+from comm_core import OPS, EngineError, write_into
 from comm_core.cuda import BucketCopy, Region
 from commsched.backends.cpu import closed_text, engine_backend, new_channel
-from commsched.backends.interface import Backend, StepWork, as_real, is_in_slot, write_into
+from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
 from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.private_groups import data_connections
@@ -465,6 +465,12 @@ class StreamSchedule:
         return np.array(rows, _RECORD)
 
 
+def _reads_like(grad: torch.Tensor, slot: torch.Tensor) -> bool:
+    """Return whether both read memory in the same way: ``p.grad.t()`` and ``p.grad.conj()`` do not."""
+    alike = grad.stride() == slot.stride() and grad.dtype == slot.dtype
+    return alike and not (grad.is_conj() or grad.is_neg())
+
+
 @dataclass(slots=True)
 class Offer:
     """A gradient where autograd has written it, and how many buckets are still to be packed from it."""
@@ -544,7 +550,7 @@ class Packing:
         self._offers.pop(param, None)
         if self._can_stay(grad, slot):
             self._offers[param] = Offer(grad, len(self._layout.slots[param].buckets))
-        elif not is_in_slot(grad, slot):
+        elif not (grad.data_ptr() == slot.data_ptr() and _reads_like(grad, slot)):
             self._enter(current)
             write_into(slot, grad)
         self._written_on[param] = current
@@ -554,8 +560,7 @@ class Packing:
         for start, stop in self._memory:
             if start <= address < stop:
                 return False
-        alike = grad.stride() == slot.stride() and grad.dtype == slot.dtype
-        return alike and not (grad.is_conj() or grad.is_neg())
+        return _reads_like(grad, slot)
 
     def take_back(self, param: int, slot: torch.Tensor) -> None:
         self._check_unsent(param)

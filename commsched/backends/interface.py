@@ -104,27 +104,6 @@ def padded(count: int, ranks: int) -> int:
     return -(-max(count, 1) // (ranks * ALIGN)) * ranks * ALIGN
 
 
-def is_in_slot(grad: torch.Tensor, slot: torch.Tensor) -> bool:
-    """Return whether a gradient is its slot: the same memory, read in the same way.
-
-    ``p.grad = p.grad.t()`` and ``p.grad = p.grad.conj()`` begin at the slot's address and are other values.
-    """
-    return (
-        grad.data_ptr() == slot.data_ptr()
-        and grad.stride() == slot.stride()
-        and grad.dtype == slot.dtype
-        and not (grad.is_conj() or grad.is_neg())
-    )
-
-
-def write_into(slot: torch.Tensor, grad: torch.Tensor) -> None:
-    """Write a gradient into its slot, unless autograd has written it there itself."""
-    if grad.data_ptr() != slot.data_ptr():
-        slot.copy_(grad)
-    elif not is_in_slot(grad, slot):
-        slot.copy_(grad.clone())
-
-
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """Return a flat tensor's memory as real numbers: sums and real factors act alike on both parts."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

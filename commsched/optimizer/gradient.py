@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comm_core import alias_of, changed_rows, data_pointers, move_out, shares_storage, storage_holders
+from comm_core import alias_of, changed_rows, move_out, shares_storage, storage_holders
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Ranks
 from commsched.optimizer.buckets import Buffers, Slice
@@ -221,24 +221,6 @@ class Gradient:
         set_raw_grad(self.param, copy)
         if sums and self.view is not None:
             self.sum = Sum.of(copy)
-
-
-def overlapping(params: Sequence[torch.Tensor]) -> set[int]:
-    """Return the places of parameters that share memory with others of them (``a.data = b.data``)."""
-    spans = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for place, (start, param) in enumerate(zip(data_pointers(list(params)), params, strict=True)):
-            if param.numel():
-                last = sum((n - 1) * step for n, step in zip(param.shape, param.stride(), strict=True))
-                spans.append((start, start + (last + 1) * param.element_size(), place))
-    shared: set[int] = set()
-    end, longest = 0, -1
-    for start, stop, place in sorted(spans):
-        if start < end:
-            shared |= {longest, place}
-        if stop > end:
-            end, longest = stop, place
-    return shared
 
 
 # -- how a gradient is put into its slot and travels from there ----------------------------------------------

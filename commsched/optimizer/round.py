@@ -64,7 +64,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from comm_core import foreign_users
+from comm_core import foreign_users, overlapping
 from commsched.backends.interface import Backend, Scaling, step_work
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
@@ -76,7 +76,6 @@ from commsched.optimizer.gradient import (
     Sum,
     Tied,
     is_zero,
-    overlapping,
     payload_of,
 )
 from commsched.optimizer.measuring import Watch, profiled
@@ -389,8 +388,8 @@ class Round:
             self._leave_raised()
         if self.samples and not self._counted:
             raise ValueError(
-                f"rank {self.ranks.rank}: this loss was not passed through optimizer.weighted(), but it adds to"
-                f" gradients of {self.samples} samples; pass every loss of a step through it, or none"
+                f"rank {self.ranks.rank}: this loss was not passed through optimizer.weighted(), but it adds"
+                f" to gradients of {self.samples} samples; pass every loss of a step through it, or none"
             )
         self._backward = backward
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
@@ -906,7 +905,7 @@ class Round:
 
     def shared_memory(self) -> set[int]:
         """Return the parameters that share memory with each other: their updates depend on their order."""
-        return overlapping(self.params)
+        return set(overlapping(list(self.params)))
 
     def arrived(self) -> list[int]:
         """Return the buckets that ``step()`` completes at once."""
@@ -1017,10 +1016,10 @@ class Round:
                     self.samples = 0  # user code has cleared the gradients of those that were counted
                 elif not self.samples:
                     raise ValueError(
-                        f"rank {self.ranks.rank}: a weighted loss cannot add to the gradient of {there}, which"
-                        " no weighted loss has computed: it would be divided by the samples as well; clear"
-                        " gradients after each step, for example with optimizer.zero_grad(), and pass every"
-                        " loss of a step through optimizer.weighted()"
+                        f"rank {self.ranks.rank}: a weighted loss cannot add to the gradient of {there},"
+                        " which no weighted loss has computed: it would be divided by the samples as well;"
+                        " clear gradients after each step, for example with optimizer.zero_grad(), and pass"
+                        " every loss of a step through optimizer.weighted()"
                     )
             self.samples += samples
             self._counted = True

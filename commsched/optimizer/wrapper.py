@@ -29,9 +29,12 @@ from scheduler.ir.profile import Profile
 
 Closure = Callable[[], Any]
 
+
 def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
     """Return the names, with numbers for parameters that were added later."""
     params = [param for group in param_groups for param in group["params"]]
+    if all(param in names for param in params):
+        return names
     return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
 
 

@@ -24,6 +24,7 @@
 #include "bindings_memory.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
@@ -31,6 +32,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -167,13 +171,6 @@ uintptr_t address_of(const at::Tensor& tensor) {
   return storage_of(tensor) == nullptr ? 0 : reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
 }
 
-std::vector<uintptr_t> data_pointers(const py::list& tensors) {
-  std::vector<uintptr_t> addresses;
-  addresses.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) addresses.push_back(address_of(borrowed(tensors[i])));
-  return addresses;
-}
-
 // Packing asks this of every gradient of every step, so that a Python loop would cost more than the launch.
 std::optional<std::vector<uintptr_t>> source_addresses(const py::list& tensors, const std::vector<int64_t>& needed,
                                                        const at::Tensor& like) {
@@ -191,6 +188,57 @@ std::optional<std::vector<uintptr_t>> source_addresses(const py::list& tensors, 
     addresses.push_back(address_of(tensor));
   }
   return addresses;
+}
+
+// Where tensors begin and end, in order: neighbours that meet share memory.
+std::vector<int64_t> overlapping(const py::list& tensors) {
+  struct Span {
+    uintptr_t begin, end;
+    int64_t place;
+  };
+  std::vector<Span> spans;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = borrowed(tensors[i]);
+    const uintptr_t begin = address_of(tensor);
+    if (begin == 0 || tensor.numel() == 0) continue;
+    int64_t last = 0;
+    for (int64_t axis = 0; axis < tensor.dim(); ++axis) last += (tensor.size(axis) - 1) * tensor.stride(axis);
+    spans.push_back({begin, begin + static_cast<uintptr_t>(last + 1) * tensor.itemsize(), static_cast<int64_t>(i)});
+  }
+  std::sort(spans.begin(), spans.end(), [](const Span& one, const Span& other) { return one.begin < other.begin; });
+  std::set<int64_t> shared;
+  const Span* farthest = nullptr;
+  for (const Span& span : spans) {
+    if (farthest != nullptr && span.begin < farthest->end) shared.insert({farthest->place, span.place});
+    if (farthest == nullptr || span.end > farthest->end) farthest = &span;
+  }
+  return {shared.begin(), shared.end()};
+}
+
+// --------------------------------------------------------------------------------------------- gradients into slots
+
+constexpr size_t kSmall = 1 << 16;  // bytes up to which starting torch's copy takes longer than copying
+
+// Whether both read memory in the same way. p.grad = p.grad.t() and p.grad = p.grad.conj() begin at the slot's address
+// and are other values.
+bool reads_alike(const at::Tensor& one, const at::Tensor& other) {
+  return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides() &&
+         one.is_conj() == other.is_conj() && one.is_neg() == other.is_neg();
+}
+
+// Most gradients are small, and this is called for each in every step.
+void write_into(const py::handle& slot, const py::handle& gradient) {
+  const at::Tensor& to = borrowed(slot);
+  const at::Tensor& from = borrowed(gradient);
+  const bool alike = reads_alike(to, from), in_place = address_of(to) == address_of(from);
+  if (alike && in_place) return;
+  if (alike && to.is_cpu() && from.is_cpu() && to.is_contiguous() && to.nbytes() <= kSmall) {
+    std::memmove(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+    to.unsafeGetTensorImpl()->bump_version();
+    return;
+  }
+  const py::gil_scoped_release released;
+  to.copy_(in_place ? from.clone() : from);
 }
 
 // ---------------------------------------------------------------------------------------------------------- aliases
@@ -286,7 +334,8 @@ void bind_memory(py::module_& m) {
   m.def("storages_held", &storages_held, py::arg("tensors"), py::arg("expected"));
   m.def("gradients_held", &gradients_held, py::arg("parameters"));
   m.def("shares_storage", &shares_storage, py::arg("one"), py::arg("other"));
-  m.def("data_pointers", &data_pointers, py::arg("tensors"));
+  m.def("overlapping", &overlapping, py::arg("tensors"));
+  m.def("write_into", &write_into, py::arg("slot"), py::arg("gradient"));
   m.def("source_addresses", &source_addresses, py::arg("tensors"), py::arg("needed"), py::arg("like"));
   m.def("foreign_uses", &foreign_uses, py::arg("parameter"));
   m.def("foreign_users", &foreign_users, py::arg("parameters"));

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from comm_core import (
     alias_of,
-    data_pointers,
     foreign_users,
     foreign_uses,
     gradients_held,
     move_out,
+    overlapping,
     shares_storage,
     storage_holders,
     storages_held,
+    write_into,
 )
 
 
@@ -56,7 +57,7 @@ def test_an_alias_and_its_buffer_are_the_same_memory() -> None:
     assert flat[10:16].tolist() == [-1] * 6
     flat.zero_()
     assert alias.tolist() == [[0] * 3] * 2
-    assert data_pointers([alias]) == [flat[10:].data_ptr()]
+    assert alias.data_ptr() == flat[10:].data_ptr()
 
 
 def test_an_alias_of_a_part_of_a_larger_tensor_starts_at_the_part() -> None:
@@ -140,7 +141,7 @@ def test_wrong_arguments_are_refused(make: Callable[[], object], message: str) -
 
 def test_only_tensors_are_accepted() -> None:
     with pytest.raises(TypeError, match=r"torch\.Tensor is needed, not <class 'int'>"):
-        data_pointers([3])  # type: ignore[list-item]
+        overlapping([3])  # type: ignore[list-item]
 
 
 # ---------------------------------------------------------------------------------------------------- holders
@@ -166,7 +167,34 @@ def test_sharing_is_told_by_the_storage() -> None:
     assert not shares_storage(flat, flat.clone())
     sparse = torch.eye(2).to_sparse()
     assert not shares_storage(sparse, sparse)
-    assert data_pointers([flat[5:], sparse, flat[:0]]) == [flat.data_ptr() + 20, 0, 0]
+
+
+def test_overlapping_tensors_are_found() -> None:
+    flat, sparse = numbers(), torch.eye(2).to_sparse()
+    columns = torch.as_strided(flat, (2, 2), (4, 1))  # elements 0, 1, 4 and 5
+    assert overlapping([flat[6:8], sparse, columns, flat[:0], sparse]) == []
+    assert overlapping([flat[5:6], flat[6:8], columns]) == [0, 2]
+    assert overlapping([flat[1:2], numbers(), flat[8:9], flat, flat]) == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [12, 1 << 16])
+def test_gradients_are_written_into_their_slots(count: int) -> None:
+    slot = torch.zeros(3, count // 3)
+    for grad in (
+        torch.randn(3, count // 3),
+        torch.randn(count // 3, 3).t(),
+        torch.randn(3, count // 3).double(),
+        torch.view_as_complex(torch.randn(3, count // 3, 2)).conj().imag,
+    ):
+        version = slot._version
+        write_into(slot, grad)
+        assert torch.equal(slot, grad.float()) and slot._version > version
+    version, values = slot._version, slot.clone()
+    write_into(slot, slot.view(3, -1))
+    assert torch.equal(slot, values) and slot._version == version
+    square, turned = torch.arange(4.0).view(2, 2), torch.tensor([[0.0, 2.0], [1.0, 3.0]])
+    write_into(square, square.t())
+    assert torch.equal(square, turned)
 
 
 KEEPERS: list[tuple[str, Callable[[Tensor], Any]]] = [
