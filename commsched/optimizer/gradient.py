@@ -45,6 +45,7 @@ class Gradient:
     """One parameter's gradient: where it travels, how far it is in this round, what user code holds."""
 
     __slots__ = (
+        "_address",
         "_home",
         "_shown",
         "alias",
@@ -112,6 +113,7 @@ class Gradient:
             return
         self.buckets = slot.buckets
         self.view = view = buffers.view(self.param, slot)
+        self._address = view.data_ptr()
         flat = buffers.flat[slot.group]
         self._home = (flat, slot.offset)
         self.alias = self._new_alias()
@@ -121,9 +123,8 @@ class Gradient:
 
     # -- what user code sees ---------------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Let ``p.grad`` be None while the gradient travels; the same tensor is handed out afterwards."""
-        grad = raw_grad(self.param)
+    def take(self, grad: torch.Tensor | None) -> None:
+        """Let ``p.grad`` be None while `grad` travels; the same tensor is handed out afterwards."""
         if grad is not None and self._is_slot(grad):
             self._shown = grad
         set_raw_grad(self.param, None)
@@ -178,14 +179,14 @@ class Gradient:
 
     def is_in_place(self, grad: torch.Tensor) -> bool:
         """Return whether a dense gradient is the slot's memory."""
-        return self.view is not None and not grad.is_sparse and grad.data_ptr() == self.view.data_ptr()
+        return self.view is not None and not grad.is_sparse and grad.data_ptr() == self._address
 
     def _is_slot(self, grad: torch.Tensor) -> bool:
         view = self.view
         return (
             view is not None
             and not grad.is_sparse
-            and grad.data_ptr() == view.data_ptr()
+            and grad.data_ptr() == self._address
             and grad.shape == view.shape
             and grad.grad_fn is None
         )

@@ -12,7 +12,7 @@ read therefore keep one class, ``CompiledParameter``, whether they are pending o
 ``Access`` notes that, so that the call does not wait for all gradients.
 
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
-``has_alias`` finds those by the storage's reference count; such parameters are never left pending.
+``storages_held`` finds those by the storage's reference count; such parameters are never left pending.
 """
 
 from __future__ import annotations
@@ -194,13 +194,6 @@ def ordinary(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter in compiled:
             parameter.__class__ = CompiledParameter
-
-
-def has_alias(parameter: torch.Tensor, owners: int = 1) -> bool:
-    """Return whether anyone but ``owners`` tensors holds the parameter's memory."""
-    storage = parameter.untyped_storage()
-    # The storage object of this call counts as one more.
-    return int(torch._C._storage_Use_Count(storage._cdata)) > owners + 1
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -64,7 +64,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from comm_core import foreign_users, overlapping
+from comm_core import foreign_users, overlapping, storages_held
 from commsched.backends.interface import Backend, Scaling, step_work
 from commsched.backends.ranks import ranks_text
 from commsched.errors import CommError
@@ -84,7 +84,6 @@ from commsched.optimizer.pending import (
     can_pend,
     clear_pending,
     clear_raw_grad,
-    has_alias,
     mark_pending,
     raw_grad,
     release_class,
@@ -456,8 +455,10 @@ class Round:
         for gradient in self.gradients:
             gradient.clear = gradient.sparse = gradient.late = None
             gradient.touched = False
-            gradient.free()
             gradient.payload.begin()
+        slots = [(gradient, gradient.alias) for gradient in self.gradients if gradient.alias is not None]
+        for place in storages_held([alias for _, alias in slots], [1] * len(slots)):
+            slots[place][0].free()
         self.flags.zero_()
         self.backend.begin_step()
         self.state = State.FILLING
@@ -471,6 +472,7 @@ class Round:
         gradient.filled = self.number
         if gradient.view is None:
             return False  # no elements: nothing to reduce
+        taken = grad
         if grad.requires_grad:
             grad = grad.detach()  # of a backward with create_graph
         i, early = gradient.number, True
@@ -484,7 +486,7 @@ class Round:
             else:
                 early = gradient.payload.put(grad, self.backend) or not isinstance(gradient.payload, Tied)
         gradient.sum = None
-        gradient.take()
+        gradient.take(taken)
         if gradient.pends:
             mark_pending(gradient.param, self._accesses[i], only_grad=True)
         return early
@@ -621,7 +623,7 @@ class Round:
             if gradient.filled != self.number:
                 gradient.filled = self.number
                 gradient.payload.put_zeros()
-            gradient.take()
+            gradient.take(raw_grad(gradient.param))
         self.seal()
         self.mode.discard()
         for gradient, grad in kept:  # set since by user code, or by the backward that has just begun
@@ -754,7 +756,7 @@ class Round:
             complete = []
             for i in touched:
                 gradient = gradients[i]
-                if not gradient.exposed and all(done[bucket] for bucket in gradient.buckets):
+                if not gradient.exposed and all([done[bucket] for bucket in gradient.buckets]):
                     gradient.exposed = True
                     clear_pending(gradient.param)
                     complete.append(gradient)
@@ -782,8 +784,10 @@ class Round:
             raise
         finally:
             for gradient in complete:
-                gradient.apply_clear()
-                gradient.add_local()
+                if gradient.clear is not None:
+                    gradient.apply_clear()
+                if gradient.local is not None:
+                    gradient.add_local()
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
         """Wait and measure the time, which is exposed communication."""
@@ -889,15 +893,10 @@ class Round:
         or C++ code (a traced module) holds them.
         """
         waiting = [gradient for gradient in self.travelling if not gradient.exposed]
-        with torch._C.DisableTorchFunctionSubclass():
-            foreign = set(foreign_users([gradient.param for gradient in waiting]))
-            return [
-                gradient.number
-                for place, gradient in enumerate(waiting)
-                if not gradient.pends
-                or place in foreign
-                or has_alias(gradient.param, self.mode.holders(gradient.number))
-            ]
+        params: list[torch.Tensor] = [gradient.param for gradient in waiting]
+        own = [self.mode.holders(gradient.number) for gradient in waiting]
+        unnoticed = {*foreign_users(params), *storages_held(params, own)}
+        return [g.number for place, g in enumerate(waiting) if place in unnoticed or not g.pends]
 
     def early_parts(self) -> list[int]:
         """Return the tied weights of which this rank has sent the head's part first, in this round."""

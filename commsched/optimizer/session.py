@@ -137,7 +137,8 @@ class Session:
     def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
         """Make round, hooks and the first plan for these parameters. Collective."""
         optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
-        names = [optimizer._parameter_names[p] for p in params]
+        known = optimizer._names()
+        names = [known[p] for p in params]
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
@@ -174,6 +175,7 @@ class Session:
         tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
         outgrown = weakref.WeakMethod(self.outgrown)
         self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied, outgrown)
+        self._planned = {id(param) for param in params}
         self._note_others()
         self._made_for = _kinds(params)
         self.profile: Profile | None = None
@@ -191,22 +193,19 @@ class Session:
 
     def refresh(self, in_step: bool = False) -> None:
         """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
-        optimizer = self._optimizer
+        optimizer, planned = self._optimizer, self._planned
         self._note_others()
         if not in_step and not self.round.can_be_replaced:
             return  # the next step does it
         trained = _trained(optimizer)
-        same = _kinds(self.round.params) == self._made_for
-        planned = {id(param) for param in self.round.params}
-        if same and all(id(param) in planned for param in trained):
+        if planned.issuperset(map(id, trained)) and _kinds(self.round.params) == self._made_for:
             if not trained or len(trained) == len(planned):
                 self._frozen_steps = 0
                 return
             self._frozen_steps += in_step
-            present = {id(param) for param in optimizer._every_param()}
             # Not within the step that has reduced all gradients: they would be reduced again.
             due = self._frozen_steps >= STAY and not in_step
-            if not due and planned <= present:
+            if not due and planned.issubset(map(id, optimizer._every_param())):
                 return
         self._frozen_steps = 0
         before = self.round
@@ -225,8 +224,7 @@ class Session:
         self._start()
 
     def _note_others(self) -> None:
-        planned = {id(param) for param in self.round.params}
-        self.round.others = [p for p in self._optimizer._every_param() if id(p) not in planned]
+        self.round.others = [p for p in self._optimizer._every_param() if id(p) not in self._planned]
 
     def outgrown(self) -> Hooks:
         """Make a new plan before a forward, for parameters that are trained now; return the new hooks."""

@@ -30,14 +30,6 @@ from scheduler.ir.profile import Profile
 Closure = Callable[[], Any]
 
 
-def later_names(param_groups: list[dict[str, Any]], names: dict[Any, str]) -> dict[Any, str]:
-    """Return the names, with numbers for parameters that were added later."""
-    params = [param for group in param_groups for param in group["params"]]
-    if all(param in names for param in params):
-        return names
-    return names | {p: f"parameter.{i}" for i, p in enumerate(params) if p not in names}
-
-
 class _Forwarded:
     """An attribute that is looked up as if the class did not have it."""
 
@@ -173,7 +165,6 @@ class DistributedMethods(Optimizer):
                 f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients;"
                 " wrap the optimizer again, or call release() in the place of close() to go on alone"
             )
-        self._parameter_names = later_names(self.param_groups, self._parameter_names)
         session.refresh(in_step=True)
         return session
 
@@ -214,8 +205,15 @@ class DistributedMethods(Optimizer):
 
     def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
         """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
-        self._parameter_names = names = later_names(self.param_groups, self._parameter_names)
+        names = self._names()
         return [(names[p], p) for p in self._every_param() if p.requires_grad]
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Return the parameters' names, with numbers for those that were added later."""
+        names = self._parameter_names
+        later = {p: f"parameter.{i}" for i, p in enumerate(self._every_param()) if p not in names}
+        self._parameter_names = names = names | later
+        return names
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -394,7 +392,6 @@ class DistributedMethods(Optimizer):
         self._settle()
         self._base.add_param_group(self, param_group)
         if self._session is not None and not self._closed:
-            self._parameter_names = later_names(self.param_groups, self._parameter_names)
             self._session.refresh()
 
     def close(self, wait: bool = True) -> None:
