@@ -319,7 +319,7 @@ class Round:
         with self.lock:
             backward = _task()
             if backward != self._backward:
-                self._enter(backward)
+                self._enter(backward, i)
             gradient = self.gradients[i]
             grad = param.grad if type(param) is nn.Parameter else raw_grad(param)
             if grad is None:  # though autograd has just put it there
@@ -361,7 +361,7 @@ class Round:
                 return
             backward = _task()
             if backward != self._backward:
-                self._enter(backward)
+                self._enter(backward, i)
             if self._is_local:
                 return
             if self.state is not State.FILLING:
@@ -373,7 +373,7 @@ class Round:
             if buckets is not None and not self.send_at_end:
                 self._send(buckets)
 
-    def _enter(self, backward: int) -> None:
+    def _enter(self, backward: int, i: int) -> None:
         """React to the first gradient of a backward, which may run inside of the one that fills the round."""
         if self.state is State.FILLING or self._is_local:
             inner = self.running > 0 or backward < self._backward or inside_a_backward()
@@ -386,10 +386,7 @@ class Round:
         if self.state is State.RAISED:
             self._leave_raised()
         if self.samples and not self._counted:
-            raise ValueError(
-                f"rank {self.ranks.rank}: this loss was not passed through optimizer.weighted(), but it adds"
-                f" to gradients of {self.samples} samples; pass every loss of a step through it, or none"
-            )
+            self._check_counted(i)
         self._backward = backward
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
         self._is_local = self.local_only or self._is_early
@@ -1011,15 +1008,15 @@ class Round:
                 )
             if self.state is State.IDLE:
                 there = self._uncleared_gradient()
-                if there is None:
-                    self.samples = 0  # user code has cleared the gradients of those that were counted
-                elif not self.samples:
+                if there is not None and not self.samples:
                     raise ValueError(
                         f"rank {self.ranks.rank}: a weighted loss cannot add to the gradient of {there},"
                         " which no weighted loss has computed: it would be divided by the samples as well;"
                         " clear gradients after each step, for example with optimizer.zero_grad(), and pass"
                         " every loss of a step through optimizer.weighted()"
                     )
+                if there is None:
+                    self.samples = 0  # user code has cleared the gradients of those that were counted
             self.samples += samples
             self._counted = True
             if self.samples * self.ranks.size >= LARGEST:
@@ -1028,13 +1025,25 @@ class Round:
                     f" {self.ranks.size} ranks must sum to less than {LARGEST}; count in larger units"
                 )
 
-    def _uncleared_gradient(self) -> str | None:
+    def _check_counted(self, i: int) -> None:
+        """Refuse a loss that is not weighted, and whose first gradient is `i`, among weighted ones."""
+        there = self._uncleared_gradient(apart_from=i)
+        if there is not None:
+            raise ValueError(
+                f"rank {self.ranks.rank}: a loss that was not passed through optimizer.weighted() adds to the"
+                f" gradient of {there}, which has {self.samples} samples; pass every loss of a step through"
+                " weighted(), or none"
+            )
+        self.samples = 0  # user code has cleared the gradients of those that were counted
+
+    def _uncleared_gradient(self, apart_from: int = -1) -> str | None:
         """Return the name of a parameter with a gradient other than zero, to which a backward would add."""
         if any(not gradient.exposed and gradient.clear is None for gradient in self.gradients):
             self.complete_all()  # a pending update leaves its gradients
         for gradient in self.gradients:
             grad = raw_grad(gradient.param) if gradient.exposed else None
-            if gradient.local is not None or (grad is not None and not is_zero(grad)):
+            there = gradient.local is not None or (grad is not None and not is_zero(grad))
+            if there and gradient.number != apart_from:
                 return gradient.name
         return None
 

@@ -176,6 +176,13 @@ def samples_of_cleared_gradients_do_not_count(me: Me) -> None:
             pair.backward(rows(me.rank, step), [rows(rank, step) for rank in range(me.size)])
             pair.step()
             pair.optimizer.zero_grad(set_to_none=False)
+        with pair.optimizer.no_sync():
+            pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+        pair.model.zero_grad()
+        if me.size > 1:  # a rank alone does not see backwards
+            mean_loss(pair.model, rows(0, 9)).backward()  # the same on all ranks
+            pair.together([rows(0, 9)])
+            pair.step()
         pair.end(gather)
 
 
