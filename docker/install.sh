@@ -185,6 +185,7 @@ install_horovod() {
     else
         wheel=$("$ROOT/docker/horovod.sh" "$PYTHON") || { do_without_horovod $? && return; }
         if ! has_module horovod || [ "$(cat "$mark" 2>/dev/null)" != "$wheel" ]; then
+            : >"$mark" # before: an interrupted installation must not look like somebody else's
             step horovod-install "installing Horovod" "$PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
             step horovod-needs "installing what Horovod needs" "$PYTHON" -m pip install "$wheel"
             echo "$wheel" >"$mark"

@@ -159,6 +159,24 @@ def test_horovod_that_cannot_be_imported(checkout: Path, path: Path, tmp_path: P
     assert_one_error(result, "cannot be imported", "undefined symbol: _ZN3c10", "COMMSCHED_WITH_HOROVOD=0")
 
 
+def test_an_interrupted_installation_of_horovod_is_repeated(
+    checkout: Path, path: Path, tmp_path: Path
+) -> None:
+    """What it had left was taken for somebody else's Horovod, which could not be imported."""
+    environment = make_environment(tmp_path / "env", without=("horovod",))
+    make_script(checkout / "docker/horovod.sh", f"echo {tmp_path}/horovod-0.28.1.whl")
+    package = next(environment.glob("lib/python3.*/site-packages")) / "horovod"
+    python, real, attempts = environment / "bin/python", environment / "bin/real", tmp_path / "attempts"
+    real.symlink_to(python.resolve())
+    # pip ends as if it were interrupted, after it has installed the package.
+    installs = f"mkdir -p {package}; touch {package}/__init__.py; echo x >>{attempts}; exit 1"
+    make_script(python, f'case "$*" in *--no-deps*) {installs};; esac; exec {real} "$@"')
+    for attempt in (1, 2):
+        result = install(checkout, path=path, VIRTUAL_ENV=str(environment), **HOROVOD)
+        assert_one_error(result, "installing Horovod failed")
+        assert attempts.read_text() == "x\n" * attempt
+
+
 @pytest.mark.slow
 def test_a_horovod_that_cannot_be_built_is_left_out(checkout: Path, path: Path, tmp_path: Path) -> None:
     """Its build beside a CUDA build of torch failed, and took the installation with it."""
