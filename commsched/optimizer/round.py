@@ -44,6 +44,12 @@ than on another, depending on what has arrived: with two optimizers the ranks wo
 different ones. So ``step()`` reads the flags where gradients may come apart: ``apart`` is set where a module
 makes sparse ones, and with the first that comes apart, on any rank.
 
+[Note: failing updates]
+An update that raises may do so in ``step()`` on one rank and at the next use of a parameter on another, or
+within what all ranks do together. There it must not break off what the others wait for. So it is kept, and
+the step, or the access, raises it when it has ended here as on all other ranks. What comes after it in that
+update is left out, as in a plain ``step()`` that raises.
+
 Threads: hooks and the end of a backward run on the thread that runs the backward, completions on any thread
 that accesses a parameter; ``Round.lock`` guards all state. The engine's thread never enters Python.
 ``docs/engine.md`` describes which part owns a buffer at what time.
@@ -222,6 +228,7 @@ class Round:
         self.used: list[int] = []  # the summed flags, once they have arrived
         self.pending = 0  # gradients that are not exposed yet
         self.deferred: Update | None = None
+        self.failed: BaseException | None = None  # what an update has raised, until user code sees it
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
         self.repeated = False  # with gradients that came late
         self.abandoned = False  # nobody uses its sums
@@ -245,7 +252,7 @@ class Round:
         self.waits_of_ranks: deque[list[int]] = deque(maxlen=_KEPT_ROUNDS)
 
         self._accesses = [
-            Access(partial(self.complete, (i,)), partial(self.replaced, i), partial(self.cleared, i))
+            Access(partial(self.accessed, (i,)), partial(self.replaced, i), partial(self.cleared, i))
             for i in range(len(params))
         ]
         self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
@@ -711,6 +718,11 @@ class Round:
             if self.pending:
                 self.complete_buckets(bucket for i in wanted for bucket in self.gradients[i].buckets)
 
+    def accessed(self, params: Iterable[int]) -> None:
+        """Complete these parameters, because user code accesses them."""
+        self.complete(params)
+        self.raise_failed()
+
     def _leave_filling(self) -> None:
         """Seal a round whose backward has ended unnoticed, after that of an inner one."""
         if self.running or _task() != -1:
@@ -732,7 +744,7 @@ class Round:
             gradients = self.gradients
             for i in params:
                 if not gradients[i].exposed:
-                    self.complete(params)
+                    self.accessed(params)
                     return
 
     def complete_buckets(self, buckets: Iterable[int]) -> None:
@@ -773,18 +785,27 @@ class Round:
                 self.mode.show(gradient)
             if gradient.touched or (self.used[i] and not self.abandoned):
                 used.append(i)
-        try:
-            if self.deferred is not None and used:
-                self.deferred(used)
-        except BaseException:
-            self.deferred = None  # like an optimizer's step() that raises, it leaves out what comes after
-            raise
-        finally:
-            for gradient in complete:
-                if gradient.clear is not None:
-                    gradient.apply_clear()
-                if gradient.local is not None:
-                    gradient.add_local()
+        if self.deferred is not None and used:
+            self.attempt(self.deferred, used)
+        for gradient in complete:
+            if gradient.clear is not None:
+                gradient.apply_clear()
+            if gradient.local is not None:
+                gradient.add_local()
+
+    def attempt(self, update: Callable[..., None], *arguments: Any) -> None:
+        """Run a part of an update; one that raises leaves out the later ones: see [Note: failing updates]."""
+        if self.failed is None:
+            try:
+                update(*arguments)
+            except BaseException as error:
+                self.failed, self.deferred = error, None
+
+    def raise_failed(self) -> None:
+        """Raise what an update has raised, if nobody has seen it."""
+        error, self.failed = self.failed, None
+        if error is not None:
+            raise error
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:
         """Wait and measure the time, which is exposed communication."""
@@ -1093,7 +1114,7 @@ class Round:
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
         self.apart = self.apart or before.apart
-        self._additions = before._additions
+        self._additions, self.failed = before._additions, before.failed
         sums = before._sums_apart | {g.param: g.sum for g in before.gradients if g.sum is not None}
         for gradient in self.gradients:
             found = sums.pop(gradient.param, None)

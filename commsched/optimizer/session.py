@@ -104,6 +104,12 @@ class _Parts:
         for step in steps:
             with suppress(Exception):  # each of them, whatever became of the others
                 step()
+        if self.round is not None and self.round.failed is not None:
+            warnings.warn(
+                f"rank {self.backend.ranks.rank}: the last update raised {self.round.failed!r} when it was"
+                " applied, so parameters lack it",
+                stacklevel=2,
+            )
         self.round = self.hooks = self.timeline = self.reports = None
 
 
@@ -493,7 +499,8 @@ def check_can_join(now: Round) -> None:
             " first (or zero_grad() to drop the gradients, or close() if the optimizer is no longer used)"
         )
     with suppress(CommError):  # a rank has closed it
-        now.complete_all()  # an update that raises must do so before the others know that this rank joins
+        now.complete_all()
+    now.raise_failed()  # before the others know that this rank joins
 
 
 class Joining:

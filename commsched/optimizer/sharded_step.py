@@ -109,7 +109,13 @@ class ShardedStep(StepMode):
             self.keep_shards()
             factor = self.shards.factor  # of a round whose gradients are here
         self.shards = Shards(
-            self._optimizer, self.round.gradients, self._buffers, self.ranks, self._masters, overlapping
+            self._optimizer,
+            self.round.gradients,
+            self._buffers,
+            self.ranks,
+            self._masters,
+            overlapping,
+            self.round.attempt,
         )
         self.shards.factor = factor
         self.shards.take_state(self._optimizer.__dict__["state"])
@@ -327,10 +333,10 @@ class ShardedStep(StepMode):
                     self._wait_all_reduced()
                     self._make_shards(shared)
                 self._update_all()
-            self._update_others(optimizer)
             self._kept = self.gathered
             for gradient in now.gradients:
                 gradient.clear = None
+            now.attempt(self._update_others, optimizer)
             self._end_round(stepped=True, read=read)
         if synchronous:
             now.settle()
@@ -690,8 +696,11 @@ class Shards:
         ranks: Any,
         masters: bool,
         overlapping: set[int],
+        attempt: Callable[..., None],
     ) -> None:
+        """``attempt``: runs a part of an update, and keeps what it raises."""
         self._optimizer, self._ranks, self._masters = optimizer, ranks, masters
+        self._attempt = attempt
         self.gradients = gradients
         self.layout, self._buffers = buffers.layout, buffers
         self.overlapping = overlapping
@@ -773,7 +782,8 @@ class Shards:
         if groups:
             self._scale((leaf.grad for members in leaves.values() for leaf in members), factor)
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
-            OptimizerView(optimizer, optimizer._base, self.state).step(groups)
+            # Where it raises, the weights travel as they are: the other ranks wait for them.
+            self._attempt(OptimizerView(optimizer, optimizer._base, self.state).step, groups)
             self._zero_skipped_momentum(leaf for (_, fresh), new in leaves.items() if fresh for leaf in new)
         for part in parts:
             if part.leaf.grad is not None and part.master is not None:

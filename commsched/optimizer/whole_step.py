@@ -395,7 +395,7 @@ class WholeStep(StepMode):
             now.complete_all()
         now.mark("step")
         if whole:
-            optimizer._update()
+            now.attempt(optimizer._update)
             now.finish_step()
         else:
             self.defer(deferred_update(optimizer, base, now.params))
@@ -410,7 +410,7 @@ class WholeStep(StepMode):
             now.finish_step()
             here = [gradient.number for gradient in now.gradients if gradient.exposed]
             if here:
-                update(here)
+                now.attempt(update, here)
             now.guard()
             hurry = {b for i in now.readable_unnoticed() for b in now.gradients[i].buckets}
             due = sorted(hurry | set(now.arrived()))

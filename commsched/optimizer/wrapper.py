@@ -126,6 +126,7 @@ class DistributedMethods(Optimizer):
             session.round.require_sent()
         session.mode.step(self, session.synchronous)
         session.after_step()
+        session.round.raise_failed()
         return loss
 
     def _step_whole(self, closure: Closure) -> Any:
@@ -344,6 +345,7 @@ class DistributedMethods(Optimizer):
         """Apply pending updates, before something reads the optimizer's state."""
         if self._session is not None:
             self._session.round.settle()
+            self._session.round.raise_failed()
 
     def _whole_state(self) -> dict[Any, Any]:
         """Return the state of whole parameters, on every rank. Collective where each has a part."""

@@ -445,30 +445,139 @@ def use_graph(w: World, salt: int) -> Any:
 
 
 @action(
-    0.8,
-    lambda dice, o: {**draw_loss(dice, o), "samples": dice.randint(1, 4)},
-    ("backward",),
+    1.2,
+    lambda dice, o: {
+        **draw_loss(dice, o),
+        "samples": dice.randint(1, 4),
+        "passes": dice.choice([1, 1, 2, 3]),
+        "odd": dice.choice([None, None, None, 0, 1, 2]),
+        "idle": dice.choice([None] * 4 + [dice.randrange(o["ranks"])]),
+        "local": dice.random() < 0.2,
+        "then": dice.choice(["step", "step", "read and step", "clip and step", "nothing"]),
+        "clear": dice.choice([None, *CLEARS]),
+    },
+    ("backward", "synchronize"),
     legal=lambda w: (
-        w.options["op"] != "sum"
-        and not any(b.local or b.ungathered or b.gathered or b.done for b in w.books)
+        dense(w)
+        and w.options["op"] != "sum"
+        and w.options["optimizer"] != "lbfgs"
+        and not any(b.local or b.ungathered or b.gathered or b.done or b.fresh for b in w.books)
         and all(b.passes == 1 for b in w.books)
-        and all(p.grad is None for p in w.trained())
         and len(w.books) == 1
         and not w.hooks  # they see gradients of sums over samples
+        and all(p.requires_grad for p in w.trained())
     ),
     local=False,
 )
-def weighted(w: World, salt: int, loss: Args, samples: int) -> Any:
-    """A step whose ranks have different numbers of samples."""
-    mine = samples + w.rank
-    value = w.loss(loss, salt)
+def weighted(
+    w: World,
+    salt: int,
+    loss: Args,
+    samples: int,
+    passes: int,
+    odd: int | None,
+    idle: int | None,
+    local: bool,
+    then: str,
+    clear: str | None,
+) -> Any:
+    """A step whose ranks have different numbers of samples, one maybe none; ``local``: all passes are.
+
+    ``odd``: the pass whose loss is not weighted. It is refused if it would add to samples that were counted,
+    and so is the next one, which would count samples for it.
+    """
+    loss = {**loss, "branch": "both", "checkpointed": "no"}
+    optimizer, refused = w.optimizers[0], False
+    if passes > 1 or odd == 0 or local or then != "step":
+        idle = None
+    if idle is not None:
+        _clear_in_loop(w, "optimizer")  # else the others would be refused, and this rank not know it
+    for number in range(passes):
+        with w.no_sync() if local or number + 1 < passes else nullcontext():
+            refused = refused or _add_weighted(w, salt + number, loss, samples + w.rank, number == odd, idle)
+    seen = [refused]
+    if refused or then == "nothing":
+        _clear_in_loop(w, "optimizer")
+        return seen
+    if then == "read and step":
+        w.synchronize()
+        w.reading()
+        seen += copies(p.grad for p in w.trained())
+    elif then == "clip and step":
+        seen.append(optimizer.clip_grad_norm_(0.05).item())
+        w.changing_grads()
+    with nullcontext() if then == "step" else optimizer.skip_synchronize():
+        optimizer.step()
+    if clear is not None:
+        w.events(events_of_clear({"how": clear}))
+        _clear_in_loop(w, clear)
+    return seen
+
+
+def _add_weighted(w: World, salt: int, loss: Args, samples: int, odd: bool, idle: int | None) -> bool:
+    """Run one backward of a weighted loss, or of an odd one; return whether it was refused."""
+    value, optimizer = w.loss(loss, salt), w.optimizers[0]
     if isinstance(w, PlainWorld):
-        total = sum(samples + rank for rank in range(w.size))
-        w.backward(value * (mine * w.size / total))
-    else:
-        w.backward(w.optimizers[0].weighted(value, mine))
-    w.step()
-    w.zero_grad()
+        w.events(("backward",))
+        if w.rank == idle:
+            optimizer.after_backward(optimizer.before_backward())
+        elif optimizer.counts(0 if odd else samples):
+            w.backward(value if odd else value * samples)
+        else:
+            return True
+    elif w.rank != idle:
+        try:
+            w.backward(value if odd else optimizer.weighted(value, samples))
+        except ValueError as error:
+            if "weighted" not in str(error):
+                raise
+            return True
+    return False
+
+
+@action(
+    1,
+    lambda dice, o: {**draw_loss(dice, o), "how": dice.choice(["rate", "rate", "hook"])},
+    ("backward", "step", "state"),
+    legal=lambda w: (
+        w.options["optimizer"] != "lbfgs"
+        and "graph" not in w.kept
+        and not any(b.local or b.ungathered or b.consumed for b in w.books)
+        and all(b.passes == 1 for b in w.books)
+    ),
+    local=False,
+)
+def failing_update(w: World, salt: int, loss: Args, how: str) -> Any:
+    """An update raises; the script goes back to the model and the optimizers that it had before."""
+    model = copy.deepcopy(w.model.state_dict())
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in w.optimizers]
+    _clear_in_loop(w, "optimizer")
+    w.backward(w.loss(loss, salt))
+    last = w.optimizers[-1]
+    rates = [group["lr"] for group in last.param_groups]
+    hook = last.register_step_pre_hook(_fail) if how == "hook" else None
+    seen = "nothing was raised"
+    try:
+        if how == "rate":
+            for group in last.param_groups:
+                group["lr"] = None
+        w.step()
+        copies(w.params())  # an update that was put off raises here
+    except TypeError:
+        seen = "raised"
+    if hook is not None:
+        hook.remove()
+    for group, rate in zip(last.param_groups, rates, strict=True):
+        group["lr"] = rate
+    _clear_in_loop(w, "optimizer")
+    w.model.load_state_dict(model)
+    for optimizer, state in zip(w.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    return seen, copies(w.params())
+
+
+def _fail(*_: Any) -> None:
+    raise TypeError("a hook fails")
 
 
 # -- reading -------------------------------------------------------------------------------------------------

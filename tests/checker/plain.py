@@ -28,7 +28,8 @@ class Book:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
     ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``unplanned``:
-    says whether a parameter was unfrozen or added since the last step.
+    says whether a parameter was unfrozen or added since the last step. ``samples``: of weighted losses, since
+    the last sum.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
@@ -41,6 +42,7 @@ class Book:
     sums: bool = False
     passes: int = 1
     done: int = 0
+    samples: int = 0
     local: bool = False
     ungathered: bool = False
     zeros_sent: bool = False
@@ -126,17 +128,19 @@ class PlainMethods(Optimizer):
             for g, c in zip([p.grad for p in params], common, strict=True)
         ]
         sent = [None if g is None else self._sent(g.detach() * self._prescale) for g in mine]
-        everyone = self._exchange((book.local, sent))
+        everyone = self._exchange((book.local, sent, book.samples))
+        samples = sum(counted for _, _, counted in everyone)
+        factor = self._factor * len(everyone) / samples if samples else self._factor
         # On the wire gradients are rounded: those that were averaged since the last step are not sent again.
-        if self._wire is None or not book.fresh or any(local for local, _ in everyone):
-            for p, c, grads in zip(params, common, zip(*(sent for _, sent in everyone))):
+        if self._wire is None or not book.fresh or any(local for local, _, _ in everyone):
+            for p, c, grads in zip(params, common, zip(*(sent for _, sent, _ in everyone))):
                 total = added(grads)
                 if total is not None:
-                    total = total * self._factor
+                    total = total * factor
                     if not book.sharded:
                         total = self._sent(total)
                     p.grad = total if c is None or not book.sums else total + c
-        book.local, book.uneven, book.fresh = False, False, True
+        book.local, book.uneven, book.fresh, book.samples = False, False, True, 0
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy as it arrives, rounded to the type of the wire."""
@@ -181,6 +185,15 @@ class PlainMethods(Optimizer):
         self.book.gathered = any(p.grad is not None for p in self.every_param())  # else the round is over
         self.note_trained()
 
+    def counts(self, samples: int) -> bool:
+        """Count the samples of a loss, none of one that is not weighted; return False where it is refused."""
+        book = self.book
+        there = any(p.grad is not None and bool(p.grad.any()) for p in self.every_param())
+        if there and bool(samples) != bool(book.samples):
+            return False
+        book.samples = samples + book.samples * there
+        return True
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         yield
@@ -201,6 +214,7 @@ class PlainMethods(Optimizer):
         self._base.zero_grad(self, set_to_none)
         self.book.changed = self.book.late = self.book.fresh = False
         self.book.done, self.book.backwards, self.book.vague, self.book.raised = 0, 0, False, False
+        self.book.samples = 0
         self.look()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -259,7 +259,10 @@ def run_plain(world: PlainWorld, program: Program) -> list[Record]:
 
 
 CHANGES_PARAMETERS = frozenset(
-    "train step closure_step idle_rank weighted clip load_assign wrap_again optimizer_state".split()
+    (
+        "train step closure_step idle_rank weighted failing_update clip"
+        " load_assign wrap_again optimizer_state"
+    ).split()
 )
 
 

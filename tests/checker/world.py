@@ -157,6 +157,9 @@ class World:
     def converting(self) -> None:
         """Announce that the action converts parameters to another type."""
 
+    def events(self, events: Iterable[str]) -> None:
+        """Announce what the action does next, for the table of listed errors."""
+
     def join(self) -> None:
         """Wait until all ranks have no data left."""
 
@@ -241,8 +244,12 @@ class PlainWorld(World):
         return super().forward(x, spec, bomb)
 
     def reading(self) -> None:
-        for book in self.books:
-            self.event("read", book)
+        self.events(("read",))
+
+    def events(self, events: Iterable[str]) -> None:
+        for event in events:
+            for book in self.books:
+                self.event(event, book)
 
     def changing_grads(self) -> None:
         for book in self.books:

@@ -38,7 +38,15 @@ class Run:
         for gradient in gradients:
             gradient.place(self.grads)
         ranks = SimpleNamespace(rank=rank, size=2)
-        self.shards = Shards(self.optimizer, gradients, self.grads, ranks, masters=False, overlapping=set())
+        self.shards = Shards(
+            self.optimizer,
+            gradients,
+            self.grads,
+            ranks,
+            masters=False,
+            overlapping=set(),
+            attempt=lambda update, *arguments: update(*arguments),
+        )
 
     @staticmethod
     def _optimizer(base: type, options: dict[str, Any]) -> tuple[list[nn.Parameter], Any]:

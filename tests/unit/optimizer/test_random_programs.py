@@ -104,6 +104,11 @@ def test_a_listed_error_is_raised(name: str, options: dict[str, Any], steps: Ste
     assert set(tally.listed) == {name}
 
 
+WEIGHTED = (
+    "weighted",
+    LOSS | dict(samples=2, passes=1, odd=None, idle=None, local=False, then="step", clear="optimizer"),
+)
+FAILING = ("failing_update", LOSS | {"how": "rate"})
 FOUND: list[tuple[dict[str, Any], Steps]] = [
     # A norm of no gradients begins no round, which the rank without data would step alone.
     (
@@ -142,11 +147,16 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     # A new plan between two passes, at the end, after a tie, in another memory format.
     ({"passes": 2}, [BACKWARD, ("add_group", {}), BACKWARD]),
     ({}, [BACKWARD, ("add_group", {}), BACKWARD, ("close_and_go_on", {})]),
-    (SHARDS, [("tie_data", {"places": [0, 1]}), ("weighted", LOSS | {"samples": 2})]),
+    (SHARDS, [("tie_data", {"places": [0, 1]}), WEIGHTED]),
     (
         SHARDS | {"kind": "image", "optimizer": "decay", "profile": False},
         [STEP, ("to_format", {"last": True}), TRAIN, TRAIN],
     ),
+    # An update that raises in step() on one rank, and on another where a parameter is read, or in a new plan.
+    ({"lateness": 0.0}, [FAILING, BACKWARD] * 8),
+    ({"profile": False, "lateness": 0.0}, [TRAIN, TRAIN, FAILING] * 4),
+    (SHARDS | {"stream": True, "bucket_mb": 0.0003}, [FAILING, TRAIN]),
+    (SHARDS | {"early_step": True, "lateness": 0.0}, [FAILING, TRAIN]),
     # A hook of user code that is older than ours reads the sum, to which autograd has just added.
     (
         {},
