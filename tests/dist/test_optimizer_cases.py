@@ -13,9 +13,14 @@ from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 NAMES = sorted(path.stem for path in PROGRAMS.glob("optimizer_*.py"))
+# What the random programs do on threads, these do over the real transports. The others are left to --all.
+QUICK = [f"optimizer_{name}" for name in "bits changes horovod joins sharded training uneven".split()]
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters(*NAMES, quick=(2,)))
+@pytest.mark.parametrize(
+    "program, ranks, name",
+    parameters(*QUICK, quick=(2,)) + parameters(*(name for name in NAMES if name not in QUICK)),
+)
 def test_optimizer(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 

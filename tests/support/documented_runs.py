@@ -17,7 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from commsched.pipeline import Chain
 from dnn_bench import models
+from dnn_bench.pipeline.jobs import job_of
+from scheduler.formats.graph_txt import Graph, write_graph
+from scheduler.ir.profile import Layer, Profile
 from tests.support import small_data
 from tests.support.checkout import make_script
 from tests.support.documented_commands import ROOT, Block, Call, blocks
@@ -190,7 +194,14 @@ from tests.support.file_models import convolutions, pixels
 def make():
     return job_of("paced", 8, seconds=0.02)
 """
-CONF = '{"module_to_stage_map": [0, 0, 1, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
+CONF = '{"module_to_stage_map": [0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
+
+
+def partitioned(path: Path) -> None:
+    """Write the graph that CONF is for: vgg_tiny in three stages."""
+    sizes = Chain(job_of("vgg_tiny").model).sizes
+    layers = tuple(Layer(f"layer{number}", 1.0, 2.0, size) for number, size in enumerate(sizes))
+    write_graph(Graph.chain(Profile("vgg_tiny", layers)).with_stages((0, 4, 6)), path)
 
 
 @dataclass
@@ -215,6 +226,7 @@ def prepare(folder: Path) -> None:
     for part in ("train", "val"):
         small_data.masks(folder / "photos" / part, 24)
     (folder / "hybrid_conf.json").write_text(CONF)
+    partitioned(folder / "gpus=4.txt")
     (folder / "tests").symlink_to(ROOT / "tests")
     (folder / "docs" / "images").mkdir(parents=True)
     shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")

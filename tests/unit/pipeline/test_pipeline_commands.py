@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from commsched.cli import main
-from commsched.pipeline import Chain, Job, Pipeline, ThreadWorld, profile
+from commsched.pipeline import Job, Pipeline, ThreadWorld, profile
 from commsched.pipeline.fabric import ThreadFabric
 from commsched.pipeline.job import load_job
 from commsched.pipeline.profiling import message_link
@@ -22,11 +22,11 @@ from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced
 from dnn_bench.pipeline.worker import default_rows
 from scheduler import profiles
-from scheduler.formats.graph_txt import Graph, write_graph
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate
+from tests.support.documented_runs import CONF, partitioned
 from tests.support.pipeline_runs import (
     WIDTH,
     adam,
@@ -291,12 +291,8 @@ def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
     made = options("bundle", "--shape", "4,2")
     assert made.ranks == [[0, 1, 2, 3], [4, 5]]
     conf, graph = tmp_path / "hybrid_conf.json", tmp_path / "gpus=4.txt"
-    conf.write_text(
-        '{"module_to_stage_map": [0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
-    )
-    sizes = Chain(job_of("vgg_tiny").model).sizes
-    layers = tuple(Layer(f"layer{number}", 1.0, 2.0, size) for number, size in enumerate(sizes))
-    write_graph(Graph.chain(Profile("vgg_tiny", layers)).with_stages((0, 4, 6)), graph)
+    conf.write_text(CONF)
+    partitioned(graph)
     made = options("--config", str(conf), "--graph", str(graph), "--model", "vgg_tiny")
     assert (made.schedule, made.cuts, made.ranks) == ("ashpipe", [0, 4, 6], [[0, 1], [2], [3]])
     assert cli.size_of(made) == 4 and made.microbatches == 1
@@ -307,8 +303,6 @@ def test_command_lines_of_the_three_systems(tmp_path: Path) -> None:
 def test_stage_modules_are_not_taken_for_layers(tmp_path: Path) -> None:
     """Three stage modules and the loss were read as the first layers of vgg_tiny, one each, and the rest."""
     conf = tmp_path / "hybrid_conf.json"
-    conf.write_text(
-        '{"module_to_stage_map": [0, 1, 2, 2], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]}}'
-    )
+    conf.write_text(CONF)
     with pytest.raises(ValueError, match="which of the model's .* --graph gpus=N.txt"):
         options("--config", str(conf), "--model", "vgg_tiny")
