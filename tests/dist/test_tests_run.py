@@ -53,7 +53,7 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
     *_, tests, times = result.stdout.splitlines()
     assert tests == "ran -m pytest tests/unit"
-    assert re.fullmatch(r"tests/run: \d+ s \(ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
+    assert re.fullmatch(r"tests/run: \d+ s \(format \d+ s, ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
 
 
 @pytest.mark.parametrize("how", ["", "--all"])
