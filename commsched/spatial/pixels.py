@@ -41,7 +41,8 @@ class Pixels:
         present = [letter for letter in self._order if letter in self.layout]
         part = part.transpose([self.layout.index(letter) for letter in present])
         sizes = [part.shape[present.index(letter)] if letter in present else 1 for letter in self._order]
-        return torch.from_numpy(np.array(part).reshape(sizes))
+        # torch has no tensors of another byte order, which many TIFF and FITS files have.
+        return torch.from_numpy(np.array(part, dtype=part.dtype.newbyteorder("=")).reshape(sizes))
 
 
 def _opened(source: Any) -> tuple[Any, str | None]:

@@ -49,7 +49,8 @@ def run(
     with its halo, and sends nothing; operations that need the whole image are refused.
 
     Returns this rank's tile of the result. With ``out``, the path of an ``.npy`` file that all ranks reach
-    or an array with the result's shape, each rank writes its tile there, and ``out`` is returned as an array.
+    or an array with the result's shape, each rank writes its tile there, and ``out`` is returned as an array
+    (of float32 where the result is bfloat16).
     """
     if model.training or is_sharded(model):
         raise ValueError(
@@ -198,17 +199,22 @@ def _written(out: Any, mesh: Mesh, tiles: Iterable[Tile]) -> Any:
     for tile in tiles:
         if array is None:
             array = _opened(out, mesh, tile)
-        array[tuple(slice(*interval) for interval in tile.bounds)] = tile.local.cpu().numpy()
+        array[tuple(slice(*interval) for interval in tile.bounds)] = _for_numpy(tile.local).numpy()
     if hasattr(array, "flush"):
         array.flush()
     agree(mesh.channel, "run: writing the result", "done")
     return array
 
 
+def _for_numpy(tensor: Tensor) -> Tensor:
+    """Return it in main memory; bfloat16, which numpy does not know, becomes float32 with the same values."""
+    return tensor.cpu().float() if tensor.dtype == torch.bfloat16 else tensor.cpu()
+
+
 def _opened(out: Any, mesh: Mesh, tile: Tile) -> Any:
     if isinstance(out, (str, Path)):
         if mesh.rank == 0:
-            dtype = tile.local[:0].cpu().numpy().dtype
+            dtype = _for_numpy(tile.local[:0]).numpy().dtype
             np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=tuple(tile.shape)).flush()
         agree(mesh.channel, "run: opening the result", f"shape {tuple(tile.shape)}")
         return np.lib.format.open_memmap(out, mode="r+")

@@ -115,6 +115,24 @@ def test_dimensions_in_any_order_from_anything_with_slices() -> None:
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("blocks", [None, (2, 2)])
+def test_another_byte_order_in_and_bfloat16_out(blocks: tuple[int, int] | None, tmp_path: Path) -> None:
+    """Both failed, the second one after all the work."""
+    model = ready(nn.Sequential(nn.Conv2d(2, 3, 3, padding=1))).bfloat16()
+    image = image_of(2, 16, 16).astype(">u2")
+    np.save(tmp_path / "image.npy", image)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(image.astype(np.int32)).bfloat16()[None])
+
+    def run(channel: Channel) -> np.ndarray:
+        files = tmp_path / "image.npy", tmp_path / "result.npy"
+        return spatial.run(copy.deepcopy(model), files[0], out=files[1], blocks=blocks, channel=channel)
+
+    for result in on_threads(4, run):
+        assert result.dtype == np.float32
+        assert torch.equal(torch.from_numpy(result[:]), expected.float())
+
+
 def test_what_cannot_be_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, image = nn.Conv2d(3, 2, 3).eval(), image_of(3, 16, 16)
 
