@@ -1006,7 +1006,8 @@ class Round:
             there = not set_to_none
             if there and self.state is State.SENT:
                 self.wait_for_flags()
-                there = bool(self.used[i])  # what no rank has used stays None
+                # What no rank has used stays None, unless a local gradient has come since.
+                there = bool(self.used[i]) or gradient.local is not None
             elif there and self.state is State.RAISED:
                 there = gradient.unclear
             return self.replaced(i, torch.zeros_like(gradient.param, requires_grad=False) if there else None)

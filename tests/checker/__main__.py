@@ -77,7 +77,7 @@ def main() -> int:
         outcomes = run_in_processes(drawn, asked.ranks)
         again = in_processes
     else:
-        outcomes = ((program, run_on_threads(program, tally=tally)) for program in drawn)
+        outcomes = ((program, checked(program, tally)) for program in drawn)
         again = on_threads
     for count, (program, failure) in enumerate(outcomes, 1):
         if failure is not None:
@@ -152,6 +152,14 @@ def share(asked: argparse.Namespace) -> int:
         part = ["--programs", str(last - first), "--seed", str(seed + first)]
         jobs.append(subprocess.Popen([sys.executable, "-m", "tests.checker", *part, *flags]))
     return max(job.wait() for job in jobs)
+
+
+def checked(program: Program, tally: Tally) -> Failure | None:
+    """Run a program on threads; a fault of the checker itself is a failure like another one."""
+    try:
+        return run_on_threads(program, tally=tally)
+    except AssertionError as error:
+        return Failure("checker", "the checker is wrong", 0, 0, "?", str(error))
 
 
 def on_threads(program: Program) -> Failure | None:

@@ -1077,10 +1077,10 @@ def copies_of(w: World, salt: int, how: str) -> Any:
         made = [pickle.loads(pickle.dumps(optimizer)) for optimizer in w.optimizers]
         made += [copy.deepcopy(optimizer) for optimizer in w.optimizers]
         return [copies(group_params(each)) for each in made], [type(each).__name__ for each in made]
+    w.captured.clear()  # a hook holds them, and what is computed cannot be copied
     if how == "module":
         module = copy.deepcopy(w.model.body[1])
         return module(w.noise((2, WIDTH), salt)).detach()
-    w.captured.clear()
     log, hooks = w.log, w.hooks
     made = copy.deepcopy(w.model) if how == "deepcopy" else pickle.loads(pickle.dumps(w.model))
     assert (log, hooks) == (w.log, w.hooks)

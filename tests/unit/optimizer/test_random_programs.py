@@ -152,6 +152,15 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         SHARDS | {"kind": "image", "optimizer": "decay", "profile": False},
         [STEP, ("to_format", {"last": True}), TRAIN, TRAIN],
     ),
+    # Zeros of a parameter that only a local backward has used since the sum.
+    (
+        {},
+        [
+            ("backward_inputs", LOSS | {"places": [10]}),
+            ("no_sync", LOSS | {"local": 1, "then": "nothing"}),
+            ("clear_grads", {"how": "model zero"}),
+        ],
+    ),
     # An update that raises in step() on one rank, and on another where a parameter is read, or in a new plan.
     ({"lateness": 0.0}, [FAILING, BACKWARD] * 8),
     ({"profile": False, "lateness": 0.0}, [TRAIN, TRAIN, FAILING] * 4),
