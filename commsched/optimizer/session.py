@@ -406,6 +406,7 @@ class Session:
         """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
         if not self.is_open:
             return None
+        self._frozen_steps = 0  # a rank that has joined counts none of the steps that the others still take
         joining = Joining(self.round, self.after_step, self._optimizer, self.close)
         return joining if joining.begin() else None
 

@@ -461,7 +461,7 @@ def use_graph(w: World, salt: int) -> Any:
         dense(w)
         and w.options["op"] != "sum"
         and w.options["optimizer"] != "lbfgs"
-        and not any(b.local or b.ungathered or b.gathered or b.done or b.fresh for b in w.books)
+        and not any(b.local or b.ungathered or b.gathered or b.consumed or b.done or b.fresh for b in w.books)
         and all(b.passes == 1 for b in w.books)
         and len(w.books) == 1
         and not w.hooks  # they see gradients of sums over samples

@@ -98,6 +98,20 @@ def plans_change_while_ranks_have_joined(me: Me) -> None:
 
 
 @case(ranks=(2, 3))
+def frozen_steps_are_counted_alike_after_a_join(me: Me) -> None:
+    """A parameter that is frozen for ten steps leaves the plan; a rank that had joined had counted fewer."""
+    for gather in GATHERS:
+        pair = Pair(gather=gather)
+        for model in (pair.model, pair.plain):
+            next(model.parameters()).requires_grad_(False)
+        epoch(me, pair, 0, [3 + 2 * rank for rank in range(me.size)])
+        planned = len(pair.optimizer._session.round.params)
+        epoch(me, pair, 20, [12] * me.size)
+        assert len(pair.optimizer._session.round.params) == planned - 1
+        pair.end(gather)
+
+
+@case(ranks=(2, 3))
 def votes_for_a_new_plan_work_while_ranks_have_joined(me: Me) -> None:
     pair = Pair(planned=False, schedule="auto", bucket_mb=None)
     session, step = pair.optimizer._session, 0
