@@ -44,9 +44,9 @@ Which action found which fault of an earlier core, each seen there in a program 
 
 And later, each in one of thousands of programs:
 
-    failing_update, backward              a rank whose update raised in step() was taken for one that had not stepped
+    failing_update, backward              a rank whose update raised in step() counted as not having stepped
     failing_update with shards            the other ranks waited for shards, or a bucket was sent twice
-    backward_inputs, no_sync, clear_grads zeros of a gradient that only a local backward had computed were None
+    backward_inputs, no_sync, clear_grads zeros were None where only a local backward had computed a gradient
     freeze, join, step (on real ranks)    ranks left frozen parameters out of the plan at different steps
 
 The files: ``actions`` (what users do, each once), ``models`` (tiny nets and their data), ``plain`` (the
