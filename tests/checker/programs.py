@@ -274,9 +274,11 @@ def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any
         return False
     if action.name not in ("close_at_end",) and not action.legal(world):
         return False
+    events = action.events(args) if callable(action.events) else action.events
+    if "backward" in events and world.hooks and any(book.vague for book in books):
+        return False  # a hook would see sums that are averaged or not
     if defy:
         return True
-    events = action.events(args) if callable(action.events) else action.events
     return not world.troubled_by(events)
 
 
