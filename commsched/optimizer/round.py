@@ -762,36 +762,30 @@ class Round:
                     done[bucket] = True
                     touched.update(dict.fromkeys(slices[bucket].params))
             gradients = self.gradients
-            complete = []
+            complete, used = [], []
             for i in touched:
                 gradient = gradients[i]
-                if not gradient.exposed and all([done[bucket] for bucket in gradient.buckets]):
-                    gradient.exposed = True
-                    clear_pending(gradient.param)
-                    complete.append(gradient)
+                if gradient.exposed or not all([done[bucket] for bucket in gradient.buckets]):
+                    continue
+                gradient.exposed = True
+                clear_pending(gradient.param)
+                complete.append(gradient)
+                only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
+                if not self.used[i] or only_sparse:
+                    gradient.payload.unused(self.buffers)  # what came over the buckets
+                if self.used[i] and not self.abandoned:
+                    self.mode.show(gradient)
+                if gradient.touched or (self.used[i] and not self.abandoned):
+                    used.append(i)
             self.pending -= len(complete)
-            self._expose(complete)
+            if self.deferred is not None and used:
+                self.attempt(self.deferred, used)
+            for gradient in complete:
+                if gradient.clear is not None:
+                    gradient.apply_clear()
+                if gradient.local is not None:
+                    gradient.add_local()
             self.backend.updates_issued()
-
-    def _expose(self, complete: Sequence[Gradient]) -> None:
-        """Show these gradients, then update, clear and add to them, in this order."""
-        used = []
-        for gradient in complete:
-            i = gradient.number
-            only_sparse = self.used[i] % SPARSE == 0 and not self.sparse_as_dense
-            if not self.used[i] or only_sparse:
-                gradient.payload.unused(self.buffers)  # what came over the buckets
-            if self.used[i] and not self.abandoned:
-                self.mode.show(gradient)
-            if gradient.touched or (self.used[i] and not self.abandoned):
-                used.append(i)
-        if self.deferred is not None and used:
-            self.attempt(self.deferred, used)
-        for gradient in complete:
-            if gradient.clear is not None:
-                gradient.apply_clear()
-            if gradient.local is not None:
-                gradient.add_local()
 
     def attempt(self, update: Callable[..., None], *arguments: Any) -> None:
         """Run a part of an update; one that raises leaves out the later ones: see [Note: failing updates]."""
