@@ -552,15 +552,15 @@ def failing_update(w: World, salt: int, loss: Args, how: str) -> Any:
     model = copy.deepcopy(w.model.state_dict())
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in w.optimizers]
     _clear_in_loop(w, "optimizer")
-    w.backward(w.loss(loss, salt))
     last = w.optimizers[-1]
     rates = [group["lr"] for group in last.param_groups]
     hook = last.register_step_pre_hook(_fail) if how == "hook" else None
+    if how == "rate":
+        for group in last.param_groups:  # before the backward, in which early_step=True updates
+            group["lr"] = None
+    w.backward(w.loss(loss, salt))
     seen = "nothing was raised"
     try:
-        if how == "rate":
-            for group in last.param_groups:
-                group["lr"] = None
         w.step()
         copies(w.params())  # an update that was put off raises here
     except TypeError:
