@@ -26,8 +26,12 @@ class Regression(L.LightningModule):
         self.log("loss", loss, sync_dist=True)
         return loss
 
+    def on_train_epoch_end(self):
+        if self.trainer.is_global_zero:
+            print(f"epoch {self.current_epoch}: loss {self.trainer.callback_metrics['loss']:.4f}")
+
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 if __name__ == "__main__":
@@ -43,4 +47,3 @@ if __name__ == "__main__":
         logger=False,
     )
     trainer.fit(Regression(), data)
-    print("loss:", round(float(trainer.callback_metrics["loss"]), 4))

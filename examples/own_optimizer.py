@@ -44,5 +44,5 @@ for step in range(200):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step % 50 == 49 and commsched.rank() == 0:
+    if step % 50 == 0 and commsched.rank() == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -32,7 +32,7 @@ for step in range(20):
     loss = F.mse_loss(output, spatial.scatter(mask))  # the loss of the whole image, on every rank
     loss.backward()
     optimizer.step()
-    if step % 5 == 4 and hvd.rank() == 0:
+    if step % 5 == 0 and hvd.rank() == 0:
         print(f"step {step}: loss {loss.item():.4f}, this rank has {tuple(tile.local.shape)}")
 
 whole = spatial.gather(output)

@@ -793,12 +793,12 @@ class Round:
             try:
                 update(*arguments)
             except BaseException as error:
-                self.failed, self.deferred = error, None
+                self.failed = error
 
     def raise_failed(self) -> None:
-        """Raise what an update has raised, if nobody has seen it."""
-        error, self.failed = self.failed, None
-        if error is not None:
+        """Raise what an update has raised, if nobody has seen it; the rest of the update is left out."""
+        if self.failed is not None:
+            error, self.failed, self.deferred = self.failed, None, None
             raise error
 
     def timed(self, what: str, wait: Callable[..., None], *arguments: int) -> None:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -77,8 +78,8 @@ def main() -> int:
         outcomes = run_in_processes(drawn, asked.ranks)
         again = in_processes
     else:
-        outcomes = ((program, checked(program, tally)) for program in drawn)
-        again = on_threads
+        outcomes = ((program, on_threads(program, tally=tally)) for program in drawn)
+        again = partial(on_threads, patience=5.0)
     for count, (program, failure) in enumerate(outcomes, 1):
         if failure is not None:
             failed += 1
@@ -154,16 +155,12 @@ def share(asked: argparse.Namespace) -> int:
     return max(job.wait() for job in jobs)
 
 
-def checked(program: Program, tally: Tally) -> Failure | None:
+def on_threads(program: Program, patience: float = 20.0, tally: Tally | None = None) -> Failure | None:
     """Run a program on threads; a fault of the checker itself is a failure like another one."""
     try:
-        return run_on_threads(program, tally=tally)
+        return run_on_threads(program, patience, tally)
     except AssertionError as error:
         return Failure("checker", "the checker is wrong", 0, 0, "?", str(error))
-
-
-def on_threads(program: Program) -> Failure | None:
-    return run_on_threads(program, 5.0)
 
 
 def reduced(program: Program, failure: Failure, again: Run) -> tuple[Program, Failure]:
@@ -173,9 +170,10 @@ def reduced(program: Program, failure: Failure, again: Run) -> tuple[Program, Fa
         steps = tuple(step for step in program.steps if step[0] != "join")
         same = replace(program, options=options, steps=steps)
         warm_up()
-        reason = on_threads(same)
+        quick = partial(on_threads, patience=5.0)
+        reason = quick(same)
         if reason is not None and same_class(failure, reason):
-            return shrink(same, reason, on_threads)
+            return shrink(same, reason, quick)
     return shrink(program, failure, again, 300.0)
 
 
