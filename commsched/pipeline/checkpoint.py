@@ -51,7 +51,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     exchange.shares.settle()
     exchange.inbox.expect(_under_way(pipeline))
-    exchange.inbox.drain()
+    interpreter.settle()
     return {
         "program": pipeline.program.hash,
         "rank": pipeline.rank,

@@ -120,6 +120,16 @@ class Interpreter:
             if action.shift >= lowest and (highest is None or action.shift <= highest)
         ]
 
+    def settle(self) -> None:
+        """Ends what is under way between ranks, which all call this after the same iteration: a rank that
+        leaves then breaks no sum and no message of another.
+        """
+        self.exchange.inbox.drain()
+        self._issue()
+        for update in self.updates.values():
+            update.settle()
+        self.exchange.outbox.settle()
+
     def restart(self) -> None:
         """Periods count from 0 again; nothing is in flight."""
         for number, stage in self.stages.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ class Scattered:
         flags = torch.zeros(size * len(leaves), dtype=torch.int32)
         self._flags = flags.numpy().reshape(size, len(leaves))
         self.engine.add_bucket(flags, name="used parameters")
-        self.engine.install([*plan[: len(parts)], ("RS", self._flags_bucket), *plan[len(parts) :]])
+        reductions = [*plan[: len(parts)], ("RS", self._flags_bucket)]
+        self.engine.install([*reductions, *plan[len(parts) :]])
+        self._order = [bucket for _, bucket in reductions]
         self.begun = -1
         self._marked: set[int] = set()
         if not gathers_gradients:
@@ -179,6 +181,12 @@ class Scattered:
             for bucket in range(len(self.parts)):
                 self.engine.wait_rs(bucket)
             self.engine.wait_rs(self._flags_bucket)
+
+    def wait_begun(self) -> None:
+        """Waits for the sums whose turn has come: the engine takes up a bucket after those before it."""
+        with engine_errors_as_comm_errors:
+            for bucket in takewhile(self._marked.__contains__, self._order):
+                self.engine.wait_rs(bucket)
 
     @property
     def used(self) -> list[int]:

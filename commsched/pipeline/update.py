@@ -60,6 +60,11 @@ class Update:
         if self.scattered is not None:
             self.scattered.wait_reduced()
 
+    def settle(self) -> None:
+        """No other rank needs this one for what has begun."""
+        if self.scattered is not None:
+            self.scattered.wait_begun()
+
     def step(self, period: int, needed: Callable[[int], bool]) -> None:
         raise NotImplementedError
 

@@ -198,6 +198,7 @@ class _ThreadMessages(Pending):
                 return hub.boxes[peer, rank].get(timeout=0.2)
             except queue.Empty:
                 if hub.broken.is_set() or time.monotonic() > deadline:
+                    until = "before the job ended" if hub.broken.is_set() else f"within {hub.timeout:g} s"
                     raise CommError(
-                        f"{self.operation}: rank {rank} heard nothing of rank {peer} within {hub.timeout:g} s"
+                        f"{self.operation}: rank {rank} heard nothing of rank {peer} {until}"
                     ) from None
