@@ -33,7 +33,7 @@ class Sum:
     """With ``op=Sum``: a sum in ``p.grad`` to which later gradients add. Only the difference is reduced."""
 
     shown: torch.Tensor
-    version: int
+    version: int  # that it has if nothing but autograd has added to it
     base: torch.Tensor | None  # the sum itself, where no slot holds it
 
     @classmethod
@@ -204,8 +204,16 @@ class Gradient:
                 set_raw_grad(self.param, local)
             elif local.is_sparse or not there.is_sparse:
                 there.add_(local)
+                self.added_to(there)
             else:
                 set_raw_grad(self.param, local + there)
+
+    def added_to(self, grad: torch.Tensor) -> bool:
+        """Note that autograd, or this class, has added to a gradient; return whether that is a sum."""
+        if self.sum is None or grad is not self.sum.shown:
+            return False
+        self.sum.version += 1
+        return True
 
     def apply_clear(self) -> None:
         """Clear the gradient, if ``zero_grad()`` was called while it was pending."""

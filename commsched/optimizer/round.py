@@ -42,7 +42,9 @@ Sparse gradients, and those that come late, are reduced outside of the buckets, 
 the flags are read. Flags are otherwise read when a parameter is first needed, which is earlier on one rank
 than on another, depending on what has arrived: with two optimizers the ranks would wait for each other in
 different ones. So ``step()`` reads the flags where gradients may come apart: ``apart`` is set where a module
-makes sparse ones, and with the first that comes apart, on any rank.
+makes sparse ones, and with the first that comes apart, on any rank. Nobody knows of the first late one, and a
+backward may follow without a step: so who waits in one optimizer reads the flags of the others as they
+arrive, and sends late gradients (``Round.wait_gathered``).
 
 [Note: failing updates]
 An update that raises may do so in ``step()`` on one rank and at the next use of a parameter on another, or
@@ -60,11 +62,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -143,6 +146,14 @@ class FlagPlaces(NamedTuple):
         return cls(params, params + 1, after, after + 1, after + 2, after + 2 + ranks)
 
 
+class _Unread(NamedTuple):
+    """What the flags of a round demand of whoever waits for them."""
+
+    refusal: CommError | None  # ranks have done different things
+    late: bool  # gradients that have come late, and are sent again, are to be waited for
+    sparse: list[int]  # parameters with gradients that are to be reduced outside of the buckets
+
+
 class _EndOfBackward:
     """Queued in a backward: autograd calls it at the end, or drops it uncalled where the backward raises."""
 
@@ -181,6 +192,7 @@ def inside_a_backward() -> bool:
 class Round:
     """The gradients of one optimizer, from one step to the next."""
 
+    _living: ClassVar[weakref.WeakValueDictionary[int, Round]] = weakref.WeakValueDictionary()
     flags: torch.Tensor
     early_flags: Sequence[torch.Tensor]  # with early_step: for each bucket, those of its parameters
 
@@ -212,7 +224,6 @@ class Round:
         self._backward = -1  # autograd's number of the backward that the last gradient came from
         self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
         self._passes = 0  # early passes since the last step
-        self._additions = 1  # backwards since the last sum
         self._creates_graph = False  # the backward adds to p.grad out of place
         self.backward_passes = 1  # so many are accumulated before the gradients are reduced
         self.local_only = False  # within no_sync()
@@ -225,7 +236,8 @@ class Round:
         self._missing: list[int] = []  # by bucket: gradients that have not come
         self._sent: list[bool] = []
         self.done: list[bool] = []  # by bucket: somebody has waited for it
-        self.used: list[int] = []  # the summed flags, once they have arrived
+        self.used: list[int] = []  # the summed flags, once they have been read
+        self.unread: _Unread | None = None
         self.pending = 0  # gradients that are not exposed yet
         self.deferred: Update | None = None
         self.failed: BaseException | None = None  # what an update has raised, until user code sees it
@@ -259,6 +271,8 @@ class Round:
         self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
         self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
         self._installed = self.closed = False
+        self._me = self.ranks.global_rank(self.ranks.rank)
+        self._living[id(self)] = self
         mode.round = self
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -313,7 +327,7 @@ class Round:
         """Be a round that is over, with nothing pending."""
         self._missing, self.pending = [], 0
         self._sent = self.done = [True] * self.flags_bucket
-        self.used = [0] * (len(self.params) + 1)
+        self.used, self.unread = [0] * (len(self.params) + 1), None
         for gradient in self.gradients:
             gradient.exposed = True
 
@@ -335,7 +349,7 @@ class Round:
                     " reduced, by a hook or by another DistributedOptimizer over the same parameters; clear"
                     " gradients outside of the backward, and call close() on the other optimizer first"
                 )
-            if self._creates_graph and gradient.sum is not None and grad is not gradient.sum.shown:
+            if gradient.sum is not None and not gradient.added_to(grad) and self._creates_graph:
                 raise ValueError(
                     f"rank {self.ranks.rank}: with create_graph=True autograd makes a new tensor, and nobody"
                     f" can tell whether that of {gradient.name} contains the sum that p.grad held before;"
@@ -386,7 +400,6 @@ class Round:
             inner = self.running > 0 or backward < self._backward or inside_a_backward()
             if inner:
                 self._backward = backward
-                self._additions += 1  # it may add to the same gradients
                 _EndOfBackward(self)
                 return
             self.end_of_backward(outermost=True)  # it ended without a gradient after those of an inner one
@@ -397,7 +410,6 @@ class Round:
         self._backward = backward
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
         self._is_local = self.local_only or self._is_early
-        self._additions += 1
         self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
 
@@ -455,6 +467,7 @@ class Round:
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
+        self.unread = None
         self._uncleared = None
         for gradient in self.gradients:
             gradient.clear = gradient.sparse = gradient.late = None
@@ -526,7 +539,7 @@ class Round:
 
     def _check_sum(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
         """Refuse an addition to a sum that user code has changed: the difference would not be what came."""
-        if grad._version > before.version + self._additions:
+        if grad._version > before.version:
             raise ValueError(
                 f"rank {self.ranks.rank}: the gradient of {gradient.name} was changed after it had been"
                 " summed, and is now added to again; with op=Sum, call optimizer.zero_grad() before the next"
@@ -654,7 +667,7 @@ class Round:
             self._missing = [1] * self.flags_bucket
             self._send(unsent)
             self._send_flags()
-            self.state, self.send_at_end, self._is_first, self._additions = State.SENT, False, False, 0
+            self.state, self.send_at_end, self._is_first = State.SENT, False, False
             self.pending = len(self.travelling)
             unguarded = []
             for gradient in self.travelling:
@@ -758,7 +771,7 @@ class Round:
             for bucket in buckets:
                 if not done[bucket]:
                     if not self.backend.is_gathered(bucket):
-                        self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
+                        self.timed(self.bucket_names[bucket], self.wait_gathered, bucket)
                     done[bucket] = True
                     touched.update(dict.fromkeys(slices[bucket].params))
             gradients = self.gradients
@@ -824,29 +837,72 @@ class Round:
 
     def wait_for_flags(self) -> None:
         """Wait until ``used`` contains which parameters any rank used in this round."""
-        if self.used:
+        if not self.used:
+            self.timed("flags", self.wait_gathered, self.flags_bucket)
+            if not self.used:  # else it was read in between
+                self._read_flags()
+        unread, self.unread = self.unread, None
+        if unread is None:
             return
-        self.timed("flags", self.backend.wait_gathered, self.flags_bucket)
+        self._check_raised()
+        if unread.refusal is not None:
+            self.mode.finish_round()  # so that the other ranks raise this error too
+            raise unread.refusal
+        if self.raised:
+            return
+        try:
+            self.mode.reduce_outside(unread.late, unread.sparse)
+        except (CommError, ValueError):
+            if not self.repeated:
+                self.used = []  # whoever reads these gradients next must be told, too
+            raise
+
+    def wait_gathered(self, bucket: int) -> None:
+        """Wait for a bucket; meanwhile do what other ranks wait for in other optimizers.
+
+        They may wait there for late gradients to be sent, before they come to where this rank waits.
+        """
+        end = time.monotonic() + self.backend.timeout
+        rounds = [each for reference in self._living.valuerefs() if (each := reference()) is not None]
+        others = [each for each in rounds if each is not self and each._me == self._me]
+        while any([other._awaits_flags() for other in others]) and time.monotonic() < end:
+            if self.backend.is_gathered(bucket):
+                break
+            time.sleep(1e-4)
+        self.backend.wait_gathered(bucket)
+
+    def _awaits_flags(self) -> bool:
+        """Read the flags if they are here; return whether they will be. No wait."""
+        if self.used or self.closed or self.joined or self.state not in (State.SENT, State.IDLE):
+            return False
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self.used and self.backend.is_gathered(self.flags_bucket):
+                    self._read_flags()
+            finally:
+                self.lock.release()
+        return not self.used
+
+    def _read_flags(self) -> None:
+        """Take the flags that have arrived, and send late gradients. The flags alone decide what is to be
+        reduced outside of the buckets: all ranks do, or none.
+        """
         places, flags = self.places, self.flags[: self.places.size].tolist()
-        self.used = used = flags[: places.votes + 1]
-        by_rank = flags[places.steps : places.samples]
+        used, by_rank = flags[: places.votes + 1], flags[places.steps : places.samples]
         some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
         self.waits_of_ranks.append(flags[places.waits :])
         self.raised = _ranks_with(RAISED, by_rank)
-        self._check_raised()
-        self._check_steps(by_rank, some_joined)
-        self._weigh(flags[places.samples], flags[places.unweighted])
-        if any(flag >= SPARSE for flag in used):
-            self.apart = True
-            self._reduce_outside(any(flag >= LATE for flag in used))
-
-    def _reduce_outside(self, late: bool) -> None:
-        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none."""
-        used = self.used = [flag % LATE for flag in self.used]
+        samples, unweighted = flags[places.samples], flags[places.unweighted]
+        refusal = self._uneven_steps(by_rank, some_joined) or self._uneven_weights(samples, unweighted)
+        late = any(flag >= LATE for flag in used)
+        self.apart |= late or any(flag >= SPARSE for flag in used)
+        self.used = used = [flag % LATE for flag in used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if (late or sparse) and not self.raised:
-            self.mode.reduce_outside(late, sparse)
+        if self.raised or refusal or late or sparse:
+            self.unread = _Unread(refusal, late, sparse)
+        if late and not (self.raised or refusal):
+            self.mode.send_again()
 
     def _check_raised(self) -> None:
         if self.raised and not self.abandoned and not self._all_cleared():
@@ -857,15 +913,15 @@ class Round:
                 " all ranks, and step() on none"
             )
 
-    def _check_steps(self, by_rank: Sequence[int], some_joined: bool) -> None:
-        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ.
+    def _uneven_steps(self, by_rank: Sequence[int], some_joined: bool) -> CommError | None:
+        """Return an error unless all ranks have called ``step()`` since the last round, or none: else they
+        differ.
 
         Where ranks had joined by the last round, and took a step after it, none is an error, too.
         """
         stepped = {rank: bool(flag % RAISED) for rank, flag in enumerate(by_rank) if flag < JOINED}
         if some_joined and self.mode.steps_after_each_round and stepped and not any(stepped.values()):
-            self.mode.finish_round()
-            raise CommError(
+            return CommError(
                 f"rank {self.ranks.rank}: some ranks have joined, and between the last two backward passes"
                 f" {ranks_text(sorted(stepped))} did not call step(); after join() on any rank, call step()"
                 " after each backward pass (accumulate with set_backward_passes_per_step() or no_sync())"
@@ -873,24 +929,24 @@ class Round:
         if 0 < sum(stepped.values()) < len(stepped):
             did = ranks_text([rank for rank, flag in stepped.items() if flag])
             did_not = ranks_text([rank for rank, flag in stepped.items() if not flag])
-            self.mode.finish_round()  # so that the other ranks raise this error too
-            raise CommError(
+            return CommError(
                 f"rank {self.ranks.rank}: between the last two backward passes {did} called step() and"
                 f" {did_not} did not (the flags of round {self.number} say so); call step() on all ranks or"
                 " on none, also on a rank that has no data"
             )
+        return None
 
-    def _weigh(self, samples: int, unweighted: int) -> None:
+    def _uneven_weights(self, samples: int, unweighted: int) -> CommError | None:
         """Let gradients be sums over samples, which are to be divided by the samples of all ranks."""
         if samples and unweighted:
-            self.mode.finish_round()  # as above
-            raise CommError(
+            return CommError(
                 f"rank {self.ranks.rank}: in round {self.number} {unweighted} of {self.ranks.size} ranks had"
                 " gradients of a loss that was not passed through optimizer.weighted(), and the others"
                 f" counted {samples} samples; call weighted() on all ranks or on none"
             )
         if samples:
             self.mode.weigh(self.ranks.size / samples)
+        return None
 
     # -- what may stay on its way ----------------------------------------------------------------------------
 
@@ -1109,7 +1165,7 @@ class Round:
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
         self.apart = self.apart or before.apart
-        self._additions, self.failed = before._additions, before.failed
+        self.failed, self._passes = before.failed, before._passes
         sums = before._sums_apart | {g.param: g.sum for g in before.gradients if g.sum is not None}
         for gradient in self.gradients:
             found = sums.pop(gradient.param, None)

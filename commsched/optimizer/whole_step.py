@@ -174,6 +174,9 @@ class StepMode(ABC):
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         """Reduce gradients that no bucket contained: late and sparse ones."""
 
+    def send_again(self) -> None:
+        """Begin to send late gradients, if this mode can; ``reduce_outside`` waits for them."""
+
     @abstractmethod
     def gather_gradients(self) -> None:
         """Give every rank every reduced gradient. Collective."""
@@ -332,7 +335,7 @@ class WholeStep(StepMode):
         now = self.round
         self.tell_joined("reduce outside")
         if late:
-            self._reduce_again()
+            now.wait_gathered(now.flags_bucket)
         for i in sparse:
             gradient = now.gradients[i]
             assert gradient.view is not None
@@ -356,8 +359,8 @@ class WholeStep(StepMode):
         self.ranks.add_up(total, f"converted.{gradient.name}")
         return total if self.round.sums else total.div_(self.ranks.size)
 
-    def _reduce_again(self) -> None:
-        """Run a second round for gradients that came after their bucket was sent, in the same backward."""
+    def send_again(self) -> None:
+        """Begin a second round for gradients that came after their bucket was sent, in the same backward."""
         now, backend = self.round, self.backend
         self.finish_round()
         now.repeated = True
@@ -375,7 +378,6 @@ class WholeStep(StepMode):
         backend.begin_step()
         for bucket in range(now.flags_bucket + 1):
             backend.mark_ready(bucket)
-        backend.wait_gathered(now.flags_bucket)
 
     def gather_gradients(self) -> None:
         self.round.complete_all()
@@ -435,12 +437,14 @@ class WholeStep(StepMode):
 
     def finish_round(self) -> None:
         for bucket in range(self.round.flags_bucket):
-            self.backend.wait_gathered(bucket)
+            self.round.wait_gathered(bucket)
 
     def end_round(self) -> None:
         self.round.complete_all()
 
     def leave_round(self) -> None:
+        if self.round.unread is not None:
+            return  # what has been sent again, other ranks may have left
         self.finish_round()
         self.backend.wait_gathered(self.round.flags_bucket)
         if self.round.used or not self.reduces_outside():

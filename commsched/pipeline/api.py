@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,14 +21,14 @@ from commsched.pipeline.factory import Make
 from commsched.pipeline.full_state import FullState
 from commsched.pipeline.gradients import added_to
 from commsched.pipeline.health import Health
-from commsched.pipeline.inputs import Inputs
+from commsched.pipeline.inputs import Inputs, checked_pair
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.losses import Losses
 from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.sampler import Sampling, StepSampler
 from commsched.pipeline.shares import rows_to_pass
 from commsched.pipeline.stage import Loss
-from commsched.pipeline.ties import checked_ties, sum_ties
+from commsched.pipeline.ties import checked_ties, share_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.placements import Placement
@@ -96,13 +97,15 @@ class Pipeline:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
+        start.check_functions(loss, optimizer)
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
+        mine = list(signature(Pipeline).parameters)
         self.program, chain = start.choose(
-            chain, plan, schedule, num_microbatches, mesh, cuts, options, recompute=recompute,
+            chain, plan, schedule, num_microbatches, mesh, cuts, options, mine, recompute=recompute,
             bucket_bytes=bucket_bytes, **layout,
         )  # fmt: skip
         self.layout = start.check(self.program, chain, self.fabric, leaves_gradients=optimizer is None)
@@ -132,6 +135,7 @@ class Pipeline:
         self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
+        share_ties(ties, self.stages, lane, self.rank)
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
         self._updates = maker.make(self.stages, [pair for tie in ties for pair in tie.mine])
         self._losses = Losses(self.layout, self.fabric, self.stages)
@@ -154,6 +158,7 @@ class Pipeline:
         the same on every rank; None while an asynchronous pipeline fills.
         """
         self._health.check()
+        batch = checked_pair(batch)
         self._sampling.check(local)
         self._interpreter.exchange.shares.take(self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
@@ -236,6 +241,7 @@ class Pipeline:
         the sum over the batch of ``count(outputs, targets)``, which returns a tensor of counts of its rows.
         """
         self._health.check()
+        batch = checked_pair(batch)
         self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
         with self._inputs.kept(EVALUATED, batch), self._health.guarded():
@@ -278,6 +284,11 @@ class Pipeline:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Goes on where ``checkpoint`` was taken, in a new pipeline made with the same arguments."""
+        if self._periods:
+            raise ValueError(
+                f"resume() is for a new pipeline, and this one has taken {self._periods} steps: make another"
+                " one with the same arguments"
+            )
         with self._health.guarded():
             checkpoint.resumed(self, state)
 

@@ -1,23 +1,25 @@
 """Models as chains of layers that can be cut anywhere.
 
-Where torch.fx can trace a model's forward, a stage is a part of its graph (``traced_forward``). Where it
-cannot, a layer is a module, and a stage runs the model's own forward, with the other stages' values absent
-(``stage_forward``).
+A layer is a module, and a stage runs the model's own forward with the other stages' values absent
+(``stage_forward``). Of an ``nn.Sequential`` it calls its modules, which is the same and quicker.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.factory import Make
+from commsched.pipeline.module_layers import has_blocks
 from commsched.pipeline.origin import Origin, WeightSource
 from commsched.pipeline.stage_forward import ModuleForward, StageForward
-from commsched.pipeline.traced_forward import TracedForward
 
 
 class Chain:
@@ -25,8 +27,8 @@ class Chain:
 
     ``names``: of the layers; ``sizes``: bytes of their trainable parameters, each where it is used first.
     ``inside``: classes of modules that may be cut, beside lists of blocks and what holds them. ``example``:
-    inputs of a batch, for models that cannot be traced. ``elements``: the model is a list of modules, and
-    each element is one layer.
+    inputs of a batch, for models that register their layers in another order than they run them.
+    ``elements``: the model is a list of modules, and each element is one layer.
 
     ``model`` may also be a function that makes it, or on the meta device with ``weights`` to read: then
     parameters are shapes until ``fill`` gives some of them their values.
@@ -45,7 +47,7 @@ class Chain:
         self.model = self.origin.model
         self._run_by(_forward_of(self.model, tuple(inside), example, elements))
 
-    def _run_by(self, forward: TracedForward | ModuleForward) -> None:
+    def _run_by(self, forward: ListForward | ModuleForward) -> None:
         self._forward, self.names, self.arguments = forward, forward.names, forward.arguments
 
     def fill(self, parts: Iterable[range], random: Tensor, device: torch.device | str | None = None) -> None:
@@ -58,11 +60,11 @@ class Chain:
             self.origin.fill(rest | mine, random, device)
 
     def by_node(self) -> Chain:
-        """The same model with every node of a traced forward as a layer; else with the same layers."""
-        if not isinstance(self._forward, TracedForward):
+        """The same model with every module of an ``nn.Sequential`` as a layer; else with the same layers."""
+        if not isinstance(self._forward, ListForward):
             return self
         finer = copy.copy(self)
-        finer._run_by(self._forward.by_node())
+        finer._run_by(ListForward(self._forward.modules, each=True))
         return finer
 
     def __len__(self) -> int:
@@ -138,29 +140,109 @@ class Chain:
         return self._forward.stage(first, end)
 
 
+class ListForward:
+    """Modules called one after the other. A layer is one with parameters and all that follow it up to the
+    next such; with ``each``, every module.
+    """
+
+    arguments = Arguments(("input",), {})
+
+    def __init__(self, modules: dict[str, nn.Module], each: bool = False) -> None:
+        self.modules, self._names = modules, list(modules)
+        full = [place for place, name in enumerate(modules) if each or _has_parameters(modules[name])]
+        self._starts = [0, *full[1:]]
+        self.names = tuple(self._names[place] for place in full or [0])
+
+    def _part(self, first: int, end: int) -> dict[str, nn.Module]:
+        starts = [*self._starts, len(self._names)]
+        return {name: self.modules[name] for name in self._names[starts[first] : starts[end]]}
+
+    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
+        return {
+            f"{name}.{key}": parameter
+            for name, module in self._part(layer, layer + 1).items()
+            for key, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def stage(self, first: int, end: int) -> nn.Module:
+        return ListStage(self._part(first, end), end == len(self.names))
+
+
+class ListStage(nn.Module):
+    """Some modules of a list, under their names in the model; returns a tuple where others follow."""
+
+    def __init__(self, modules: dict[str, nn.Module], last: bool) -> None:
+        super().__init__()
+        self._stage_calls, self._stage_last = list(modules.values()), last
+        self._stage_writes: dict[bool, bool] = {}
+        for name, module in modules.items():
+            parent: nn.Module = self
+            *path, own = name.split(".")
+            for part in path:
+                parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            parent._modules[own] = module
+
+    def forward(self, value: Any) -> Any:
+        """Autograd allows no writing to what came from another stage: a stage that begins with an operation
+        in place works on a copy. The first forward of each mode shows whether it does.
+        """
+        mode = next((module.training for module in self._stage_calls), False)
+        copies: list[Tensor] = []
+        if torch.is_grad_enabled() and self._stage_writes.get(mode, True):
+            value = tree_map_only(Tensor, partial(_copied, copies), value)
+        result = value
+        for module in self._stage_calls:
+            result = module(result)
+        if copies and mode not in self._stage_writes:
+            self._stage_writes[mode] = any(copied._version for copied in copies)
+        return result if self._stage_last else (result,)
+
+
+def _copied(copies: list[Tensor], value: Tensor) -> Tensor:
+    if value.requires_grad and value.is_leaf:
+        copies.append(value := value.clone())
+    return value
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _plain_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The modules that an ``nn.Sequential`` calls, by name; none where it does more, or where one of them is
+    to be opened.
+    """
+    if type(model) is not nn.Sequential or any(vars(model)[name] for name in vars(model) if "_hooks" in name):
+        return {}
+    found: dict[str, nn.Module] = {}
+    for name, part in model._modules.items():
+        assert part is not None
+        opened = type(part) is nn.Sequential and len(part) > 0
+        inner = _plain_modules(part, f"{prefix}{name}.") if opened else {}
+        if not inner and (opened or has_blocks(part)):
+            return {}
+        found |= inner or {f"{prefix}{name}": part}
+    return found
+
+
 def reads(stage: nn.Module) -> tuple[list[nn.Module], list[str]]:
     """The modules that a stage calls, in that order, and the names of parameters that it reads itself."""
     if isinstance(stage, StageForward):
         return stage.reads()
-    assert isinstance(stage, fx.GraphModule)
-    nodes = stage.graph.nodes
-    called = [stage.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
-    return called, [str(node.target) for node in nodes if node.op == "get_attr"]
+    assert isinstance(stage, ListStage)
+    return stage._stage_calls, []
 
 
 def _forward_of(
     model: nn.Module, inside: tuple[type[nn.Module], ...], example: Any, elements: bool
-) -> TracedForward | ModuleForward:
-    try:
-        return TracedForward(model, inside, elements)
-    except Exception as error:
-        found = ModuleForward(model, example, inside)
-        if len(found.names) > 1:
-            return found
-        raise ValueError(
-            f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut"
-            f" ({type(error).__name__}: {error}); pass a list of modules that are called one after the other"
-        ) from error
+) -> ListForward | ModuleForward:
+    if elements:
+        return ListForward(
+            {name: part for name, part in model._modules.items() if part is not None}, each=True
+        )
+    if modules := _plain_modules(model):
+        return ListForward(modules)
+    return ModuleForward(model, example, inside)
 
 
 def split(

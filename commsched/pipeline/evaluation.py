@@ -12,7 +12,7 @@ from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.inputs import Inputs, tellers
 from commsched.pipeline.losses import Losses
-from commsched.pipeline.messages import receive_object, send_object
+from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Loss, Saved, Stage
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.endless_order import position
@@ -73,11 +73,26 @@ class Evaluation:
         exchange = self.exchange
         exchange.inbox.expect([action for action in self._receives if self._comes(action)])
         counted: list[Tensor] = []
+        self._share_buffers()
         with self._evaluating():
             for action in self._forwards:
                 self._forward(action, count, counted)
                 exchange.inbox.pump()
         return _sum(counted) if counted else None
+
+    def _share_buffers(self) -> None:
+        """Replicas take the running statistics of their first one, which the saved model has too."""
+        pending = []
+        for number, stage in self.stages.items():
+            ranks = self.layout.members(number)
+            if len(ranks) == 1 or not (mine := dict(stage.module.named_buffers())):
+                continue
+            if self.rank == ranks[0]:
+                pending += [p for peer in ranks[1:] for p in send_tree(self._lane, peer, mine)]
+            else:
+                stage.load_buffers(receive_tree(self._lane, ranks[0]))
+        for sent in pending:
+            sent.wait()
 
     def _forget(self) -> None:
         exchange = self.exchange

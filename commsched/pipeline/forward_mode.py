@@ -10,13 +10,14 @@ alike, so a number names one value in all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.absent import (
@@ -77,6 +78,17 @@ class ForwardMode(TorchFunctionMode):
         self._forward = next(_forwards)  # a model may keep results for its next forward
         self._storages: dict[int, list[int]] = {}  # numbers of a dry run's results, by storage
         self._alive: list[Tensor] = []  # so that no two storages of a dry run have one address
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """All operations just compute, unnumbered."""
+        self.native = True
+        try:
+            # Not even called, unless the model has put another mode on top.
+            with _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext():
+                yield
+        finally:
+            self.native = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -159,16 +171,19 @@ class ForwardMode(TorchFunctionMode):
             raise StageEnded
 
     def _enter_layer(self, tensors: list[Tensor]) -> None:
-        """The layer of the parameters read becomes the current one."""
-        for tensor in tensors:
-            owners = self.owners.get(id(tensor))
-            if owners is not None and len(owners) == 1:  # else the call tells which of them runs
-                self.found.events.append(("read", owners[0], id(tensor)))
-            if owners is None or self.current in owners:
-                continue
-            following = min((layer for layer in owners if layer > self.current), default=self.current)
-            self.enter(following)
-            if self.current in self.layers and not any(layer in self.layers for layer in owners):
+        """The last layer of the parameters read becomes the current one."""
+        read = [(self.owners[id(tensor)], id(tensor)) for tensor in tensors if id(tensor) in self.owners]
+        if not read:
+            return
+        # Of a tensor with several layers the call tells which of them runs.
+        self.found.events.append(("read", [(own[0], tensor) for own, tensor in read if len(own) == 1]))
+        for owners, _ in read:
+            if self.current not in owners:
+                self.enter(min((layer for layer in owners if layer > self.current), default=self.current))
+        if self.current not in self.layers:
+            return
+        for owners, _ in read:
+            if not any(layer in self.layers for layer in owners):
                 raise ValueError(
                     f"the model cannot be cut here: {code_place()} reads a parameter of layer {max(owners)}"
                     f" behind layer {self.current}; choose cuts that leave both in one stage, or pass"

@@ -24,7 +24,7 @@ from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.stage import Loss
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
-from scheduler.pipelines.build import get, stage_count
+from scheduler.pipelines.build import orders_of, stage_count
 
 
 class Hybrid:
@@ -56,7 +56,7 @@ class Hybrid:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        count = stage_count(get(schedule)(len(placements), microbatches, **options)) if placements else 0
+        count = stage_count(orders_of(schedule, len(placements), microbatches, options)) if placements else 0
         chain = Chain(stages, elements=True, weights=weights)
         self.stages = [stage for stage in chain.model._modules.values() if stage is not None]
         if len(self.stages) != count or not count:

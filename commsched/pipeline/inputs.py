@@ -74,6 +74,19 @@ class Inputs:
         return Head(on_device(mine, self.stages[number].device), share, first)
 
 
+def checked_pair(batch: Any) -> Any:
+    """The batch, if it is inputs and targets; None stands for what nobody reads here."""
+    if batch is None:
+        return None, None
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch
+    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise ValueError(
+        f"a batch is a pair (inputs, targets), and this one is {what}; several inputs are a tuple or a dict"
+        " in it: ((x, mask), y)"
+    )
+
+
 def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from itertools import zip_longest
 from time import perf_counter
 
+import torch
+
 from commsched.errors import CommError
 from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.fabric import Fabric
@@ -176,7 +178,9 @@ class Interpreter:
         except CommError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(
+            # Scripts catch this one, and go on with a smaller batch.
+            kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ValueError
+            raise kind(
                 f"stage {number} on rank {self.rank} failed in the forward of micro-batch {micro[0]} of step"
                 f" {micro[1]} ({type(error).__name__}: {error}); it was given {in_words(arguments[0])}"
             ) from error

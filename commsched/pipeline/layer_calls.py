@@ -37,23 +37,41 @@ class LayerCall:
     """Whether the call is seen outside by what it returns only."""
 
 
+_CALLS = ("_call_impl", "_compiled_call_impl")  # what calling a module calls; the second, if it is not None
+
+
 @contextmanager
-def intercepted(layers: Sequence[nn.Module | None], handle: Callable[..., Any]) -> Iterator[None]:
-    """Call ``handle(number, forward, *args, **kwargs)`` in place of each layer's forward."""
-    before: list[tuple[dict[str, Any], Any]] = []
+def intercepted(
+    layers: Sequence[nn.Module | None], handle: Callable[..., Any], bare: bool = False
+) -> Iterator[None]:
+    """Call ``handle(number, call, *args, **kwargs)`` in place of each layer, with its hooks. ``bare``: layers
+    and modules in them run without hooks, and as they were before they were compiled.
+    """
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def replace(module: nn.Module, call: Callable[..., Any]) -> None:
+        attributes = module.__dict__
+        before.append((attributes, {name: attributes[name] for name in _CALLS if name in attributes}))
+        attributes.update(zip(_CALLS, (call, None)))
+
     for number, layer in enumerate(layers):
-        if layer is not None:
-            before.append((layer.__dict__, layer.__dict__.get("forward")))
-            forward = layer.forward
-            layer.__dict__["forward"] = functools.wraps(forward)(functools.partial(handle, number, forward))
+        if layer is None:
+            continue
+        own = _bare(layer) if bare else layer._compiled_call_impl or layer._call_impl
+        for part in layer.modules() if bare else ():
+            replace(part, _bare(part))
+        replace(layer, functools.wraps(layer.forward)(functools.partial(handle, number, own)))
     try:
         yield
     finally:
-        for attributes, forward in before:
-            if forward is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = forward
+        for attributes, kept in reversed(before):
+            for name in _CALLS:
+                del attributes[name]
+            attributes.update(kept)
+
+
+def _bare(module: nn.Module) -> Callable[..., Any]:
+    return getattr(module, "_orig_mod", module).forward
 
 
 class Recording:
@@ -68,12 +86,12 @@ class Recording:
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         numbers = [mode.number(leaf) for leaf in given]
         mode.enter(layer)
-        found.events.append(("call", layer, 0))
+        found.events.append(("call", [(layer, 0)]))
         start, decisions = len(found.maker), len(found.decisions)
         found.inside += 1
         result = forward(*args, **kwargs)
         found.inside -= 1
-        found.events.append(("return", layer, 0))
+        found.events.append(("return", [(layer, 0)]))
         stop = len(found.maker)
         leaves, spec = tree_flatten(result)
         alone = (
@@ -134,11 +152,8 @@ class Replay:
         # An argument that the layer does not read may be absent.
         known = [mode.known(x) if isinstance(x, Absent) else x for x in given]
         args, kwargs = tree_unflatten(known, spec)
-        mode.native = True
-        try:
+        with mode.suspended():
             result = forward(*args, **kwargs)
-        finally:
-            mode.native = False
         leaves, spec = tree_flatten(result)
         if spec != call.spec:
             raise ValueError(

@@ -1,39 +1,55 @@
-"""The layers of a model whose forward cannot be traced: found by its modules alone."""
+"""The layers of a model: its modules, in the order in which its forward runs them.
+
+Lists of blocks, and modules that have such a list inside, are opened; every other module is one layer. What
+an opened module holds itself (a scale, a table of positions) belongs to the layer in which it is read first.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+
+from commsched.pipeline.operations import Event
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A module by its name in the model; not ``whole``: the parameters of its own, without its children."""
+    """A module by its name in the model, with all below it; or ``only`` these tensors of its own."""
 
     name: str
     module: nn.Module
-    whole: bool = True
+    only: frozenset[str] | None = None
 
-    def modules(self) -> list[nn.Module]:
-        return list(self.module.modules()) if self.whole else [self.module]
+    @property
+    def whole(self) -> bool:
+        return self.only is None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the model."""
+        return self._named(self.module.named_parameters(recurse=self.whole, remove_duplicate=False))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names in the model."""
+        buffers = self.module.named_buffers(recurse=self.whole, remove_duplicate=False)
+        return {**self.parameters(), **self._named(buffers)}
+
+    def _named(self, found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         prefix = f"{self.name}." if self.name else ""
-        found = self.module.named_parameters(recurse=self.whole, remove_duplicate=False)
-        return {prefix + name: parameter for name, parameter in found}
+        return {prefix + name: tensor for name, tensor in found if self.only is None or name in self.only}
 
 
 @dataclass(frozen=True)
 class ModuleLayer:
-    """A module and, ``borrowed``, those of other layers whose parameters its forward reads too."""
+    """A module and, ``borrowed``, the tensors of others that it reads too."""
 
     own: Held
     borrowed: tuple[Held, ...] = ()
@@ -42,16 +58,21 @@ class ModuleLayer:
     def parts(self) -> tuple[Held, ...]:
         return self.own, *self.borrowed
 
-    def modules(self) -> list[nn.Module]:
-        return [module for part in self.parts for module in part.modules()]
-
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
-        found = [(*module._parameters.values(), *module._buffers.values()) for module in self.modules()]
-        return [tensor for tensors in found for tensor in tensors if tensor is not None]
+        return [tensor for part in self.parts for tensor in part.tensors().values()]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for part in self.parts for name, parameter in part.parameters().items()}
+
+
+def owners_of(layers: Sequence[ModuleLayer]) -> dict[int, list[int]]:
+    """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
+    found: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        for tensor in layer.tensors():
+            found.setdefault(id(tensor), []).append(number)
+    return found
 
 
 def in_copy(copied: nn.Module, layer: ModuleLayer) -> ModuleLayer:
@@ -64,18 +85,36 @@ def in_copy(copied: nn.Module, layer: ModuleLayer) -> ModuleLayer:
 
 
 def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn.Module:
-    """A copy of the model that shares the tensors of the layers ``kept`` and of no layer; of other layers'
-    tensors it has the shapes. So the rest of the model can be freed.
+    """A copy of the model that shares the modules of the layers ``kept``, their tensors and those of no
+    layer; of other layers' tensors it has the shapes. So the rest of the model can be freed.
     """
     mine = {id(tensor) for number in kept for tensor in layers[number].tensors()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(own.module): own.module for own in (layers[number].own for number in kept) if own.whole}
     for layer in layers:
         for tensor in layer.tensors():
             if id(tensor) not in mine:
                 shape = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for one, other in containers(model, layers, copied):
+        for name, value in vars(one).items():
+            if name.endswith("_hooks"):  # hooks are the caller's objects, and may be added later
+                vars(other)[name] = value
+    return copied
+
+
+def containers(
+    model: nn.Module, layers: Sequence[ModuleLayer], copied: nn.Module
+) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules that are opened, or are in no layer: every stage runs them. Each with its copy."""
+    whole = {id(part) for layer in layers if layer.own.whole for part in layer.own.module.modules()}
+    named = [(name, part) for name, part in model.named_modules() if id(part) not in whole]
+    return [(part, copied.get_submodule(name)) for name, part in named]
+
+
+# -- finding them --------------------------------------------------------------------------------------------
 
 
 def layers_of(model: nn.Module, inside: tuple[type[nn.Module], ...] = ()) -> list[ModuleLayer]:
@@ -94,8 +133,9 @@ def _open(name: str, module: nn.Module, found: list[Held], opened: tuple[type[nn
     if not (isinstance(module, opened) or has_blocks(module)):
         found.append(Held(name, module))
         return
-    if any(value is not None for value in (*module._parameters.values(), *module._buffers.values())):
-        found.append(Held(name, module, whole=False))
+    own = (*module._parameters.items(), *module._buffers.items())
+    if only := frozenset(key for key, value in own if value is not None):
+        found.append(Held(name, module, only))
     for child_name, child in module.named_children():
         _open(f"{name}.{child_name}" if name else child_name, child, found, opened)
 
@@ -125,40 +165,120 @@ def _has_state(module: nn.Module) -> bool:
     )
 
 
-def order_of(
-    model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[tuple[str, int, int]]
-) -> dict[int, list[str]]:
-    """The layers in the order in which a forward runs them, each with the parameters of others that it reads.
-    ``events``: see ``Operations``. A layer whose parameters are read only so is left out.
+# -- their order ---------------------------------------------------------------------------------------------
+
+
+def ordered(model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[Event]) -> list[ModuleLayer]:
+    """The layers in the order in which a forward runs them, each with what it reads of others. ``events``: of
+    that forward. A whole layer whose parameters are read by others only is left out.
     """
     order: dict[int, None] = {}
-    borrowed: dict[int, dict[int, None]] = {}  # by layer the ids of parameters
+    borrowed: dict[int, dict[int, None]] = {}  # by layer the ids of tensors
+    first: dict[int, int] = {}  # by id of an opened module's tensor the layer that has it
     running: list[int] = []
     last = -1
-    for kind, layer, parameter in events:
+    for kind, read in events:
         if kind == "call":
-            running.append(layer)
-            order.setdefault(last := layer)
+            running.append(last := read[0][0])
+            order.setdefault(last)
         elif kind == "return":
             running.pop()
-        elif running and layer not in running:
-            borrowed.setdefault(running[-1], {})[parameter] = None
-        elif not running and layer != last and layer in order:
-            borrowed.setdefault(last, {})[parameter] = None
-        elif not running:
-            order.setdefault(last := layer)
-    read = {parameter for found in borrowed.values() for parameter in found}
+        else:
+            if not running:
+                for layer, _ in read:  # the operation belongs to the last of these
+                    if layer not in order:
+                        order.setdefault(last := layer)
+            reader = running[-1] if running else last
+            for layer, tensor in read:
+                home = layer if layers[layer].own.whole else first.setdefault(tensor, reader)
+                if layer not in running and home != reader:
+                    borrowed.setdefault(reader, {})[tensor] = None
+    lent = {tensor for found in borrowed.values() for tensor in found}
     for number, layer_ in enumerate(layers):  # what no forward reads stays, at the end
-        if not any(id(p) in read for p in layer_.parameters().values()):
+        if not any(id(tensor) in lent or id(tensor) in first for tensor in layer_.tensors()):
             order.setdefault(number)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {number: [names[key] for key in borrowed.get(number, ())] for number in order}
+    taken: dict[int, list[int]] = {}  # by layer, what it has of opened modules
+    for tensor, home in first.items():
+        taken.setdefault(home, []).append(tensor)
+    homes = _homes(model)
+    return [
+        ModuleLayer(
+            _without(layers[number].own, {tensor for tensor, home in first.items() if home != number}),
+            _held_alone(homes, [*taken.get(number, ()), *borrowed.get(number, ())], layers[number].own),
+        )
+        for number in order
+    ]
 
 
-def homes_of(model: nn.Module) -> dict[str, Held]:
-    """By name of a parameter the module that has it."""
+def _without(own: Held, tensors: set[int]) -> Held:
+    """The tensors of an opened module that other layers do not have."""
+    if own.only is None:
+        return own
+    slots = own.module._parameters | own.module._buffers
+    return replace(own, only=frozenset(key for key in own.only if id(slots[key]) not in tensors))
+
+
+def _held_alone(
+    homes: dict[int, tuple[str, nn.Module, str]], tensors: Iterable[int], own: Held
+) -> tuple[Held, ...]:
+    """These tensors, module by module; those of ``own`` are there already."""
+    keys: dict[str, tuple[nn.Module, list[str]]] = {}
+    for name, module, key in (homes[tensor] for tensor in tensors):
+        if module is not own.module:
+            keys.setdefault(name, (module, []))[1].append(key)
+    return tuple(Held(name, module, frozenset(found)) for name, (module, found) in keys.items())
+
+
+def _homes(model: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
+    """By id of a tensor the module that has it, and its name there."""
     return {
-        f"{name}.{key}" if name else key: Held(name, module, whole=False)
+        id(tensor): (name, module, key)
         for name, module in model.named_modules()
-        for key in module._parameters
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
     }
+
+
+# torch.fx patches modules for the whole process while it traces: one trace at a time, and modules that other
+# threads call meanwhile compute as ever.
+_TRACING = threading.Lock()
+
+
+def traced_events(model: nn.Module, layers: Sequence[ModuleLayer]) -> list[Event]:
+    """The events of a forward whose inputs are not known, from a trace by torch.fx; none where that fails.
+    Only the order of the layers is taken from it, which is wrong at worst: then the forward says so.
+    """
+    whole = {id(layer.own.module): number for number, layer in enumerate(layers) if layer.own.whole}
+    owners = owners_of(layers)
+    events: list[Event] = []
+    with _TRACING:
+        try:
+            graph = _Tracer(whole).trace(model)
+        except Exception:
+            return []
+    for node in graph.nodes:
+        read = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+        tensors = [id(attrgetter(target)(model)) for target in read]
+        # Of a tensor with several layers the call tells which of them runs.
+        events.append(("read", [(owners[t][0], t) for t in tensors if len(owners.get(t, ())) == 1]))
+        if node.op == "call_module":
+            number = whole.get(id(model.get_submodule(str(node.target))))
+            if number is not None:
+                events += [("call", [(number, 0)]), ("return", [(number, 0)])]
+    return events
+
+
+class _Tracer(fx.Tracer):
+    """Looks into modules that are opened."""
+
+    def __init__(self, whole: dict[int, int]) -> None:
+        super().__init__()
+        self.whole, self.thread = whole, threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not any(id(part) in self.whole for part in m.modules() if part is not m)

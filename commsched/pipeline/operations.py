@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+Event = tuple[str, list[tuple[int, int]]]
+""""call" and "return" of a layer; "read" of one operation: layers, and the tensor of each (its id)."""
+
 
 @dataclass
 class Operations:
@@ -21,8 +24,7 @@ class Operations:
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
     draws: bool = False  # whether operations that every stage computes draw random numbers
-    events: list[tuple[str, int, int]] = field(default_factory=list)
-    """"call" and "return" of a layer, and "read" of a parameter (by id) that this layer alone has."""
+    events: list[Event] = field(default_factory=list)
     inside: int = 0  # how many calls of layers are under way
     outer_uses: list[tuple[int, int]] = field(default_factory=list)  # reads outside of them: number, layer
     calls: dict[int, list[Any]] = field(default_factory=dict)  # of layers; see layer_calls.py

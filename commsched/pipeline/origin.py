@@ -15,6 +15,27 @@ from commsched.pipeline.weights import Weights
 WeightSource = str | Path | Mapping[str, Tensor]
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what calls it as a whole."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        text = (
+            "a graph of the whole model cannot be cut: its stages run as they are; compile its blocks instead"
+        )
+        warnings.warn(text, stacklevel=2)
+        return inner
+    if isinstance(model, nn.DataParallel):
+        inner = model.module
+        assert isinstance(inner, nn.Module)
+        return inner
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "a pipeline sums the gradients of its replicas itself; pass the model without"
+            " DistributedDataParallel, and mesh=(stages, replicas)"
+        )
+    return model
+
+
 class Origin:
     """``model`` has shapes for parameters where a factory makes it, and where it came on the meta device."""
 
@@ -24,7 +45,7 @@ class Origin:
         self._factory: Factory | None = None
         self._weights = None if weights is None else Weights(weights)
         if isinstance(model, (nn.Module, Sequence)):
-            self.model = as_module(model)
+            self.model = _unwrapped(as_module(model))
         else:
             self._factory = Factory(model)
             self.model = self._factory.outline()

@@ -95,6 +95,12 @@ class Stage:
             for key, value in module.state_dict().items():
                 value.copy_(state[key])
 
+    @torch.no_grad()
+    def load_buffers(self, state: Mapping[str, Tensor]) -> None:
+        for module in self.modules:
+            for key, value in module.named_buffers():
+                value.copy_(state[key])
+
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
 

@@ -1,7 +1,8 @@
-"""A stage of a model whose forward cannot be traced: a part of the model's own forward."""
+"""A stage of a model: a part of the model's own forward."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,35 +15,39 @@ from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.forward_mode import ForwardMode, StageEnded
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
 from commsched.pipeline.module_layers import (
-    Held,
     ModuleLayer,
-    homes_of,
+    containers,
     in_copy,
     layers_of,
-    order_of,
+    ordered,
+    owners_of,
     skeleton,
+    traced_events,
 )
-from commsched.pipeline.operations import Operations
+from commsched.pipeline.operations import Event, Operations
 from commsched.pipeline.random_state import ONE_AT_A_TIME
 
 
 class PartialForward:
-    """The forward of a model in ``layers``, any part of which can run alone."""
+    """The forward of a model in layers, any part of which can run alone: that of a copy which has the layers
+    ``kept``, and of others the shapes.
+    """
 
-    def __init__(self, model: nn.Module, layers: Sequence[ModuleLayer]) -> None:
-        self.model, self.layers = model, layers
-        held = {id(part) for layer in layers for part in layer.modules()}
-        self.containers = [part for part in model.modules() if id(part) not in held]
-        self._whole_layers = [layer.own.module if layer.own.whole else None for layer in layers]
+    def __init__(
+        self, model: nn.Module, layers: Sequence[ModuleLayer], kept: range, arguments: Arguments
+    ) -> None:
+        self.model, self.arguments = skeleton(model, layers, kept), arguments
+        self.layers = [in_copy(self.model, layer) for layer in layers]
+        opened = containers(model, layers, self.model)
+        self.containers = [copied for _, copied in opened]
+        self._followed = [_Followed(part, copied) for part, copied in opened]
+        self._whole_layers = [layer.own.module if layer.own.whole else None for layer in self.layers]
         self._known: dict[Any, list[Operations]] = {}
 
-    def owners(self) -> dict[int, list[int]]:
-        """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
-        found: dict[int, list[int]] = {}
-        for number, layer in enumerate(self.layers):
-            for tensor in layer.tensors():
-                found.setdefault(id(tensor), []).append(number)
-        return found
+    def follow(self) -> None:
+        """Takes over what the caller has assigned to attributes of the model."""
+        for followed in self._followed:
+            followed.follow()
 
     def operations(self, inputs: dict[str, Any], device: torch.device, seed: int) -> Operations:
         """The operations of a forward with these inputs, from a dry run; kept for inputs of the same shapes
@@ -86,20 +91,25 @@ class PartialForward:
         return mode.found, outputs
 
     def _dry_mode(self, inputs: dict[str, Any], device: torch.device, seed: int) -> ForwardMode:
-        return ForwardMode(self.owners(), range(0), device, inputs=_places(tree_leaves(inputs)), seed=seed)
+        owners = owners_of(self.layers)
+        return ForwardMode(owners, range(0), device, inputs=_places(tree_leaves(inputs)), seed=seed)
 
-    def order(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
-        """The layers as a forward with these inputs runs them, each with what it borrows."""
-        mode = ForwardMode(self.owners(), range(0), torch.device("cpu"))
+    def events(self, inputs: dict[str, Any], originals: Sequence[ModuleLayer]) -> list[Event]:
+        """What a forward with these inputs runs, and which tensors of the original layers it reads."""
+        mode = ForwardMode(owners_of(self.layers), range(0), torch.device("cpu"))
         self._imagine(mode, Recording(mode), inputs)
-        return order_of(self.model, self.layers, mode.found.events)
+        copies = zip(originals, self.layers, strict=True)
+        own = {
+            id(copy): id(one) for a, b in copies for one, copy in zip(a.tensors(), b.tensors(), strict=True)
+        }
+        return [(kind, [(layer, own.get(t, 0)) for layer, t in read]) for kind, read in mode.found.events]
 
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
         device = mode.device
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with intercepted(self._whole_layers, handle), mode:
-                output = self.model(**inputs)
+            with intercepted(self._whole_layers, handle, bare=True), mode:
+                output = self.arguments.call(self.model, inputs)
         leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Absent)]
         for leaf in leaves:
             mode.found.use(mode.number(leaf), len(self.layers) - 1)  # type: ignore[arg-type]
@@ -109,7 +119,7 @@ class PartialForward:
         """The model's output as far as the mode's layers make it."""
         try:
             with intercepted(self._whole_layers, Replay(mode, operations.calls)), mode:
-                output = self.model(**inputs)
+                output = self.arguments.call(self.model, inputs)
         except StageEnded:
             return None
         return tree_map_only(Absent, lambda leaf: mode.made[mode.number(leaf)], output)  # type: ignore[index]
@@ -124,14 +134,22 @@ class StageForward(nn.Module):
     is a skeleton of the model, where other layers have only shapes.
     """
 
-    def __init__(self, whole: PartialForward, layers: range, arguments: Arguments) -> None:
+    def __init__(self, whole: PartialForward, layers: range) -> None:
         super().__init__()
         self._stage_whole = (whole,)  # in a tuple: it is no part of this module
-        self._stage_layers, self._stage_arguments = layers, arguments
+        self._stage_layers = layers
         self.training = whole.model.training
-        for number in layers:
-            for part in whole.layers[number].parts:
-                self._hold(part)
+        parts = [part for number in layers for part in whole.layers[number].parts]
+        only: dict[int, frozenset[str]] = {}
+        for part in parts:
+            if part.only is None:
+                *_, name = path = part.name.split(".")
+                self._home(path)._modules[name] = part.module
+            else:
+                only[id(part.module)] = only.get(id(part.module), frozenset()) | part.only
+        for part in parts:
+            if part.only is not None:
+                self._hold(part.name, part.module, only[id(part.module)])
         self._stage_device = next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
@@ -139,23 +157,24 @@ class StageForward(nn.Module):
         yield from super().modules()
         yield from self._stage_whole[0].containers
 
-    def _hold(self, held: Held) -> None:
-        if not held.name:
-            self._parameters, self._buffers = held.module._parameters, held.module._buffers
-            return
+    def _home(self, path: Sequence[str]) -> nn.Module:
+        """The module in which the last name of a path stands."""
         parent: nn.Module = self
-        *path, last = held.name.split(".")
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent._modules[part]  # type: ignore[assignment]
-        if held.whole:
-            parent._modules[last] = held.module
-        elif held.module not in parent._modules.values():
-            # The same dictionaries, so that weight versions reach the model.
-            own = parent._modules.setdefault(last, nn.Module())
-            assert own is not None
-            own._parameters, own._buffers = held.module._parameters, held.module._buffers
+        for part in path[:-1]:
+            parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        return parent
+
+    def _hold(self, name: str, module: nn.Module, only: frozenset[str]) -> None:
+        """These tensors of a module, so that weight versions reach the model."""
+        own: nn.Module | None = self
+        if name:
+            *_, last = path = name.split(".")
+            own = self._home(path)._modules.setdefault(last, nn.Module())
+        assert own is not None
+        if own is not module:  # else all of it is held
+            own._parameters = _Some(module._parameters, only)
+            own._buffers = _Some(module._buffers, only)
+            own._non_persistent_buffers_set = module._non_persistent_buffers_set
 
     def reads(self) -> tuple[list[nn.Module], list[str]]:
         """The modules that it calls, and the names of parameters that it reads elsewhere."""
@@ -165,10 +184,11 @@ class StageForward(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         (whole,) = self._stage_whole
         first, end = self._stage_layers.start, self._stage_layers.stop
+        whole.follow()
         if first:
             values, inputs, seeds = arguments
         else:
-            values, inputs, seeds = (), self._stage_arguments.by_name(arguments), ()
+            values, inputs, seeds = (), whole.arguments.by_name(arguments), ()
         shaped = tree_map_only(Tensor, _filled, inputs)
         leaves, _ = tree_flatten(shaped)
         operations = whole.operations(shaped, self._stage_device, _seed(seeds))
@@ -194,7 +214,7 @@ class StageForward(nn.Module):
         for number in operations.written & received.keys():
             received[number] = received[number].clone()
         return ForwardMode(
-            self._stage_whole[0].owners(),
+            owners_of(self._stage_whole[0].layers),
             self._stage_layers,
             self._stage_device,
             received,
@@ -236,28 +256,67 @@ class ModuleForward:
         self.model, self.layers = model, layers_of(model, inside)
         self.arguments = Arguments.of(model)
         example = getattr(model, "dummy_inputs", None) if example is None else example
-        if example is not None:
-            self.layers = self._ordered(self.arguments.named(example))
+        if example is None:
+            events = traced_events(model, self.layers)
+        else:
+            partial = PartialForward(model, self.layers, range(0), self.arguments)
+            events = partial.events(self.arguments.named(example), self.layers)
+        self.layers = ordered(model, self.layers, events)
         self.names = tuple(layer.own.name or type(model).__name__ for layer in self.layers)
 
     def parameters(self, layer: int) -> dict[str, nn.Parameter]:
         return self.layers[layer].parameters()
 
     def stage(self, first: int, end: int) -> nn.Module:
-        return StageForward(self._partial(range(first, end)), range(first, end), self.arguments)
+        layers = range(first, end)
+        return StageForward(PartialForward(self.model, self.layers, layers, self.arguments), layers)
 
-    def _partial(self, kept: range) -> PartialForward:
-        copied = skeleton(self.model, self.layers, kept)
-        return PartialForward(copied, [in_copy(copied, layer) for layer in self.layers])
 
-    def _ordered(self, inputs: dict[str, Any]) -> list[ModuleLayer]:
-        """The layers as a forward with these inputs runs them."""
-        order = self._partial(range(0)).order(inputs)
-        homes = homes_of(self.model)
-        return [
-            ModuleLayer(self.layers[number].own, tuple(homes[name] for name in borrowed))
-            for number, borrowed in order.items()
-        ]
+class _Followed:
+    """A module and its copy, which gets what is assigned to attributes of the first. Nothing that is computed
+    is assigned there: forwards run in the copy.
+    """
+
+    def __init__(self, module: nn.Module, copied: nn.Module) -> None:
+        self._module, self._copied = weakref.ref(module), copied
+        self._seen = self._attributes(module)
+
+    def follow(self) -> None:
+        module = self._module()
+        if module is None:
+            return
+        for name, value in self._attributes(module).items():
+            if value is not self._seen.get(name, self):
+                self._seen[name] = value
+                self._copied.__dict__[name] = value
+
+    @staticmethod
+    def _attributes(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in _TENSORS}
+
+
+class _Some(dict[str, Any]):
+    """Some entries of a module's dictionary of tensors: what is written here is written there."""
+
+    def __init__(self, home: dict[str, Any], names: frozenset[str]) -> None:
+        super().__init__({name: value for name, value in home.items() if name in names})
+        self.home = home
+
+    def __getitem__(self, key: str) -> Any:
+        return self.home[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.home[key] = value
+
+    def items(self) -> Any:
+        return [(key, self.home[key]) for key in self]
+
+    def values(self) -> Any:
+        return [self.home[key] for key in self]
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 def _filled(leaf: Tensor) -> Tensor:

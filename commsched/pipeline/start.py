@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from commsched.errors import CommError
 from commsched.pipeline.build import bare_profile
@@ -19,8 +21,27 @@ from scheduler.ir.layout import Layout
 from scheduler.ir.program import Program
 from scheduler.ir.unroll import depth
 from scheduler.ir.weight_versions import delays
-from scheduler.pipelines.build import generate, get, program_of, stage_count
+from scheduler.pipelines.build import generate, orders_of, program_of, stage_count
 from scheduler.validate import validate
+
+
+def check_functions(loss: Any, optimizer: Any) -> None:
+    """``ValueError`` for what is easily passed in place of a loss function and a factory of optimizers."""
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer= is a function that makes an optimizer of a stage's parameters, and got a {name} that"
+            f" has parameters already: pass lambda params: {name}(params, ...)"
+        )
+    if not (optimizer is None or callable(optimizer)) or not callable(loss):
+        wrong = "loss" if not callable(loss) else "optimizer"
+        raise ValueError(f"{wrong}= must be a function, got {loss if wrong == 'loss' else optimizer!r}")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        names = ", ".join(name for name, _ in loss.named_parameters())
+        raise ValueError(
+            f"loss= has parameters ({names}) that would never be stepped: a pipeline trains those of the"
+            " model; make them part of the model's last layer, or freeze them"
+        )
 
 
 def choose(
@@ -31,16 +52,17 @@ def choose(
     mesh: tuple[int, int | Sequence[int]],
     cuts: Sequence[int | str] | None,
     options: dict[str, Any],
+    others: Sequence[str] = (),
     **layout: Any,
 ) -> tuple[Program, Chain]:
     """The program (a plan's, a given one, or that of a schedule by name), and the chain whose layers it
-    counts. ``options`` are the schedule's own.
+    counts. ``options`` are the schedule's own; ``others``: the names of the caller's.
     """
     if plan is not None:
         return planned(plan, chain)
     if isinstance(schedule, Program):
         return schedule, chain
-    stages = stage_count(get(schedule)(mesh[0], microbatches, **options))
+    stages = stage_count(orders_of(schedule, mesh[0], microbatches, options, others))
     chosen = chain.even_cuts(stages) if cuts is None else chain.cuts(cuts)
     program = generate(
         schedule,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commsched.pipeline.fabric import Lane
+from commsched.pipeline.fabric import Lane, to_host
 from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.stage import Stage
 from scheduler.ir.program import Program
@@ -16,10 +16,13 @@ from scheduler.ir.weight_versions import delays
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter on several stages: this rank's (stage, place), and all ranks that have it."""
+    """One parameter on several stages: this rank's (stage, place), all ranks that have it, and the ``first``
+    one of its first stage.
+    """
 
     mine: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...]
+    first: int
 
 
 def checked_ties(
@@ -43,8 +46,26 @@ def checked_ties(
         mine = [(n, stages[n].versions.places[name]) for n, name in users.items() if n in stages]
         if mine:
             ranks = {rank for number in users for rank in program.layout.members(number)}
-            ties.append(Tie(tuple(mine), tuple(sorted(ranks))))
+            ties.append(Tie(tuple(mine), tuple(sorted(ranks)), program.layout.members(min(users))[0]))
     return ties
+
+
+@torch.no_grad()
+def share_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int) -> None:
+    """All copies of a shared parameter start with the value that its first stage has: ranks that are not
+    seeded alike have made others.
+    """
+    for tie in ties:
+        copies = [stages[number].versions.newest.leaves[place].data for number, place in tie.mine]
+        if rank == tie.first:
+            value = to_host(copies[0])
+            for sent in [lane.send(peer, [value]) for peer in tie.ranks if peer != rank]:
+                sent.wait()
+        else:
+            value = torch.empty(copies[0].shape, dtype=copies[0].dtype)
+            lane.receive(tie.first, [value]).wait()
+        for copy in copies:
+            copy.copy_(value)
 
 
 def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int, period: int) -> None:

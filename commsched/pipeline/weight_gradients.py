@@ -34,10 +34,12 @@ def split_backward(
 
     def weights() -> Grads:
         results: dict[int, Tensor] = {}
+        came = []
         for joint, places in joints.items():
             if joint not in arrived:
                 continue
             sent = [(GradientEdge(joint, n), g) for n, g in enumerate(arrived.pop(joint)) if g is not None]
+            came += [grad for _, grad in sent]
             wanted = [parameters[place] for place in places]
             values = torch.autograd.grad(
                 [edge for edge, _ in sent], wanted, [grad for _, grad in sent], allow_unused=True
@@ -45,7 +47,7 @@ def split_backward(
             for place, value in zip(places, values, strict=True):
                 if value is not None:
                     results[place] = value
-        return tuple(results.get(place) for place in range(len(parameters)))
+        return _owned([results.get(place) for place in range(len(parameters))], came)
 
     return found, weights
 
@@ -55,7 +57,27 @@ def _whole_backward_later(
 ) -> tuple[Grads, Callable[[], Grads]]:
     """For graphs without such nodes: computes the gradients on the way to the inputs twice."""
     found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
-    return found, lambda: torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
+    return found, lambda: _owned(torch.autograd.grad(outputs, parameters, grads, allow_unused=True), grads)
+
+
+def _owned(found: Sequence[Tensor | None], others: Sequence[Tensor]) -> Grads:
+    """The gradients with memory of their own, for later ones are added in place: autograd hands one tensor to
+    several parameters, hands on what came in, and expands instead of writing.
+    """
+    taken = {_storage(tensor) for tensor in others}
+    result: list[Tensor | None] = []
+    for grad in found:
+        if grad is not None and grad.layout is torch.strided:
+            storage = grad.untyped_storage()
+            if storage.data_ptr() in taken or storage.nbytes() != grad.nbytes:
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            taken.add(_storage(grad))
+        result.append(grad)
+    return tuple(result)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _keeper(arrived: dict[Node, Any], joint: Node) -> Callable[[Any], None]:

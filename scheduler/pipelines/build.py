@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
@@ -97,7 +98,7 @@ def generate(
         raise ValueError(
             f"a pipeline needs at least 1 stage and 1 micro-batch, got {stages} and {microbatches}"
         )
-    orders = get(schedule)(stages, microbatches, **options)
+    orders = orders_of(schedule, stages, microbatches, options, list(signature(generate).parameters))
     count = stage_count(orders)
     profile = profile or Profile("stages", tuple(Layer(f"stage{s}", 1.0, 2.0, 4) for s in range(count)))
     placed = _placed(stages, replicas, ranks, placements, mirrored)
@@ -116,6 +117,24 @@ def generate(
         mirror=tuple(placed.mirror[stage % stages] for stage in range(count) if mirrored),
     )
     return replace(assemble(schedule, orders, layout, profile, bucket_bytes), borders=tuple(borders))
+
+
+def orders_of(
+    schedule: str, positions: int, microbatches: int, options: Mapping[str, Any], others: Sequence[str] = ()
+) -> Sequence[Order]:
+    """What a generator makes; a ``ValueError`` lists its options where it has none of a given name. It may
+    have been meant for the caller, who has the options ``others``.
+    """
+    generator = get(schedule)
+    parameters = list(signature(generator).parameters.values())
+    takes = [p.name for p in parameters[2:] if p.kind is not Parameter.VAR_KEYWORD]
+    if unknown := [name for name in options if name not in takes and len(takes) == len(parameters) - 2]:
+        close = get_close_matches(unknown[0], [*takes, *others], 1)
+        raise ValueError(
+            f"there is no option {unknown[0]!r}{f'; did you mean {close[0]!r}?' if close else '.'} Schedule"
+            f" {schedule!r} has {'the options ' + ', '.join(takes) if takes else 'no options of its own'}"
+        )
+    return generator(positions, microbatches, **options)
 
 
 def virtual_option(schedule: str, virtual: int) -> dict[str, Any]:

@@ -73,6 +73,16 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
         {"op": "sum"},
         [BACKWARD, ("change_grads", {"how": "mul_", "places": [0], "gathered": False}), BACKWARD],
     ),
+    # One to which the backward does not add counted as added to, and was lost on the other rank.
+    (
+        "sum changed",
+        {"op": "sum"},
+        [
+            BACKWARD,
+            ("change_grads", {"how": "mul_", "places": [11], "gathered": True}),
+            ("backward_inputs", LOSS | {"places": [6]}),
+        ],
+    ),
     (
         "sum changed",
         {"op": "sum"},
@@ -144,8 +154,14 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("keep_old_grads", LOSS | {"clear": "model"}),
         ],
     ),
+    # Second gradients of two optimizers, to which the ranks come in another order.
+    (
+        {"two": True, "bucket_mb": 0.0003},
+        [TRAIN, USED_TWICE, ("backward", {"loss": {"branch": "by rank"}})],
+    ),
     # A new plan between two passes, at the end, after a tie, in another memory format.
     ({"passes": 2}, [BACKWARD, ("add_group", {}), BACKWARD]),
+    ({"passes": 2}, [BACKWARD, ADD, ("synchronize", {}), BACKWARD]),
     ({}, [BACKWARD, ("add_group", {}), BACKWARD, ("close_and_go_on", {})]),
     (SHARDS, [("tie_data", {"places": [0, 1]}), WEIGHTED]),
     (

@@ -191,6 +191,20 @@ class Checkpointed(Blocks):
         return Output(self.head(x), len(self.blocks))
 
 
+class Contexts(Blocks):
+    """What a trace of the forward cannot see: modes, checkpointing, and an attribute that changes."""
+
+    tau = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.blocks[1](x)
+        x = checkpoint(self.blocks[2], x.float(), use_reentrant=False)
+        return self.head(self.blocks[3](x)) * self.tau
+
+
 class Remembers(Blocks):
     """Keeps a result of one forward for the next."""
 
@@ -265,6 +279,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "results in a list": (Caches, tokens),
     "layers write into an argument": (CachesInside, tokens),
     "checkpointed": (Checkpointed, tokens),
+    "contexts": (Contexts, tokens),
     "remembers": (Remembers, tokens),
     "attributes and chunks": (Transposed, tokens),
     "masked": (MaskedBlocks, lambda: {"x": tokens(), "mask": torch.rand(3, 5) > 0.3, "scale": 2.0}),
@@ -299,6 +314,25 @@ def test_every_cut_gives_the_whole_models_loss_and_gradients(name: str) -> None:
             torch.testing.assert_close(grad, expected[key], rtol=1e-5, atol=1e-6, msg=f"{cuts} {key}")
         for one, other in zip(mine.buffers(), oracle.buffers(), strict=True):
             assert torch.equal(one, other), cuts
+
+
+def test_what_is_assigned_to_the_model_reaches_its_stages() -> None:
+    """Attributes of the model and of layers, and hooks, also where a stage was made before."""
+    model, x = Contexts(), tokens()
+    chain, seen = Chain(model), []
+    stages = [chain.stage(0, 3), chain.stage(3, 5)]
+    whole = copy.deepcopy(model)
+    for other in (model, whole):
+        other.tau = 0.5
+        other.blocks[1].norm.eps = 0.1
+        other.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+        other.register_forward_hook(lambda module, inputs, output: output + 1.0)
+    state = chain.arguments(x)
+    for stage in stages:
+        state = stage(*state)
+    assert len(seen) == 1  # no dry run, and no other stage
+    assert torch.equal(state, whole(x))
+    assert torch.equal(*seen)
 
 
 def test_operations_may_differ_from_batch_to_batch() -> None:
@@ -368,8 +402,20 @@ def test_only_shapes_travel_of_inputs_that_no_later_stage_reads() -> None:
     assert inputs["x"].shape == (3, 0, 5, WIDTH) and torch.equal(inputs["mask"], mask)
 
 
-def test_layers_stand_in_the_order_in_which_the_example_runs_them() -> None:
+class Traceable(EncoderDecoder):
+    def forward(self, x: Tensor) -> Tensor:
+        memory, y = x, x.roll(1, 1)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return self.norm(y)
+
+
+def test_layers_stand_in_the_order_in_which_the_forward_runs_them() -> None:
+    """An example tells it, or a trace."""
     assert Chain(EncoderDecoder()).names[0] == "norm"
+    assert Chain(Traceable()).names == Chain(EncoderDecoder(), example=tokens()).names
     names = Chain(EncoderDecoder(), example=tokens()).names
     assert names == (*(f"encoder.{n}" for n in range(3)), *(f"decoder.{n}" for n in range(3)), "norm")
     chain = Chain(EncoderDecoder())
