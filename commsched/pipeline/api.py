@@ -54,7 +54,7 @@ class Pipeline:
     gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
     stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
     bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
-    which order a model that cannot be traced runs its layers. Further options go to the schedule
+    which order a model runs its layers that torch.fx cannot trace. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
 
     ``model`` may be a function that makes the model, so that no rank ever holds all of it; then a rank makes

@@ -129,7 +129,8 @@ class Chain:
         """Cuts that give every stage about as many layers."""
         if not 1 <= stages <= len(self):
             raise ValueError(
-                f"a model of {len(self)} layers can be cut into 1 to {len(self)} stages, not {stages}"
+                f"a model of {len(self)} layers (modules with parameters) cannot be cut into {stages} stages;"
+                " pass inside= (classes of modules that may be cut), or a list of modules"
             )
         return tuple(stage * len(self) // stages for stage in range(stages))
 
@@ -183,12 +184,13 @@ class ListStage(nn.Module):
             parent._modules[own] = module
 
     def forward(self, value: Any) -> Any:
-        """Autograd allows no writing to what came from another stage: a stage that begins with an operation
-        in place works on a copy. The first forward of each mode shows whether it does.
+        """Autograd allows no writing to what came from another stage, and recomputation reads it again: a
+        stage that begins with an operation in place works on a copy. The first forward of each mode shows
+        whether it does.
         """
         mode = next((module.training for module in self._stage_calls), False)
         copies: list[Tensor] = []
-        if torch.is_grad_enabled() and self._stage_writes.get(mode, True):
+        if self._stage_writes.get(mode, True):
             value = tree_map_only(Tensor, partial(_copied, copies), value)
         result = value
         for module in self._stage_calls:
@@ -199,7 +201,7 @@ class ListStage(nn.Module):
 
 
 def _copied(copies: list[Tensor], value: Tensor) -> Tensor:
-    if value.requires_grad and value.is_leaf:
+    if value.is_leaf:
         copies.append(value := value.clone())
     return value
 
