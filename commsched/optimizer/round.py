@@ -971,8 +971,19 @@ class Round:
         return [g.number for g in self.gradients if isinstance(g.payload, Tied) and g.payload.early]
 
     def shared_memory(self) -> set[int]:
-        """Return the parameters that share memory with each other: their updates depend on their order."""
-        return set(overlapping(list(self.params)))
+        """Return the parameters that share memory with each other, or with one that is frozen and has a
+        gradient: their updates depend on their order.
+        """
+        return {i for i in overlapping([*self.params, *self.frozen()]) if i < len(self.params)}
+
+    def frozen(self) -> list[nn.Parameter]:
+        """Return the parameters outside of the plan that have a gradient: plain PyTorch updates them."""
+        return [param for param in self.others if raw_grad(param) is not None]
+
+    def frozen_sharing(self) -> list[nn.Parameter]:
+        """Return those of them that share memory."""
+        frozen, count = self.frozen(), len(self.params)
+        return [frozen[i - count] for i in overlapping([*self.params, *frozen]) if i >= count]
 
     def arrived(self) -> list[int]:
         """Return the buckets that ``step()`` completes at once."""

@@ -46,7 +46,6 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.pending import raw_grad
 from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of
 from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.round import Round, State
@@ -239,7 +238,7 @@ class Session:
 
     def frozen_with_gradient(self) -> bool:
         """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
-        return any(raw_grad(param) is not None for param in self.round.others)
+        return bool(self.round.frozen())
 
     # -- plans -----------------------------------------------------------------------------------------------
 

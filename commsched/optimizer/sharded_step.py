@@ -357,7 +357,8 @@ class ShardedStep(StepMode):
                 b for i in shards.whole for b in now.gradients[i].buckets if not now.gradients[i].touched
             }:
                 self._gather(bucket)
-        shards.update_whole(now.used)  # before the engine may write into the slots again
+        # Before the engine may write into the slots again.
+        shards.update_whole(now.used, now.frozen_sharing() if shards.whole else ())
         for bucket in self._buckets:
             if not (changed or shards.whole):
                 self._wait_reduced(bucket)
@@ -368,7 +369,7 @@ class ShardedStep(StepMode):
         """Update frozen parameters that still have a gradient, because plain PyTorch does."""
         if not optimizer._updates_frozen():
             return
-        known = {id(param) for param in self.round.params}
+        known = {id(param) for param in (*self.round.params, *self.round.frozen_sharing())}
         others = [
             {**group, "params": [p for p in group["params"] if id(p) not in known]}
             for group in optimizer.param_groups
@@ -752,10 +753,15 @@ class Shards:
         """Step the optimizer on this rank's parts of a bucket, for parameters that any rank used."""
         self._update(self.parts[bucket], used, self.factor)
 
-    def update_whole(self, used: Sequence[int]) -> None:
-        """Step the optimizer on the parameters that every rank updates, in the optimizer's order."""
+    def update_whole(self, used: Sequence[int], frozen: Sequence[nn.Parameter] = ()) -> None:
+        """Step the optimizer on the parameters that every rank updates, in the optimizer's order. ``frozen``:
+        others, whose state is not here, that share their memory.
+        """
         if self.whole_parts:
-            self._update(self.whole_parts, used, None)
+            full = self._optimizer.__dict__["state"]
+            self.state |= {param: full.pop(param) for param in frozen if param in full}
+            self._update(self.whole_parts, used, None, frozen)
+            full |= {param: self.state.pop(param) for param in frozen if param in self.state}
 
     @plain_math()
     def _update(
@@ -763,6 +769,7 @@ class Shards:
         parts: Sequence[ShardView],
         used: Sequence[int] | Mapping[int, int],
         factor: torch.Tensor | None,
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         optimizer = self._optimizer
         group_of = {
@@ -770,17 +777,21 @@ class Shards:
         }
         # Leaves without state stand apart: torch's fused SGD fails where only some have a momentum.
         leaves: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
+        members = [(part.gradient.param, part.leaf) for part in parts if used[part.gradient.number]]
+        if frozen:
+            order = {id(p): place for place, p in enumerate(optimizer._every_param())}
+            members = sorted([*members, *zip(frozen, frozen)], key=lambda member: order[id(member[0])])
         for part in parts:
             if used[part.gradient.number]:
                 part.begin_update()
-                fresh = not self.state.get(part.leaf)
-                leaves[group_of[id(part.gradient.param)], fresh].append(part.leaf)
+        for param, leaf in members:
+            leaves[group_of[id(param)], not self.state.get(leaf)].append(leaf)
         groups = [
-            {**optimizer.param_groups[number], "params": members}
-            for (number, _), members in sorted(leaves.items())
+            {**optimizer.param_groups[number], "params": chosen}
+            for (number, _), chosen in sorted(leaves.items())
         ]
         if groups:
-            self._scale((leaf.grad for members in leaves.values() for leaf in members), factor)
+            self._scale((leaf.grad for chosen in leaves.values() for leaf in chosen), factor)
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
             # Where it raises, the weights travel as they are: the other ranks wait for them.
             self._attempt(OptimizerView(optimizer, optimizer._base, self.state).step, groups)

@@ -21,7 +21,13 @@ def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Grads, Callable[[], Grads]]:
     """The inputs' gradients, and a function that computes the parameters' once."""
-    joints = _joints(outputs, inputs, parameters)
+    order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
+    if any(node.name() == "CompiledFunctionBackward" for node in order):
+        # torch.compile's backward of a block gives all gradients at once, and gives its memory back.
+        every = torch.autograd.grad(outputs, [*inputs, *parameters], grads, allow_unused=True)
+        kept = _owned(every[len(inputs) :], [*every[: len(inputs)], *grads])
+        return every[: len(inputs)], lambda: kept
+    joints = _joints(order, inputs, parameters)
     if joints is None:
         return _whole_backward_later(outputs, grads, inputs, parameters)
     arrived: dict[Node, Any] = {}
@@ -88,12 +94,11 @@ def _keeper(arrived: dict[Node, Any], joint: Node) -> Callable[[Any], None]:
 
 
 def _joints(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    order: Sequence[Node], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> dict[Node, list[int]] | None:
-    """The nodes on the way from the outputs to the inputs at which parameters join, and which ones; None
-    where a parameter joins at several places, or none of this way leads to the inputs.
+    """Of the nodes under the outputs those on the way to the inputs at which parameters join, and which ones;
+    None where a parameter joins at several places, or none of this way leads to the inputs.
     """
-    order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
     input_nodes = {_accumulator(tensor) for tensor in inputs}
     places = {_accumulator(tensor): place for place, tensor in enumerate(parameters)}
     leads: set[Node] = set()  # to the inputs

@@ -90,6 +90,17 @@ class Mesh:
         if self.unsupported not in ("error", "gather"):
             raise ValueError(f"unsupported must be 'error' or 'gather', got {self.unsupported!r}")
 
+    def like(self, other: Mesh) -> bool:
+        """Whether the other one cuts images into the same parts, on as many ranks."""
+        mine, its = (
+            (self.grid, self.dims, self.rank, self.dry),
+            (other.grid, other.dims, other.rank, other.dry),
+        )
+        return mine == its
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # connections cannot be copied, and need not be
+
     @property
     def rank(self) -> int:
         return self.channel.rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from commsched.transport.channel import Channel, DistChannel, SilentChannel
 Model = TypeVar("Model", bound=nn.Module)
 _DATA_CHANNEL = 5  # separate connections: halos do not wait behind the optimizer's messages
 _NOTE = 512  # bytes of a note that ranks compare
-_hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
 def shard(
@@ -61,12 +59,11 @@ def shard(
     mesh = Mesh(channel, grid, dims, unsupported, overlap)
     unshard(model)
     forward = _Forward(mesh, name, fuse_halo)
-    handles = [model.register_forward_pre_hook(forward.begin, with_kwargs=True)]
+    model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     for path, module in model.named_modules():
-        handles += name_hooks(module, mesh, path, type(module).__name__)
-    handles.append(model.register_forward_hook(lambda module, args, output: owned_outputs(output)))
-    handles.append(model.register_forward_hook(forward.end, always_call=True))
-    _hooks[model] = handles
+        name_hooks(module, mesh, path, type(module).__name__)
+    model.register_forward_hook(_owned_outputs)
+    model.register_forward_hook(forward.end, always_call=True)
     set_mesh(mesh)
     return model
 
@@ -82,14 +79,26 @@ def owned_outputs(output: Any) -> Any:
     return tree_map(owned, output)
 
 
+def _owned_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    return owned_outputs(output)
+
+
 def unshard(model: nn.Module) -> None:
-    """Undo `shard`: the model takes plain images again."""
-    for handle in _hooks.pop(model, []):
-        handle.remove()
+    """Undo `shard`, also of a copy: the model takes plain images again."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return model in _hooks
+    return any(map(_is_ours, model._forward_pre_hooks.values()))
+
+
+def _is_ours(hook: Any) -> bool:
+    return hook is _owned_outputs or isinstance(getattr(hook, "__self__", None), _Attached)
 
 
 def default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
@@ -135,7 +144,29 @@ def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list
     return [text[_NOTE:] for text in heard]
 
 
-class _Forward:
+class _Attached:
+    """Hooks of a sharded model. Its copies are sharded alike, and a pickle of it is a plain model."""
+
+    def __reduce__(self) -> Any:
+        return _Detached, ()
+
+
+class _Detached:
+    """What hooks are in a model that comes from a file."""
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pass
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        pass
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        pass
+
+    end = leave
+
+
+class _Forward(_Attached):
     """Hooks before and after each forward of a sharded model."""
 
     def __init__(self, mesh: Mesh, name: str, fuse_halo: int | str) -> None:
@@ -143,15 +174,20 @@ class _Forward:
         self._fusions: dict[tuple[str, str], Fusion] = {}
         self._generators: SharedGenerators | None = None
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(self._mesh, self._name, self._fuse_halo)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Check that all ranks run the same image and share the random state."""
         mesh = self._mesh
         if len(mesh.names) > 0:  # a forward inside the model's own forward
-            return
+            return None
         tiles = list(tiles_in((args, kwargs)))
         if any(tile.mesh.dry for tile in tiles):
-            return
+            return None
         self._check(tiles)
+        # Another model's tiles, such as a discriminator gets of a generator: the same parts on these ranks.
+        args, kwargs = tree_map(self._adopted, (args, kwargs))
         shapes = ", ".join(f"{tuple(tile.shape)} {tile.dtype}" for tile in tiles)
         modes = f"{'train' if module.training else 'eval'}, grad {torch.is_grad_enabled()}"
         generators = SharedGenerators(tiles[0].device)
@@ -167,6 +203,12 @@ class _Forward:
             generators.restore()
             raise
         mesh.fusion, self._generators = self._fusions[known], generators
+        return args, kwargs
+
+    def _adopted(self, value: Any) -> Any:
+        if isinstance(value, Tile) and value.mesh is not self._mesh:
+            return Tile.make(value.local, self._mesh, value.cuts)
+        return value
 
     def _check(self, tiles: list[Tile]) -> None:
         if not tiles:
@@ -175,9 +217,12 @@ class _Forward:
                 f"commsched.spatial.scatter(image), or take "
                 "the sharding back with commsched.spatial.unshard(model)"
             )
-        if any(tile.mesh is not self._mesh for tile in tiles):
+        others = [tile.mesh for tile in tiles if not tile.mesh.like(self._mesh)]
+        if others:
             raise ValueError(
-                f"{self._name}: got a tile of another mesh; scatter the image over this model's mesh"
+                f"{self._name}: got a tile of a grid {others[0].grid} along {others[0].dims} on"
+                f" {others[0].size} ranks, and this model is sharded over {self._mesh.grid} along"
+                f" {self._mesh.dims}; scatter the image over this model's mesh"
             )
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -188,15 +233,25 @@ class _Forward:
 
 def name_hooks(module: nn.Module, mesh: Mesh, path: str, kind: str) -> list[RemovableHandle]:
     """Keep the name of the running module in ``mesh``."""
-    name = f"{path} ({kind})" if path else kind
+    named = _Named(mesh, f"{path} ({kind})" if path else kind)
+    return [
+        module.register_forward_pre_hook(named.enter),
+        module.register_forward_hook(named.leave, always_call=True),
+    ]
 
-    def enter(module: nn.Module, args: Any) -> None:
-        mesh.names.append(name)
-        mesh.ordinals.append(0)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if mesh.names and mesh.names[-1] == name:  # the pre-hook raised, so this module never entered
-            mesh.names.pop()
-            mesh.ordinals.pop()
+class _Named(_Attached):
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self._mesh, self._name = mesh, name
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Named:
+        return self
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._mesh.names.append(self._name)
+        self._mesh.ordinals.append(0)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._mesh.names and self._mesh.names[-1] == self._name:  # else the pre-hook has raised
+            self._mesh.names.pop()
+            self._mesh.ordinals.pop()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.layout import common_cuts, enter, fit
+from commsched.spatial.ops.reduce import unrounded, wide
 from commsched.spatial.tile import Tile, handles, tiles_in, unsupported
 
 
@@ -61,15 +62,15 @@ def _classified(
     weight = None if weight is None else enter(weight, mesh, cuts)
     scores, wanted = fit(input, mesh, cuts), fit(target, mesh, cuts)
     local = function(scores, wanted, weight, ignore_index=ignore_index, reduction="none", **options)
-    losses = Tile.make(local, mesh, cuts)
+    losses, kind = Tile.make(local, mesh, cuts), wide(local.dtype)
     if reduction != "mean":
         return _reduced(losses, reduction)
     if wanted.is_floating_point():  # class probabilities: the mean is over pixels
-        return losses.sum() / losses.numel()
-    counted = (wanted != ignore_index).to(local.dtype)
+        return (unrounded(losses, None, False, kind) / losses.numel()).to(local.dtype)
+    counted = (wanted != ignore_index).to(kind)
     if weight is not None:
         counted = counted * weight.detach()[wanted.clamp(min=0)]
-    return losses.sum() / Tile.make(counted, mesh, cuts).sum()
+    return (unrounded(losses, None, False, kind) / Tile.make(counted, mesh, cuts).sum()).to(local.dtype)
 
 
 for _classifying in (F.cross_entropy, F.nll_loss):

@@ -27,9 +27,22 @@ def negative_dims(tile: Tensor, dim: Any) -> list[int]:
     return [d if d < 0 else d - tile.ndim for d in chosen]
 
 
+def wide(kind: torch.dtype) -> torch.dtype:
+    """The type in which torch adds up numbers of this type before it rounds the result once."""
+    return torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+
+
 @handles(torch.sum, torch.Tensor.sum)
 def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """The sum over all owned pixels of ``dim``; replicated along the mesh axes that it removes."""
+    kind = dtype or input.dtype
+    if wide(kind) == kind:
+        return unrounded(input, dim, keepdim, dtype)
+    return unrounded(input, dim, keepdim, wide(kind)).to(kind)
+
+
+def unrounded(input: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
+    """The same sum in the type in which it is added up."""
     dims = negative_dims(input, dim)
     axes = tuple(axis for axis, cut in cut_axes(input.cuts) if cut.dim in dims)
     local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
@@ -41,8 +54,9 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
 
 @handles(torch.mean, torch.Tensor.mean)
 def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    count = prod(input.shape[d] for d in negative_dims(input, dim))
-    return total(input, dim, keepdim, dtype=dtype) / count
+    count, kind = prod(input.shape[d] for d in negative_dims(input, dim)), dtype or input.dtype
+    result = unrounded(input, dim, keepdim, wide(kind)) / count
+    return result if result.dtype == kind else result.to(kind)
 
 
 @handles(torch.norm, torch.Tensor.norm, torch.linalg.vector_norm)
@@ -51,9 +65,12 @@ def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **optio
     options["p"] = options.pop("ord", p)
     if options["p"] not in (2, "fro", None) or options.get("dtype") is not None:
         return along(torch.Tensor.norm, (input,), {"dim": dim, "keepdim": keepdim, **options})
+    kind = input.dtype
+    input = input if wide(kind) == kind else input.to(wide(kind))
     squares = total(input * input, dim, keepdim)
     zero = squares == 0
-    return (squares + zero).sqrt().masked_fill(zero, 0.0)
+    result = (squares + zero).sqrt().masked_fill(zero, 0.0)
+    return result if result.dtype == kind else result.to(kind)
 
 
 def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
@@ -90,17 +107,17 @@ def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
     global_dims = [d for d in range(-n, 0) if sizes[d] == 1]
     if len(global_dims) == n:
         return mean(input, global_dims, keepdim=True)
-    tile = input
+    tile, kind = input, wide(input.dtype)
     for dim in range(-n, 0):
         if dim in global_dims:
-            tile = total(tile, dim, keepdim=True)
+            tile = unrounded(tile, dim, True, kind)
         else:
             windows = _adaptive_windows(input.shape[dim], sizes[dim])
-            tile = _per_window(tile, dim, windows, partial(torch.sum, dim=dim, keepdim=True))
+            tile = _per_window(tile, dim, windows, partial(torch.sum, dim=dim, keepdim=True, dtype=kind))
     for dim in range(-n, 0):  # one after the other, as torch divides
         lengths = [hi - lo for lo, hi in _adaptive_windows(input.shape[dim], sizes[dim])]
         tile = tile / torch.tensor(lengths, dtype=tile.dtype, device=tile.device).view(-1, *(1,) * (-1 - dim))
-    return tile
+    return tile if tile.dtype == input.dtype else tile.to(input.dtype)
 
 
 def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = False) -> Any:

@@ -228,6 +228,21 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     ({"passes": 3}, [("no_sync", LOSS | {"local": 2, "then": "nothing"}), ADD, FREEZE, TRAIN]),
     (SHARDS, [BACKWARD, ADD, FREEZE, ("clip", {"how": "optimizer", "sync": True})]),
     (SHARDS | {"compression": "bf16"}, [FREEZE, *(TRAIN for _ in range(6))]),
+    # One that is frozen, has a gradient, and shares its memory with one that is not.
+    *(
+        (
+            SHARDS | {"optimizer": name},
+            [
+                BACKWARD,
+                ADD,
+                ("freeze", {"place": place, "what": "module", "on": True}),
+                ("tie_data", {"places": [0, 2]}),
+                STEP,
+            ],
+        )
+        for name in ("sgd", "decay", "adamw")
+        for place in (1, 3)
+    ),
     # p.grad, q.grad = q.grad, p.grad: the first was written over the second.
     (SHARDS, [BACKWARD, ("change_grads", {"how": "swap", "places": [6], "gathered": True}), STEP]),
     # Gradients that had been gathered were used up by a step in which a new plan was made.

@@ -208,9 +208,10 @@ def test_what_calls_a_model_as_a_whole_is_taken_off(wrap: Any) -> None:
         assert_close(weights, wanted, rounding(torch.float32, 12 * WIDTH, 8 * 12))
 
 
-def test_compiled_blocks_compute_the_same() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_compiled_blocks_compute_the_same(schedule: str) -> None:
     model, data = Called(linears(4)), batches(2)
-    weights, _, _ = train(compiled(model), data, 2, momentum, mesh=(2, 1), num_microbatches=2)
+    weights, _, _ = train(compiled(model), data, 2, momentum, schedule=schedule, num_microbatches=2)
     wanted, _ = in_one_process(model, data)
     assert_close({name.replace("_orig_mod.", ""): value for name, value in weights.items()}, wanted)
 

@@ -1,0 +1,125 @@
+"""What ordinary scripts do with sharded models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commsched import spatial
+from commsched.transport.channel import Channel
+from tests.support.spatial_cases import on_threads
+
+GRID = (2, 1)
+
+
+def net(seed: int = 0, channels: int = 2) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1)
+    ).double()
+
+
+def image() -> Tensor:
+    return torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(1)).double()
+
+
+HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(),
+    "mean of rows": lambda x: x.mean((2, 3)),
+    "sum": lambda x: (x[..., :40] * 0.01).sum(),
+    "norm": lambda x: x.norm(),
+    "global pool": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (1, 3)),
+    "mse": lambda x: F.mse_loss(x, x * 0.5),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.zeros(1, 300, 300, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_is_added_up_in_float32(name: str, dtype: torch.dtype) -> None:
+    """300 x 300 numbers of 8: their sum is no number of float16, their mean is."""
+    function = HALVES[name]
+    x = (torch.rand(1, 2, 300, 300, generator=torch.Generator().manual_seed(0)) + 7.5).to(dtype)
+    wanted = function(x.float()).to(dtype)
+
+    def work(channel: Channel) -> Tensor:
+        model = spatial.shard(Calls(function), GRID, channel=channel)
+        return spatial.gather(model(spatial.scatter(x)))
+
+    for found in on_threads(2, work):
+        assert found.dtype == wanted.dtype
+        # One rounding each, of the result and of the elements before it.
+        torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_copies_are_sharded_and_pickles_are_plain() -> None:
+    plain, x = net(), image()
+    wanted = plain(x)
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(copy.deepcopy(plain), GRID, channel=channel)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+        for one in (copy.deepcopy(model), averaged, model):
+            assert torch.equal(spatial.gather(one(spatial.scatter(x))), wanted)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(x), wanted)
+        copied = copy.deepcopy(model)
+        spatial.unshard(copied)
+        assert torch.equal(copied(x), wanted)
+        with pytest.raises(ValueError, match="takes tiles, and got none"):
+            model(x)
+
+    on_threads(2, work)
+
+
+def test_a_model_takes_the_tiles_of_another() -> None:
+    """A generator and a discriminator."""
+    makes, judges, x = net(0), net(1, 1), image()
+    loss = judges(makes(x)).square().mean() + F.l1_loss(makes(x), x)
+    loss.backward()
+
+    def work(channel: Channel) -> Any:
+        first = spatial.shard(copy.deepcopy(makes), GRID, channel=channel)
+        second = spatial.shard(copy.deepcopy(judges), GRID, channel=channel)
+        tiles = spatial.scatter(x)
+        made = first(tiles)
+        mine = second(made).square().mean() + F.l1_loss(made, tiles)
+        first.zero_grad(), second.zero_grad()
+        mine.backward()
+        for model in (first, second):
+            spatial.sum_gradients(model.parameters())
+        return spatial.gather(mine), [p.grad for m in (first, second) for p in m.parameters()]
+
+    expected = [p.grad for m in (makes, judges) for p in m.parameters()]
+    for found, grads in on_threads(2, work):
+        torch.testing.assert_close(found, loss)
+        for one, other in zip(grads, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_tiles_of_another_grid_are_refused() -> None:
+    def work(channel: Channel) -> None:
+        model = spatial.shard(net(), (2, 1), channel=channel)
+        spatial.shard(net(), (1, 2), channel=channel)
+        with pytest.raises(ValueError, match=r"grid \(1, 2\) .* and this model is sharded over \(2, 1\)"):
+            model(spatial.scatter(image()))
+
+    on_threads(2, work)
