@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from commsched.pipeline.job import Job
 
 READY = ("images", "text", "masks")
@@ -24,6 +27,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         " pixels), which need --data and --model",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and of the order of rows")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="where the model computes: cpu, cuda (each rank of a host its own GPU), or one such as cuda:1",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of a rank on the CPU (default: OMP_NUM_THREADS, else the cores divided by the ranks of"
+        " the host)",
+    )
     ready = parser.add_argument_group("ready jobs")
     add = ready.add_argument
     add(
@@ -53,7 +69,48 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    """The job that the options name; its model has random weights of --seed."""
+    """The job that the options name; its model has random weights of --seed, and is on --device."""
+    _set_threads(arguments)
+    job = _job_of(arguments)
+    job.model.to(device_of(arguments))
+    return job
+
+
+def device_of(arguments: argparse.Namespace) -> torch.device:
+    """The device of this rank."""
+    import torch
+
+    device = torch.device(arguments.device)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {arguments.device}: torch {torch.__version__} sees no GPU here")
+    return device if device.index is not None else torch.device("cuda", _place(arguments)[0])
+
+
+def _set_threads(arguments: argparse.Namespace) -> None:
+    import torch
+
+    wanted = arguments.threads
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"--threads must be at least 1, got {wanted}")
+    if wanted is not None or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(wanted or max(1, len(os.sched_getaffinity(0)) // _place(arguments)[1]))
+
+
+def _place(arguments: argparse.Namespace) -> tuple[int, int]:
+    """This rank among those of its host, and how many they are."""
+    from commsched.process.launch import detect_launch
+
+    if (
+        getattr(arguments, "rank", None) is not None
+    ):  # without a launcher: each host's ranks are its own affair
+        return (arguments.rank if arguments.local_rank is None else arguments.local_rank), 1
+    launch = detect_launch(os.environ, os.environ.get("COMMSCHED_LAUNCHER", ""))
+    return launch.local_rank, launch.local_size
+
+
+def _job_of(arguments: argparse.Namespace) -> Job:
     from commsched.pipeline.job import load_function, load_job
 
     if arguments.job not in READY:

@@ -58,14 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _traffic() -> tuple[Link, float]:
     """Measure, on all ranks together, a message between two ranks and how much traffic slows computation."""
-    import torch
-
     import commsched
     from commsched.pipeline.fabric import DistFabric
     from commsched.pipeline.profiling import message_link
     from commsched.pipeline.traffic_cost import traffic_cost
 
-    torch.set_num_threads(1)
     commsched.init()
     fabric = DistFabric()
     link = message_link(fabric)

@@ -26,7 +26,6 @@ from scheduler.pipelines.planner.convert import read_plan
 
 
 def run(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     job = _with_options(job_of(arguments), arguments)
     plan = _plan(arguments, job.model)

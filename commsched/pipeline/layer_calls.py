@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.absent import Absent, absent
+from commsched.pipeline.absent import Absent, absent, versions
 from commsched.pipeline.forward_mode import ForwardMode
 
 Forward = Callable[..., Any]
@@ -85,6 +85,8 @@ class Recording:
         mode, found = self.mode, self.mode.found
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         numbers = [mode.number(leaf) for leaf in given]
+        with mode.suspended():
+            before = versions(given)
         mode.enter(layer)
         found.events.append(("call", [(layer, 0)]))
         start, decisions = len(found.maker), len(found.decisions)
@@ -94,9 +96,12 @@ class Recording:
         found.events.append(("return", [(layer, 0)]))
         stop = len(found.maker)
         leaves, spec = tree_flatten(result)
+        with mode.suspended():
+            written = any(leaf._version != version for leaf, version in before)
         alone = (
             set(found.maker[start:stop]) == {layer}
             and numbers == [mode.number(leaf) for leaf in given]
+            and not written
             and decisions == len(found.decisions)
             and not any(isinstance(leaf, Tensor) and not isinstance(leaf, Absent) for leaf in leaves)
         )

@@ -23,6 +23,7 @@ class Operations:
     last_moment: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
+    writes_inputs: bool = False
     draws: bool = False  # whether operations that every stage computes draw random numbers
     events: list[Event] = field(default_factory=list)
     inside: int = 0  # how many calls of layers are under way

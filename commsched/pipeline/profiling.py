@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.full_state import on_device
 from commsched.pipeline.messages import receive_object, send_object
 from commsched.pipeline.rows import cut, rows_of, tensors
 from commsched.pipeline.stage import Loss
@@ -55,6 +56,7 @@ def profile(
     weights stay as they are; running statistics move, as in training.
     """
     keep_freed_memory()  # as in training
+    batch = on_device(batch, next(model.parameters(), torch.empty(0)).device)
     chain = Chain(model, inside, batch[0])
     stages = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
     times, halves = [_Times() for _ in stages], [_Times() for _ in stages]
@@ -142,11 +144,11 @@ def _once(stages: list[Any], state: tuple[Any, ...], targets: Any, loss: Loss, t
     runs = []
     for number, (stage, one) in enumerate(zip(stages, times, strict=True)):
         inputs = _leaves(state)
-        start = time.perf_counter()
+        start = _now(stage)
         output = stage(*inputs)
         if number + 1 == len(stages):
             output = loss(output, targets)
-        one.forward.append(time.perf_counter() - start)
+        one.forward.append(_now(stage) - start)
         state = output if isinstance(output, tuple) else (output,)
         one.output_bytes = sum(t.numel() * t.element_size() for t in tensors(state))
         runs.append((inputs, [t for t in tensors(state) if t.requires_grad]))
@@ -163,9 +165,17 @@ def _once(stages: list[Any], state: tuple[Any, ...], targets: Any, loss: Loss, t
 def _timed(outputs: list[Tensor], wanted: list[Tensor], grads: list[Tensor], keep: bool) -> float:
     if not wanted or not outputs:
         return 0.0
-    start = time.perf_counter()
+    start = _now(wanted[0])
     torch.autograd.backward(outputs, grads, retain_graph=keep, inputs=wanted)
-    return time.perf_counter() - start
+    return _now(wanted[0]) - start
+
+
+def _now(on: Tensor | nn.Module) -> float:
+    """The time at which all that was given to the device of a tensor or module is done."""
+    first = on if isinstance(on, Tensor) else next(on.parameters(), torch.empty(0))
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)
+    return time.perf_counter()
 
 
 def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -185,7 +195,7 @@ def _update(model: nn.Module, optimizer: Factory, repeat: int) -> float:
         copy.grad = torch.zeros_like(copy)
     stepper, seconds = optimizer(copies), []
     for _ in range(repeat + 1):
-        start = time.perf_counter()
+        start = _now(model)
         stepper.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_now(model) - start)
     return statistics.median(seconds[1:])

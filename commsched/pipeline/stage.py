@@ -177,6 +177,8 @@ class Stage:
         saved = self.saved[micro]
         if self.recompute:
             self._repeat(saved)
+        # A checkpointed block is computed again in its backward.
+        self.versions.use(saved.version)
         pairs = self._roots(saved, grads)
         inputs = [x for x in saved.leaves if isinstance(x, Tensor) and x.requires_grad]
         if split and inputs and pairs:
@@ -206,6 +208,7 @@ class Stage:
         saved = self.saved.pop(micro)
         if saved.weights is None:
             return
+        self.versions.use(saved.version)
         mine = self.grads[micro[1]]
         for place, grad in enumerate(saved.weights()):
             if grad is not None:

@@ -57,6 +57,7 @@ class PartialForward:
         key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
         known = self._known.setdefault(key, [])
         if known and known[-1].decisions:
+            inputs = _copied(inputs)
             mode = self._dry_mode(inputs, device, seed)
             self._imagine(mode, Replay(mode, known[-1].calls), inputs)
             known.sort(key=lambda found: found.decisions == mode.found.decisions)  # the one that fits is last
@@ -69,9 +70,10 @@ class PartialForward:
     def _dry_run(self, inputs: dict[str, Any], device: torch.device, seed: int) -> Operations:
         recorded, outputs = self._recorded(inputs, device, seed)
         # A call may also leave something behind in an argument or attribute: then skipping it shows.
-        again = self._dry_mode(inputs, device, seed)
+        copied = _copied(inputs)
+        again = self._dry_mode(copied, device, seed)
         try:
-            same = self._imagine(again, Replay(again, recorded.calls), inputs) == outputs
+            same = self._imagine(again, Replay(again, recorded.calls), copied) == outputs
         except Exception:
             same = False
         seen = again.found.maker, again.found.outer_uses
@@ -84,10 +86,12 @@ class PartialForward:
     def _recorded(
         self, inputs: dict[str, Any], device: torch.device, seed: int
     ) -> tuple[Operations, list[int | None]]:
+        inputs = _copied(inputs)
         mode = self._dry_mode(inputs, device, seed)
         recording = Recording(mode)
         outputs = self._imagine(mode, recording, inputs)
         mode.found.calls = recording.settle()
+        mode.found.writes_inputs = any(x._version for x in tree_leaves(inputs) if isinstance(x, Tensor))
         return mode.found, outputs
 
     def _dry_mode(self, inputs: dict[str, Any], device: torch.device, seed: int) -> ForwardMode:
@@ -97,7 +101,7 @@ class PartialForward:
     def events(self, inputs: dict[str, Any], originals: Sequence[ModuleLayer]) -> list[Event]:
         """What a forward with these inputs runs, and which tensors of the original layers it reads."""
         mode = ForwardMode(owners_of(self.layers), range(0), torch.device("cpu"))
-        self._imagine(mode, Recording(mode), inputs)
+        self._imagine(mode, Recording(mode), _copied(inputs))
         copies = zip(originals, self.layers, strict=True)
         own = {
             id(copy): id(one) for a, b in copies for one, copy in zip(a.tensors(), b.tensors(), strict=True)
@@ -195,6 +199,9 @@ class StageForward(nn.Module):
         if operations.draws and not first:
             seeds = (_seeds(leaves),)
             operations = whole.operations(shaped, self._stage_device, _seed(seeds))
+        if operations.writes_inputs:  # every stage does, and none may find what another has written
+            shaped = _copied(shaped)
+            leaves = tree_leaves(shaped)
         mode = self._mode(operations, values, leaves, seeds)
         output = whole.run(mode, operations, shaped)
         self._check(mode, operations)
@@ -317,6 +324,12 @@ class _Some(dict[str, Any]):
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
+    """For a forward that may write to them, and is not the last one."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), inputs)
+    return copied
 
 
 def _filled(leaf: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""Random pipelines of ordinary models compute what one process computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.checker.stages import Case, draw, failure
+
+PARTS, PROGRAMS = 8, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_pipelines(part: int) -> None:
+    torch.set_num_threads(1)
+    for seed in range(1 + part * PROGRAMS, 1 + (part + 1) * PROGRAMS):
+        case = draw(seed)
+        reason = failure(case)
+        assert not reason, f"python -m tests.checker.stages --programs 1 --seed {seed}\n{case}\n{reason}"
+
+
+PLAIN = Case(
+    0, ("plain",) * 4, "list", "tensor", "sgd",
+    {"schedule": "1f1b", "num_microbatches": 2, "mesh": (2, 1)}, 2, ((8, ""),) * 4,
+)  # fmt: skip
+PIPEDREAM = {"schedule": "pipedream", "mesh": (4, 1)}
+FOUND = [
+    # A dry run wrote into the batch, for each forward once more; so did the search for the layers' order.
+    {"kinds": ("begins in place", "plain", "plain")},
+    {"kinds": ("begins in place", "plain", "plain"), "inputs": "dict"},
+    # A checkpointed block is computed again in the backward: with the version of its forward.
+    *(
+        {"kinds": ("checkpoint",) * 4, "style": style, "options": PIPEDREAM, "size": 4}
+        for style in ("sequential", "list")
+    ),
+    # A stage that waits for new parameters within its forward counted that as operations of the model.
+    {
+        "kinds": ("begins in place", *["plain"] * 3),
+        "options": {"schedule": "1f1b", "mesh": (1, 2), "num_microbatches": 2, "bucket_bytes": 128},
+    },
+    # A scale that is read first and last, a constant that every block reads.
+    {"style": "early and late scale"},
+    {"style": "constant"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", FOUND)
+def test_what_random_pipelines_have_found(changed: dict[str, object]) -> None:
+    case = dataclasses.replace(PLAIN, **changed)  # type: ignore[arg-type]
+    assert not failure(case), failure(case)
