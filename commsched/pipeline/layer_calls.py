@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -37,41 +38,28 @@ class LayerCall:
     """Whether the call is seen outside by what it returns only."""
 
 
-_CALLS = ("_call_impl", "_compiled_call_impl")  # what calling a module calls; the second, if it is not None
+_CALLS = ("forward", "_compiled_call_impl")
 
 
 @contextmanager
-def intercepted(
-    layers: Sequence[nn.Module | None], handle: Callable[..., Any], bare: bool = False
-) -> Iterator[None]:
-    """Call ``handle(number, call, *args, **kwargs)`` in place of each layer, with its hooks. ``bare``: layers
-    and modules in them run without hooks, and as they were before they were compiled.
+def intercepted(layers: Sequence[nn.Module | None], handle: Callable[..., Any]) -> Iterator[None]:
+    """Call ``handle(number, forward, *args, **kwargs)`` in place of each layer's forward. Hooks run around it
+    in every stage: models collect hidden states in them.
     """
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def replace(module: nn.Module, call: Callable[..., Any]) -> None:
-        attributes = module.__dict__
-        before.append((attributes, {name: attributes[name] for name in _CALLS if name in attributes}))
-        attributes.update(zip(_CALLS, (call, None)))
-
     for number, layer in enumerate(layers):
-        if layer is None:
-            continue
-        own = _bare(layer) if bare else layer._compiled_call_impl or layer._call_impl
-        for part in layer.modules() if bare else ():
-            replace(part, _bare(part))
-        replace(layer, functools.wraps(layer.forward)(functools.partial(handle, number, own)))
+        if layer is not None:
+            attributes, forward = layer.__dict__, layer.forward
+            before.append((attributes, {name: attributes[name] for name in _CALLS if name in attributes}))
+            own = functools.partial(handle, number, forward)
+            attributes.update(forward=functools.wraps(forward)(own), _compiled_call_impl=None)
     try:
         yield
     finally:
-        for attributes, kept in reversed(before):
+        for attributes, kept in before:
             for name in _CALLS:
                 del attributes[name]
             attributes.update(kept)
-
-
-def _bare(module: nn.Module) -> Callable[..., Any]:
-    return getattr(module, "_orig_mod", module).forward
 
 
 class Recording:
@@ -133,7 +121,8 @@ class Replay:
         if call is None or not call.alone or call.start != len(mode.found.maker):
             mode.found.inside += 1
             try:
-                return forward(*args, **kwargs)
+                with torch.compiler.set_stance("force_eager"):
+                    return forward(*args, **kwargs)
             finally:
                 mode.found.inside -= 1
         if layer in mode.layers:

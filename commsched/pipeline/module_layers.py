@@ -85,33 +85,27 @@ def in_copy(copied: nn.Module, layer: ModuleLayer) -> ModuleLayer:
 
 
 def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn.Module:
-    """A copy of the model that shares the modules of the layers ``kept``, their tensors and those of no
-    layer; of other layers' tensors it has the shapes. So the rest of the model can be freed.
+    """A copy of the model that shares the tensors of the layers ``kept`` and of no layer; of other layers'
+    tensors it has the shapes. So the rest of the model can be freed.
     """
     mine = {id(tensor) for number in kept for tensor in layers[number].tensors()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    memo |= {id(own.module): own.module for own in (layers[number].own for number in kept) if own.whole}
     for layer in layers:
         for tensor in layer.tensors():
             if id(tensor) not in mine:
                 shape = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
-    copied = copy.deepcopy(model, memo)
-    for one, other in containers(model, layers, copied):
-        for name, value in vars(one).items():
-            if name.endswith("_hooks"):  # hooks are the caller's objects, and may be added later
-                vars(other)[name] = value
-    return copied
+    return copy.deepcopy(model, memo)
 
 
-def containers(
-    model: nn.Module, layers: Sequence[ModuleLayer], copied: nn.Module
-) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules that are opened, or are in no layer: every stage runs them. Each with its copy."""
-    whole = {id(part) for layer in layers if layer.own.whole for part in layer.own.module.modules()}
-    named = [(name, part) for name, part in model.named_modules() if id(part) not in whole]
-    return [(part, copied.get_submodule(name)) for name, part in named]
+def run_in(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> list[str]:
+    """The modules that a stage of these layers runs, by name: its own, those that are opened, and those in no
+    layer.
+    """
+    others = [own for number, own in enumerate(layer.own for layer in layers) if number not in kept]
+    left_out = {id(part) for own in others if own.whole for part in own.module.modules()}
+    return [name for name, part in model.named_modules() if id(part) not in left_out]
 
 
 # -- finding them --------------------------------------------------------------------------------------------

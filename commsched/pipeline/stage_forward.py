@@ -16,11 +16,11 @@ from commsched.pipeline.forward_mode import ForwardMode, StageEnded
 from commsched.pipeline.layer_calls import Recording, Replay, intercepted
 from commsched.pipeline.module_layers import (
     ModuleLayer,
-    containers,
     in_copy,
     layers_of,
     ordered,
     owners_of,
+    run_in,
     skeleton,
     traced_events,
 )
@@ -38,9 +38,9 @@ class PartialForward:
     ) -> None:
         self.model, self.arguments = skeleton(model, layers, kept), arguments
         self.layers = [in_copy(self.model, layer) for layer in layers]
-        opened = containers(model, layers, self.model)
-        self.containers = [copied for _, copied in opened]
-        self._followed = [_Followed(part, copied) for part, copied in opened]
+        own = run_in(model, layers, kept)
+        self.containers = [self.model.get_submodule(name) for name in run_in(model, layers, range(0))]
+        self._followed = [_Followed(model.get_submodule(n), self.model.get_submodule(n)) for n in own]
         self._whole_layers = [layer.own.module if layer.own.whole else None for layer in self.layers]
         self._known: dict[Any, list[Operations]] = {}
 
@@ -111,8 +111,9 @@ class PartialForward:
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
         device = mode.device
-        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with intercepted(self._whole_layers, handle, bare=True), mode:
+        eager = torch.compiler.set_stance("force_eager")  # torch.compile cannot see values that are absent
+        with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
         leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Absent)]
         for leaf in leaves:
@@ -280,26 +281,38 @@ class ModuleForward:
 
 
 class _Followed:
-    """A module and its copy, which gets what is assigned to attributes of the first. Nothing that is computed
-    is assigned there: forwards run in the copy.
+    """A module and its copy, which gets what is assigned to attributes of the first, and the hooks that are
+    added to it. Nothing that is computed is assigned there: forwards run in the copy.
     """
 
     def __init__(self, module: nn.Module, copied: nn.Module) -> None:
-        self._module, self._copied = weakref.ref(module), copied
-        self._seen = self._attributes(module)
+        self._module, self._copied = weakref.ref(module), vars(copied)
+        self._seen, self._hooks = {}, {}
+        for name, value in vars(module).items():
+            if "_hooks" in name and isinstance(value, dict):
+                self._hooks[name] = list(value)
+                self._copied[name] = type(value)(value)  # not copies of what the hooks belong to
+            elif name not in _TENSORS:
+                self._seen[name] = value
 
     def follow(self) -> None:
         module = self._module()
         if module is None:
             return
-        for name, value in self._attributes(module).items():
-            if value is not self._seen.get(name, self):
-                self._seen[name] = value
-                self._copied.__dict__[name] = value
+        for name, value in vars(module).items():
+            if name in self._hooks:
+                if list(value) != self._hooks[name]:
+                    self._take_hooks(name, value)
+            elif name not in _TENSORS and value is not self._seen.get(name, self):
+                self._seen[name] = self._copied[name] = value
 
-    @staticmethod
-    def _attributes(module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _TENSORS}
+    def _take_hooks(self, name: str, hooks: dict[int, Any]) -> None:
+        mine, known = self._copied[name], self._hooks[name]
+        for key in known:
+            if key not in hooks:
+                mine.pop(key, None)
+        mine.update({key: hook for key, hook in hooks.items() if key not in known})
+        self._hooks[name] = list(hooks)
 
 
 class _Some(dict[str, Any]):
