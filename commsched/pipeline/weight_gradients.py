@@ -22,7 +22,7 @@ def split_backward(
 ) -> tuple[Grads, Callable[[], Grads]]:
     """The inputs' gradients, and a function that computes the parameters' once."""
     order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
-    if any(node.name() == "CompiledFunctionBackward" for node in order):
+    if any(type(node).__name__ == "CompiledFunctionBackward" for node in order):
         # torch.compile's backward of a block gives all gradients at once, and gives its memory back.
         every = torch.autograd.grad(outputs, [*inputs, *parameters], grads, allow_unused=True)
         kept = _owned(every[len(inputs) :], [*every[: len(inputs)], *grads])

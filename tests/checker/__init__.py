@@ -55,4 +55,5 @@ And later, each in one of thousands of programs:
 The files: ``actions`` (what users do, each once), ``models`` (tiny nets and their data), ``plain`` (the
 oracle), ``world`` (one rank of a program), ``programs`` (draw, run, compare, shrink), ``allowed`` (the listed
 errors), ``distributed`` (how a rank makes its optimizers), ``threads`` and ``processes`` (what ranks are).
+``stages`` is a checker of its own, for pipelines.
 """
