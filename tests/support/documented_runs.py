@@ -139,6 +139,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "bench_overlap.py": {"--megabytes": "1", "--repeats": "1"},
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
     "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
+    "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
 }
 # These are smaller wherever they stand.
 WORDS = {
