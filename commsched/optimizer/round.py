@@ -42,9 +42,7 @@ Sparse gradients, and those that come late, are reduced outside of the buckets, 
 the flags are read. Flags are otherwise read when a parameter is first needed, which is earlier on one rank
 than on another, depending on what has arrived: with two optimizers the ranks would wait for each other in
 different ones. So ``step()`` reads the flags where gradients may come apart: ``apart`` is set where a module
-makes sparse ones, and with the first that comes apart, on any rank. Nobody knows of the first late one, and a
-backward may follow without a step: so who waits in one optimizer reads the flags of the others as they
-arrive, and sends late gradients (``Round.wait_gathered``).
+makes sparse ones, and with the first that comes apart, on any rank.
 
 [Note: failing updates]
 An update that raises may do so in ``step()`` on one rank and at the next use of a parameter on another, or
@@ -62,12 +60,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -192,7 +189,6 @@ def inside_a_backward() -> bool:
 class Round:
     """The gradients of one optimizer, from one step to the next."""
 
-    _living: ClassVar[weakref.WeakValueDictionary[int, Round]] = weakref.WeakValueDictionary()
     flags: torch.Tensor
     early_flags: Sequence[torch.Tensor]  # with early_step: for each bucket, those of its parameters
 
@@ -271,8 +267,6 @@ class Round:
         self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
         self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
         self._installed = self.closed = False
-        self._me = self.ranks.global_rank(self.ranks.rank)
-        self._living[id(self)] = self
         mode.round = self
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -771,7 +765,7 @@ class Round:
             for bucket in buckets:
                 if not done[bucket]:
                     if not self.backend.is_gathered(bucket):
-                        self.timed(self.bucket_names[bucket], self.wait_gathered, bucket)
+                        self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
                     done[bucket] = True
                     touched.update(dict.fromkeys(slices[bucket].params))
             gradients = self.gradients
@@ -838,9 +832,8 @@ class Round:
     def wait_for_flags(self) -> None:
         """Wait until ``used`` contains which parameters any rank used in this round."""
         if not self.used:
-            self.timed("flags", self.wait_gathered, self.flags_bucket)
-            if not self.used:  # else it was read in between
-                self._read_flags()
+            self.timed("flags", self.backend.wait_gathered, self.flags_bucket)
+            self._read_flags()
         unread, self.unread = self.unread, None
         if unread is None:
             return
@@ -856,32 +849,6 @@ class Round:
             if not self.repeated:
                 self.used = []  # whoever reads these gradients next must be told, too
             raise
-
-    def wait_gathered(self, bucket: int) -> None:
-        """Wait for a bucket; meanwhile do what other ranks wait for in other optimizers.
-
-        They may wait there for late gradients to be sent, before they come to where this rank waits.
-        """
-        end = time.monotonic() + self.backend.timeout
-        rounds = [each for reference in self._living.valuerefs() if (each := reference()) is not None]
-        others = [each for each in rounds if each is not self and each._me == self._me]
-        while any([other._awaits_flags() for other in others]) and time.monotonic() < end:
-            if self.backend.is_gathered(bucket):
-                break
-            time.sleep(1e-4)
-        self.backend.wait_gathered(bucket)
-
-    def _awaits_flags(self) -> bool:
-        """Read the flags if they are here; return whether they will be. No wait."""
-        if self.used or self.closed or self.joined or self.state not in (State.SENT, State.IDLE):
-            return False
-        if self.lock.acquire(blocking=False):
-            try:
-                if not self.used and self.backend.is_gathered(self.flags_bucket):
-                    self._read_flags()
-            finally:
-                self.lock.release()
-        return not self.used
 
     def _read_flags(self) -> None:
         """Take the flags that have arrived, and send late gradients. The flags alone decide what is to be

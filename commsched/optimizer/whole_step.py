@@ -335,7 +335,7 @@ class WholeStep(StepMode):
         now = self.round
         self.tell_joined("reduce outside")
         if late:
-            now.wait_gathered(now.flags_bucket)
+            self.backend.wait_gathered(now.flags_bucket)
         for i in sparse:
             gradient = now.gradients[i]
             assert gradient.view is not None
@@ -437,14 +437,12 @@ class WholeStep(StepMode):
 
     def finish_round(self) -> None:
         for bucket in range(self.round.flags_bucket):
-            self.round.wait_gathered(bucket)
+            self.backend.wait_gathered(bucket)
 
     def end_round(self) -> None:
         self.round.complete_all()
 
     def leave_round(self) -> None:
-        if self.round.unread is not None:
-            return  # what has been sent again, other ranks may have left
         self.finish_round()
         self.backend.wait_gathered(self.round.flags_bucket)
         if self.round.used or not self.reduces_outside():

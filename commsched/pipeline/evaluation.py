@@ -83,7 +83,9 @@ class Evaluation:
     def _share_buffers(self) -> None:
         """Replicas take the running statistics of their first one, which the saved model has too."""
         pending = []
-        for number, stage in self.stages.items():
+        for number, stage in (
+            self.stages.items() if not self.layout.mirror else ()
+        ):  # each direction has its own
             ranks = self.layout.members(number)
             if len(ranks) == 1 or not (mine := dict(stage.module.named_buffers())):
                 continue

@@ -50,7 +50,6 @@ And later, each in one of thousands of programs:
     freeze, join, step (on real ranks)    ranks left frozen parameters out of the plan at different steps
     change_grads, backward_inputs, Sum    a changed sum to which nothing was added was lost
     backward, add_group, synchronize      the passes before were forgotten, and the last one stayed local
-    two, backward reentrant, by rank      two optimizers waited for each other to send second gradients
 
 The files: ``actions`` (what users do, each once), ``models`` (tiny nets and their data), ``plain`` (the
 oracle), ``world`` (one rank of a program), ``programs`` (draw, run, compare, shrink), ``allowed`` (the listed

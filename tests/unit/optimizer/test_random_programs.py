@@ -154,11 +154,6 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("keep_old_grads", LOSS | {"clear": "model"}),
         ],
     ),
-    # Second gradients of two optimizers, to which the ranks come in another order.
-    (
-        {"two": True, "bucket_mb": 0.0003},
-        [TRAIN, USED_TWICE, ("backward", {"loss": {"branch": "by rank"}})],
-    ),
     # A new plan between two passes, at the end, after a tie, in another memory format.
     ({"passes": 2}, [BACKWARD, ("add_group", {}), BACKWARD]),
     ({"passes": 2}, [BACKWARD, ADD, ("synchronize", {}), BACKWARD]),
