@@ -651,7 +651,7 @@ class StreamBackend(Backend):
         self.name = f"{exchange.name}, flags over {host.name}"
         self.memory = memory or Memory()
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
-        self._peers, self.timeout = peers, timeout
+        self._peers, self._timeout = peers, timeout
         self._failure: str | None = None  # the reason of the first failure, or that of the end
         self._closing = self._ended = False
         self._home = self._allocated_on = device.current()
@@ -859,7 +859,7 @@ class StreamBackend(Backend):
         if self._closing:
             return
         self._closing = True
-        patience = self.timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self.timeout)
+        patience = self._timeout if orderly else min(_PATIENCE_AFTER_AN_ERROR, self._timeout)
         rank, ended = self.ranks.rank, [False]
         if self._failure is None:
             self._attempt(lambda: ended.append(self.streams.finished(patience)))

@@ -118,7 +118,6 @@ class Backend(ABC):
     name: str  # of the transport, for reports
     ranks: Ranks
     device: torch.device
-    timeout: float  # seconds without progress after which a wait fails
     can_step_early = True  # whether a thread of its own may update shards
     uneven_parts = False  # whether the ranks' parts of a bucket may differ in length
     by_rows = False  # whether buckets of rows may leave out the rows that are zero

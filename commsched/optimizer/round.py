@@ -143,14 +143,6 @@ class FlagPlaces(NamedTuple):
         return cls(params, params + 1, after, after + 1, after + 2, after + 2 + ranks)
 
 
-class _Unread(NamedTuple):
-    """What the flags of a round demand of whoever waits for them."""
-
-    refusal: CommError | None  # ranks have done different things
-    late: bool  # gradients that have come late, and are sent again, are to be waited for
-    sparse: list[int]  # parameters with gradients that are to be reduced outside of the buckets
-
-
 class _EndOfBackward:
     """Queued in a backward: autograd calls it at the end, or drops it uncalled where the backward raises."""
 
@@ -232,8 +224,7 @@ class Round:
         self._missing: list[int] = []  # by bucket: gradients that have not come
         self._sent: list[bool] = []
         self.done: list[bool] = []  # by bucket: somebody has waited for it
-        self.used: list[int] = []  # the summed flags, once they have been read
-        self.unread: _Unread | None = None
+        self.used: list[int] = []  # the summed flags, once they have arrived
         self.pending = 0  # gradients that are not exposed yet
         self.deferred: Update | None = None
         self.failed: BaseException | None = None  # what an update has raised, until user code sees it
@@ -321,7 +312,7 @@ class Round:
         """Be a round that is over, with nothing pending."""
         self._missing, self.pending = [], 0
         self._sent = self.done = [True] * self.flags_bucket
-        self.used, self.unread = [0] * (len(self.params) + 1), None
+        self.used = [0] * (len(self.params) + 1)
         for gradient in self.gradients:
             gradient.exposed = True
 
@@ -461,7 +452,6 @@ class Round:
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
-        self.unread = None
         self._uncleared = None
         for gradient in self.gradients:
             gradient.clear = gradient.sparse = gradient.late = None
@@ -831,45 +821,29 @@ class Round:
 
     def wait_for_flags(self) -> None:
         """Wait until ``used`` contains which parameters any rank used in this round."""
-        if not self.used:
-            self.timed("flags", self.backend.wait_gathered, self.flags_bucket)
-            self._read_flags()
-        unread, self.unread = self.unread, None
-        if unread is None:
+        if self.used:
             return
-        self._check_raised()
-        if unread.refusal is not None:
-            self.mode.finish_round()  # so that the other ranks raise this error too
-            raise unread.refusal
-        if self.raised:
-            return
-        try:
-            self.mode.reduce_outside(unread.late, unread.sparse)
-        except (CommError, ValueError):
-            if not self.repeated:
-                self.used = []  # whoever reads these gradients next must be told, too
-            raise
-
-    def _read_flags(self) -> None:
-        """Take the flags that have arrived, and send late gradients. The flags alone decide what is to be
-        reduced outside of the buckets: all ranks do, or none.
-        """
+        self.timed("flags", self.backend.wait_gathered, self.flags_bucket)
         places, flags = self.places, self.flags[: self.places.size].tolist()
-        used, by_rank = flags[: places.votes + 1], flags[places.steps : places.samples]
+        self.used = used = flags[: places.votes + 1]
+        by_rank = flags[places.steps : places.samples]
         some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
         self.waits_of_ranks.append(flags[places.waits :])
         self.raised = _ranks_with(RAISED, by_rank)
-        samples, unweighted = flags[places.samples], flags[places.unweighted]
-        refusal = self._uneven_steps(by_rank, some_joined) or self._uneven_weights(samples, unweighted)
-        late = any(flag >= LATE for flag in used)
-        self.apart |= late or any(flag >= SPARSE for flag in used)
-        self.used = used = [flag % LATE for flag in used]
+        self._check_raised()
+        self._check_steps(by_rank, some_joined)
+        self._weigh(flags[places.samples], flags[places.unweighted])
+        if any(flag >= SPARSE for flag in used):
+            self.apart = True
+            self._reduce_outside(any(flag >= LATE for flag in used))
+
+    def _reduce_outside(self, late: bool) -> None:
+        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none."""
+        used = self.used = [flag % LATE for flag in self.used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if self.raised or refusal or late or sparse:
-            self.unread = _Unread(refusal, late, sparse)
-        if late and not (self.raised or refusal):
-            self.mode.send_again()
+        if (late or sparse) and not self.raised:
+            self.mode.reduce_outside(late, sparse)
 
     def _check_raised(self) -> None:
         if self.raised and not self.abandoned and not self._all_cleared():
@@ -880,15 +854,15 @@ class Round:
                 " all ranks, and step() on none"
             )
 
-    def _uneven_steps(self, by_rank: Sequence[int], some_joined: bool) -> CommError | None:
-        """Return an error unless all ranks have called ``step()`` since the last round, or none: else they
-        differ.
+    def _check_steps(self, by_rank: Sequence[int], some_joined: bool) -> None:
+        """Raise unless all ranks have called ``step()`` since the last round, or none: else they differ.
 
         Where ranks had joined by the last round, and took a step after it, none is an error, too.
         """
         stepped = {rank: bool(flag % RAISED) for rank, flag in enumerate(by_rank) if flag < JOINED}
         if some_joined and self.mode.steps_after_each_round and stepped and not any(stepped.values()):
-            return CommError(
+            self.mode.finish_round()
+            raise CommError(
                 f"rank {self.ranks.rank}: some ranks have joined, and between the last two backward passes"
                 f" {ranks_text(sorted(stepped))} did not call step(); after join() on any rank, call step()"
                 " after each backward pass (accumulate with set_backward_passes_per_step() or no_sync())"
@@ -896,24 +870,24 @@ class Round:
         if 0 < sum(stepped.values()) < len(stepped):
             did = ranks_text([rank for rank, flag in stepped.items() if flag])
             did_not = ranks_text([rank for rank, flag in stepped.items() if not flag])
-            return CommError(
+            self.mode.finish_round()  # so that the other ranks raise this error too
+            raise CommError(
                 f"rank {self.ranks.rank}: between the last two backward passes {did} called step() and"
                 f" {did_not} did not (the flags of round {self.number} say so); call step() on all ranks or"
                 " on none, also on a rank that has no data"
             )
-        return None
 
-    def _uneven_weights(self, samples: int, unweighted: int) -> CommError | None:
+    def _weigh(self, samples: int, unweighted: int) -> None:
         """Let gradients be sums over samples, which are to be divided by the samples of all ranks."""
         if samples and unweighted:
-            return CommError(
+            self.mode.finish_round()  # as above
+            raise CommError(
                 f"rank {self.ranks.rank}: in round {self.number} {unweighted} of {self.ranks.size} ranks had"
                 " gradients of a loss that was not passed through optimizer.weighted(), and the others"
                 f" counted {samples} samples; call weighted() on all ranks or on none"
             )
         if samples:
             self.mode.weigh(self.ranks.size / samples)
-        return None
 
     # -- what may stay on its way ----------------------------------------------------------------------------
 

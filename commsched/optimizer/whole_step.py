@@ -174,9 +174,6 @@ class StepMode(ABC):
     def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
         """Reduce gradients that no bucket contained: late and sparse ones."""
 
-    def send_again(self) -> None:
-        """Begin to send late gradients, if this mode can; ``reduce_outside`` waits for them."""
-
     @abstractmethod
     def gather_gradients(self) -> None:
         """Give every rank every reduced gradient. Collective."""
@@ -335,7 +332,7 @@ class WholeStep(StepMode):
         now = self.round
         self.tell_joined("reduce outside")
         if late:
-            self.backend.wait_gathered(now.flags_bucket)
+            self._reduce_again()
         for i in sparse:
             gradient = now.gradients[i]
             assert gradient.view is not None
@@ -359,8 +356,8 @@ class WholeStep(StepMode):
         self.ranks.add_up(total, f"converted.{gradient.name}")
         return total if self.round.sums else total.div_(self.ranks.size)
 
-    def send_again(self) -> None:
-        """Begin a second round for gradients that came after their bucket was sent, in the same backward."""
+    def _reduce_again(self) -> None:
+        """Run a second round for gradients that came after their bucket was sent, in the same backward."""
         now, backend = self.round, self.backend
         self.finish_round()
         now.repeated = True
@@ -378,6 +375,7 @@ class WholeStep(StepMode):
         backend.begin_step()
         for bucket in range(now.flags_bucket + 1):
             backend.mark_ready(bucket)
+        backend.wait_gathered(now.flags_bucket)
 
     def gather_gradients(self) -> None:
         self.round.complete_all()

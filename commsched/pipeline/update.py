@@ -194,9 +194,8 @@ class Sharded(Update):
 
     def _take_in(self, places: frozenset[int]) -> None:
         version = self.stage.versions.newest
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # the forward in which this is called sees its own operations only
+        # The forward in which this is called sees its own operations only.
+        with torch._C.DisableTorchFunction():
             for bucket in sorted(version.pending, reverse=True):
                 if any(place in places for place, _, _ in self.scattered.parts[bucket]):
                     self.scattered.take_in(version, bucket)

@@ -138,7 +138,7 @@ STYLES = [
 
 SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
-BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "freeze nothing"]
+BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain"]
 
 
 @dataclass(frozen=True)

@@ -69,24 +69,29 @@ def test_parameters_may_get_one_tensor_as_their_gradients(schedule: str) -> None
     assert_close(weights, by_delays(model, data, 4, lambda name: 0)[0])
 
 
-def test_tied_weights_start_alike_on_ranks_that_are_not_seeded_alike() -> None:
-    data = batches(3)
+def assert_saved_as_evaluated(make: Callable[[int], nn.Module], mesh: tuple[int, int]) -> None:
+    """What ``evaluate`` returns after some steps is the loss of the saved model. ``make``: of a rank."""
+    data, models = batches(4), [make(rank).double() for rank in range(mesh[0] * mesh[1])]
 
     def work(fabric: Any) -> Any:
-        torch.manual_seed(0)
-        model = TiedEnds().double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(fabric.rank)
-        pipeline = Pipeline(model, mesh=(2, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
+        pipeline = Pipeline(models[fabric.rank], mesh=mesh, loss=loss_of, optimizer=sgd, fabric=fabric)
         for batch in data:
             pipeline.step(batch)
         return pipeline.state_dict(), pipeline.evaluate(data[0])
 
-    for weights, loss in on_threads(2, work):
-        saved = TiedEnds().double()
+    for weights, loss in on_threads(len(models), work):
+        saved = make(0).double().eval()
         saved.load_state_dict(weights)
         assert loss == pytest.approx(loss_of(saved(data[0][0]), data[0][1]).item(), rel=ROUNDING)
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def test_tied_weights_start_alike_on_ranks_that_are_not_seeded_alike() -> None:
+    assert_saved_as_evaluated(lambda rank: seeded(rank, TiedEnds), (2, 1))
 
 
 class Norms(nn.Sequential):
@@ -98,20 +103,7 @@ class Norms(nn.Sequential):
 
 def test_an_evaluation_is_that_of_the_saved_model() -> None:
     """Replicas have seen other rows: their running statistics differ."""
-    data = batches(4)
-    torch.manual_seed(0)
-    model = Norms().double()
-
-    def work(fabric: Any) -> Any:
-        pipeline = Pipeline(copy.deepcopy(model), mesh=(2, 2), loss=loss_of, optimizer=sgd, fabric=fabric)
-        for batch in data:
-            pipeline.step(batch)
-        return pipeline.state_dict(), pipeline.evaluate(data[0])
-
-    for weights, loss in on_threads(4, work):
-        saved = Norms().double()
-        saved.load_state_dict(weights)
-        assert loss == pytest.approx(loss_of(saved.eval()(data[0][0]), data[0][1]).item(), rel=ROUNDING)
+    assert_saved_as_evaluated(lambda rank: seeded(0, Norms), (2, 2))
 
 
 class PreActivation(nn.Module):

@@ -182,3 +182,27 @@ def test_what_cannot_be_trained(words: str, said: str, capsys: Any) -> None:
 def test_cuts_are_numbers_or_names() -> None:
     assert cuts_of("3,6") == [0, 3, 6] and cuts_of("0,4") == [0, 4] and cuts_of(None) is None
     assert cuts_of("second, head.3") == ["second", "head.3"]
+
+
+def test_threads_and_device_are_those_that_the_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, before = ("--job", "dnn_bench.pipeline.jobs:mlp_tiny"), torch.get_num_threads()
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        job_of(options(*job))
+        assert torch.get_num_threads() == before
+        job_of(options(*job, "--threads", "3"))
+        assert torch.get_num_threads() == 3
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+        job_of(options(*job))
+        assert torch.get_num_threads() == 4  # of eight cores, for one of two ranks
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="--threads must be at least 1, got 0"):
+        job_of(options(*job, "--threads", "0"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: torch .* sees no GPU here"):
+        job_of(options(*job, "--device", "cuda"))
