@@ -42,7 +42,9 @@ PROGRAMS = TESTS / "dist" / "programs"
 PREFIX = "CASE "
 _PORT, _SEED = "CASES_PORT", "CASES_SEED"
 _LONG = 480.0
-"""Seconds after which ranks print where they are."""
+"""Seconds that a launch may take."""
+_PATIENCE = 200.0
+"""Seconds that a case may take on one rank after it is over on another. Ranks print where they are before."""
 # Jobs that the search of one plan may place: a hundredth of the default. Cases compare results, which no plan
 # changes, and make hundreds of plans.
 SEARCH = 40_000
@@ -60,7 +62,7 @@ class Me:
     meetings: int = 0
     twins: int = 0
 
-    def everybody(self, value: str = "", timeout: float = 200.0) -> list[str]:
+    def everybody(self, value: str = "", timeout: float = _PATIENCE) -> list[str]:
         """Every rank's text, in rank order; works whatever state the library under test is in."""
         from datetime import timedelta
 
@@ -114,7 +116,7 @@ def main(name: str) -> None:
     """Runs the program's cases: those named on the command line, or all for this number of ranks."""
     if name != "__main__":
         return
-    faulthandler.dump_traceback_later(_LONG)
+    faulthandler.dump_traceback_later(_LONG)  # while modules are imported
     # Plans are then made in this process: hundreds of cases need not start hundreds of children.
     import numba  # noqa: F401
     import torch
@@ -140,6 +142,7 @@ def main(name: str) -> None:
 
 def _report(me: Me, body: Callable[[Me], None]) -> None:
     start, busy, trouble = time.monotonic(), time.process_time(), ""
+    faulthandler.dump_traceback_later(0.9 * _PATIENCE)
     try:
         body(me)
     except Exception:

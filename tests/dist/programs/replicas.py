@@ -10,6 +10,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,18 @@ def counted() -> Iterator[list[int]]:
         replicas.broadcast_ = original
 
 
+_groups: list[object] = []
+"""Groups that are over. If DDP's reducer held the last reference to one, Python would free the reducer with
+its lock (GIL) held, and the group would wait for its thread: that may want the lock, to free the tensors of
+the last broadcast.
+"""
+
+
 @contextmanager
 def process_group(me: Me) -> Iterator[None]:
-    store = dist.PrefixStore(me.name, me.store)
-    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
+    store, patience = dist.PrefixStore(me.name, me.store), timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size, timeout=patience)
+    _groups.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
