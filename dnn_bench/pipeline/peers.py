@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline import Job, split
 
@@ -24,16 +26,26 @@ _SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 
 
 class Peer:
-    """One rank of torch's pipeline. ``cuts``: as many stages as ranks, or a multiple of that."""
+    """One rank of torch's pipeline. ``cuts``: as many stages as ranks, or a multiple of that;
+    ``example``: inputs of a micro-batch.
+    """
 
     def __init__(
-        self, job: Job, schedule: str, cuts: tuple[int, ...], microbatches: int, rank: int, size: int
+        self,
+        job: Job,
+        schedule: str,
+        cuts: tuple[int, ...],
+        microbatches: int,
+        example: Tensor,
+        rank: int,
+        size: int,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"torch.distributed.pipelining has no {schedule}; it has {', '.join(SCHEDULES)}")
         modules = split(copy.deepcopy(job.model), cuts=cuts)
         mine, device = range(rank, len(cuts), size), torch.device("cpu")
-        stages = [pipelining.PipelineStage(modules[i], i, len(cuts), device) for i in mine]
+        flat = _flat(modules, example)
+        stages = [pipelining.PipelineStage(flat[i], i, len(cuts), device) for i in mine]
         self.first, self.last = rank == 0, rank == size - 1
         name = SCHEDULES[schedule]
         kind: Callable[..., Any] = getattr(pipelining, name)
@@ -57,6 +69,38 @@ class Peer:
             dist.all_reduce(weight.grad, group=among)
         self.optimizer.step()
         return float(torch.stack(losses).detach().mean()) if self.last else None
+
+
+class _Flat(nn.Module):
+    """A stage as torch wants it, which sends nothing but tensors: it returns a tuple of those that the next
+    stage reads, and takes those that ``before`` has.
+    """
+
+    def __init__(self, stage: nn.Module, before: Any, last: bool) -> None:
+        super().__init__()
+        self.stage, self.last = stage, last
+        self.leaves, self.shape = tree_flatten(before)
+
+    def forward(self, *arguments: Tensor) -> Any:
+        if self.leaves:
+            arrived = iter(arguments)
+            arguments = tree_unflatten([next(arrived) if _travels(x) else x for x in self.leaves], self.shape)
+        output = self.stage(*arguments)
+        return output if self.last else tuple(filter(_travels, tree_flatten(output)[0]))
+
+
+def _travels(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() > 0
+
+
+def _flat(modules: list[Any], example: Tensor) -> list[_Flat]:
+    """The stages, each with what an example of the one before returned."""
+    flat, before = [], ()
+    for stage in modules:
+        flat.append(_Flat(stage, before, stage is modules[-1]))
+        with torch.no_grad():
+            before = stage(*(before or (example,)))
+    return flat
 
 
 def _shared(modules: list[Any], rank: int, size: int) -> list[tuple[Any, Any]]:

@@ -56,7 +56,7 @@ def measure(options: Namespace) -> str:
     costs, cluster = _costs(pipeline, job, micro)
     handled = _handling(options, job, rows)
     report = examine(pipeline.program, costs, cluster, handled)
-    peer = _peer(options, pipeline, job) if options.peer else None
+    peer = _peer(options, pipeline, job, rows) if options.peer else None
     taken = _rounds(options, job, rows, pipeline, other, peer)
     result = Result(
         model=options.model,
@@ -194,12 +194,13 @@ def _run(pipeline: Pipeline, batches: Any, warmup: int, steps: int) -> tuple[flo
     return seconds, spans, losses
 
 
-def _peer(options: Namespace, pipeline: Pipeline, job: Job) -> Peer:
+def _peer(options: Namespace, pipeline: Pipeline, job: Job, rows: int) -> Peer:
     if pipeline.fabric.size != pipeline.layout.positions:
         raise ValueError("torch.distributed.pipelining is compared without replicas: --num-data-parallel 1")
     rank, size = commsched.rank(), commsched.size()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-    return Peer(job, options.schedule, pipeline.layout.cuts, options.microbatches, rank, size)
+    example, _ = next(job.batches(rows // options.microbatches))
+    return Peer(job, options.schedule, pipeline.layout.cuts, options.microbatches, example, rank, size)
 
 
 def _compare(result: Result, taken: Taken) -> None:

@@ -85,7 +85,8 @@ def losses_are_those_of_torchs_pipelines(me: Me) -> None:
     )
     for schedule in peers.SCHEDULES:
         pipeline = Pipeline(copy.deepcopy(job.model), schedule, 4, loss=job.loss, optimizer=job.optimizer)
-        peer = peers.Peer(job, schedule, pipeline.layout.cuts, 4, me.rank, me.size)
+        example = next(job.batches(4))[0].double()
+        peer = peers.Peer(job, schedule, pipeline.layout.cuts, 4, example, me.rank, me.size)
         for step, (inputs, targets) in zip(range(1, 5), job.batches(16)):
             ours, its = (one.step((inputs.double(), targets)) for one in (pipeline, peer))
             allowed = rounding(torch.float64, terms_of(job.model, step))
