@@ -64,7 +64,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -103,9 +103,10 @@ Update = Callable[[list[int]], None]
 # A parameter's entry in the flags that every round sums over the ranks: three counts of 20 bits.
 DENSE, SPARSE, LATE = 1, 1 << 20, 1 << 40
 
-# A rank's own entry, counts as well: an emulated network multiplies them by the number of ranks. JOINED: the
-# rank takes part with zeros until all have joined.
-STEPPED, RAISED, JOINED = 1, 1 << 20, 1 << 40
+# A rank's own entry, four counts of 15 bits: an emulated network multiplies them by the number of ranks.
+# CROWDED: a gradient of the rank has come late, and it has other optimizers. JOINED: the rank takes part with
+# zeros until all have joined.
+STEPPED, RAISED, CROWDED, JOINED = 1, 1 << 15, 1 << 30, 1 << 45
 
 LARGEST = 1 << 31  # samples of all ranks in a round are fewer
 
@@ -257,6 +258,7 @@ class Round:
         self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
         self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
         self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
+        self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
         self._installed = self.closed = False
         mode.round = self
 
@@ -692,6 +694,8 @@ class Round:
         flag[places.unweighted] = int(not self.samples and flag[: places.votes].any())
         flag[places.votes] = self.vote
         state = STEPPED * self.stepped + RAISED * self.abandoned + JOINED * self.joined
+        if self.apart and (flag[: places.votes] >= LATE).any() and self.has_company():
+            state += CROWDED
         flag[places.steps : places.samples][own] = state
         flag[places.waits :][own] = self.waited
         self.stepped, self.samples = False, 0
@@ -835,15 +839,30 @@ class Round:
         self._weigh(flags[places.samples], flags[places.unweighted])
         if any(flag >= SPARSE for flag in used):
             self.apart = True
-            self._reduce_outside(any(flag >= LATE for flag in used))
+            self._reduce_outside(any(flag >= LATE for flag in used), bool(_ranks_with(CROWDED, by_rank)))
 
-    def _reduce_outside(self, late: bool) -> None:
-        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none."""
+    def _reduce_outside(self, late: bool, crowded: bool) -> None:
+        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none.
+
+        A rank does so where it first needs the gradients. Ranks that come to two optimizers in another order
+        would wait for each other.
+        """
         used = self.used = [flag % LATE for flag in self.used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if (late or sparse) and not self.raised:
+        if self.raised:
+            return
+        if late and crowded:
+            self.refuse_second("another DistributedOptimizer is open", "close the other one")
+        if late or sparse:
             self.mode.reduce_outside(late, sparse)
+
+    def refuse_second(self, why: str, way_out: str) -> NoReturn:
+        raise CommError(
+            f"rank {self.ranks.rank}: a parameter received a second gradient in one backward after its bucket"
+            f" had been sent (reentrant checkpointing of a module that is used twice?), and {why}; use"
+            f" use_reentrant=False, or {way_out}"
+        )
 
     def _check_raised(self) -> None:
         if self.raised and not self.abandoned and not self._all_cleared():

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from torch import nn
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.initialization import local_rank
-from commsched.collectives.joins import register_joiner
+from commsched.collectives.joins import has_company, register_joiner
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
@@ -172,6 +172,7 @@ class Session:
             sparse_as_dense=options.sparse_as_dense,
         )
         self.round.apart = bool(self.planner.sparse)
+        self.round.has_company = partial(has_company, ranks)
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)

@@ -172,10 +172,8 @@ class ShardedStep(StepMode):
         if self.round.abandoned:
             return  # the gradients have been cleared
         if late:
-            raise CommError(
-                f"rank {self.ranks.rank}: a parameter received a second gradient in one backward after its"
-                " bucket had been sent (reentrant checkpointing of a module that is used twice?); use"
-                " gather='gradients' or use_reentrant=False"
+            self.round.refuse_second(
+                "with gather='parameters' no rank can add it to the sum", "gather='gradients'"
             )
         gradient = self.round.gradients[sparse[0]]
         if gradient.misfits():

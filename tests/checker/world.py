@@ -237,7 +237,7 @@ class PlainWorld(World):
         """Note what a loss of some rank does."""
         if spec.get("checkpointed") == "reentrant":
             for book in self.books:
-                book.late = book.sharded
+                book.late = book.sharded or len(self.books) > 1
 
     def forward(self, x: torch.Tensor, spec: dict[str, Any], bomb: int | None = None) -> torch.Tensor:
         self.note(spec)

@@ -65,6 +65,8 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
     ("gradient gone", SHARDS, [BACKWARD, STEP, BACKWARD]),
     ("gradient gone", SHARDS, [BACKWARD, STEP, STEP]),
     ("second gradient", SHARDS | {"bucket_mb": 0.0003}, [TRAIN, USED_TWICE, STEP]),
+    # Ranks that came to the two optimizers in another order waited for each other.
+    ("second gradient", {"two": True, "bucket_mb": 0.0003}, [TRAIN, USED_TWICE, STEP]),
     ("converted", SHARDS, [("to_dtype", {"to": "float32"}), BACKWARD, STEP]),
     ("early step", EARLY, [BACKWARD, BACKWARD]),
     ("early step", EARLY, [BACKWARD, ("synchronize", {})]),
