@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -94,6 +95,7 @@ class Pipeline:
         placements: Sequence[Placement] | None = None,
         mirrored: bool = False,
         tile_options: Mapping[str, Any] | None = None,
+        master_weights: bool = False,
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
@@ -113,7 +115,7 @@ class Pipeline:
         self._lane = self.fabric.lane("whole")
         start.fill(chain, self.program, self.fabric, self._lane, device)
         keep_freed_memory()
-        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
+        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {}, master_weights)
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients, self._sampling = optimizer is None, Sampling()
@@ -129,15 +131,18 @@ class Pipeline:
         on_step: OnStep | None,
         hosts: Any,
         tile_options: Mapping[str, Any],
+        master_weights: bool,
     ) -> None:
-        tied = chain.tied(self.layout.cuts).values()
+        tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
         own = optimizer is None
         self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         share_ties(ties, self.stages, lane, self.rank)
-        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
-        self._updates = maker.make(self.stages, [pair for tie in ties for pair in tie.mine])
+        maker = UpdateMaker(
+            chain, self.program, self.fabric, optimizer, on_step, hosts, names, master_weights
+        )
+        self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
@@ -169,10 +174,14 @@ class Pipeline:
             return self._iterate(None)
         with added_to(self.parameters()):
             loss = self._iterate(None)
-            with self._health.guarded():
-                for update in self._updates.values():
-                    update.finish()
+            self._finish()
         return loss
+
+    def _finish(self) -> None:
+        """Takes in what comes from other replicas. After a failure, weights that are complete can be read."""
+        with nullcontext() if self._health.failed else self._health.guarded():
+            for update in self._updates.values():
+                update.finish()
 
     def drain(self) -> list[float]:
         """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
@@ -184,9 +193,8 @@ class Pipeline:
             loss = self._iterate(self._periods - 1)
             if loss is not None:
                 losses.append(loss)
+        self._finish()
         with self._health.guarded():
-            for update in self._updates.values():
-                update.finish()
             self._interpreter.restart()
             self._losses.settle()
         self._inputs.given.clear()
@@ -266,13 +274,11 @@ class Pipeline:
         if self.in_flight:
             raise ValueError("micro-batches are in flight with the present weights; call drain() first")
         self._weights.load_state_dict(state)
-        for update in self._updates.values():
-            update.reload()
 
     def _newest(self) -> None:
         """Puts each stage's newest weights into its module."""
-        for number, stage in self.stages.items():
-            self._updates[number].finish()
+        self._finish()
+        for stage in self.stages.values():
             stage.versions.use(stage.versions.newest)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -293,13 +299,17 @@ class Pipeline:
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The newest weights of the stages that this rank holds."""
+        """The newest weights of the stages that this rank holds. They may be changed between two steps, on
+        all ranks of a stage alike.
+        """
+        self._finish()
         for stage in self.stages.values():
             yield from stage.versions.newest.leaves
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's, stage by stage."""
+        self._finish()
         return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
 
     def close(self) -> None:

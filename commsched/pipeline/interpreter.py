@@ -281,6 +281,7 @@ class Interpreter:
         # Waiting for the sums of other replicas is no computation.
         self._wait_reduced(number)
         start = perf_counter()
+        self.updates[number].collect(action.shift)
         self.updates[number].step(action.shift, lambda v: self._needed(number, v))
         self._note(action, start)
         self.stepped[number] = action.shift
