@@ -106,6 +106,21 @@ class Update:
             grads = self.replicas.sums(grads, self.stage.versions.newest.leaves)
         self.grads = grads
 
+    def _slots(self) -> list[Tensor]:
+        """The sums that this rank's shards have."""
+        if self.scattered is None:
+            return []
+        used = self.scattered.used
+        return [shard.slot for shard in self.scattered.shards if used[shard.place]]
+
+    def counted_grads(self) -> list[Tensor]:
+        """The gradients of the period that is stepped, each on one rank only."""
+        return self._slots() + [grad for place in self.counted if (grad := self.grads[place]) is not None]
+
+    def all_grads(self) -> list[Tensor]:
+        """The gradients of the period that is stepped that this rank has."""
+        return self._slots() + [grad for grad in self.grads if grad is not None]
+
     def settle(self) -> None:
         """No other rank needs this one for what has begun."""
         if self.scattered is not None:

@@ -15,6 +15,7 @@ from commsched import register_elementwise
 from commsched.pipeline import Pipeline
 from tests.support.pipeline_runs import (
     WIDTH,
+    adam,
     assert_close,
     batches,
     chain_model,
@@ -385,3 +386,145 @@ def test_masters_add_up_what_half_precision_cannot(mesh: tuple[int, int], make: 
             for _ in range(13):
                 wide -= 2.0**-14
             assert torch.equal(found[name], wide.bfloat16()), name
+
+
+def clipping(max_norm: float, norm_type: float = 2.0) -> Callable[[list[nn.Parameter]], None]:
+    def clip(parameters: list[nn.Parameter]) -> None:
+        nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    return clip
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (2, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+def test_max_norm_is_of_all_stages(mesh: tuple[int, int], schedule: str, norm_type: float) -> None:
+    """The norm is far above: in one process too, all gradients get smaller."""
+    model, data, factory = Normed(4), batches(3), of_pairs(momentum)
+    options = {"schedule": schedule, "max_norm": 0.05, "norm_type": norm_type}
+    found = piped(model, data, mesh, factory, **options)
+    assert_close(found, plain(model, data, factory, clip=clipping(0.05, norm_type)))
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_max_norm_counts_tied_parameters_once(mesh: tuple[int, int], schedule: str) -> None:
+    torch.manual_seed(0)
+    model, data, factory = TiedEnds().double(), batches(3), of_pairs(momentum)
+    found = piped(model, data, mesh, factory, schedule=schedule, max_norm=0.05)
+    assert_close(found, plain(model, data, factory, clip=clipping(0.05)))
+
+
+def test_max_norm_of_mirrored_replicas() -> None:
+    class Whole(torch.optim.SGD):
+        """Steps whole parameters, whose sums each rank exchanges for two stages."""
+
+    model, data = Normed(), batches(3)
+    for make in (torch.optim.SGD, Whole):
+        factory = of_pairs(lambda params, make=make: make(params, lr=0.05))
+        for clip in (None, 0.05):
+            found = piped(model, data, (2, 1), factory, mirrored=True, schedule="gpipe", max_norm=clip)
+            wanted = plain(model, data, factory, clip=None if clip is None else clipping(clip))
+            assert_close(found, wanted)
+
+
+def test_max_norm_of_sparse_gradients_and_masters() -> None:
+    torch.manual_seed(0)
+    model, data, factory = nn.Sequential(Words(), *chain_model(1)).double(), words(3), of_pairs(sgd)
+    for mesh in MESHES:
+        found = piped(model, data, mesh, factory, max_norm=0.05, master_weights=True)
+        assert_close(found, plain(model, data, factory, clip=clip_dense))
+
+
+def clip_dense(parameters: list[nn.Parameter]) -> None:
+    """torch.nn.utils takes no norm of sparse gradients."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (2, 1)])
+@pytest.mark.parametrize("make", [Normed, TiedEnds])
+def test_gradients_that_are_left_are_clipped_over_all_stages(mesh: tuple[int, int], make: Any) -> None:
+    torch.manual_seed(0)
+    model, ((inputs, targets),) = make().double(), batches(1)
+    expected = copy.deepcopy(model)
+    loss_of(expected(inputs), targets).backward()
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+    wanted = {name: p.grad for name, p in expected.named_parameters()}
+
+    def work(fabric: Any) -> Any:
+        pipeline = Pipeline(
+            copy.deepcopy(model), mesh=mesh, loss=loss_of, optimizer=None, fabric=fabric, bucket_bytes=200
+        )
+        pipeline.step((inputs, targets))
+        total = pipeline.clip_grad_norm_(0.05)
+        names = [name for stage in pipeline.stages.values() for name in stage.versions.names]
+        grads = dict(zip(names, (p.grad for p in pipeline.parameters())))
+        pipeline.close()
+        return total, grads
+
+    everyone = on_threads(mesh[0] * mesh[1], work)
+    for total, grads in everyone:
+        assert torch.equal(total, everyone[0][0])
+        assert_close({"norm": total}, {"norm": norm})
+        assert_close(grads, {name: grad for name, grad in wanted.items() if name in grads})
+
+
+def test_a_norm_that_is_no_number_is_an_error_if_asked_for() -> None:
+    def work(fabric: Any) -> None:
+        pipeline = Pipeline(chain_model(2), mesh=(2, 1), loss=loss_of, optimizer=None, fabric=fabric)
+        x, y = batches(1)[0]
+        pipeline.step((x * torch.inf, y))
+        with pytest.raises(RuntimeError, match="total norm of the gradients is nan"):
+            pipeline.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert pipeline.clip_grad_norm_(1.0).isnan()
+
+    on_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "2bw", "max_norm": 1.0}, "'2bw' is asynchronous.*use a synchronous schedule"),
+        ({"schedule": "pipedream", "skip_nonfinite": True}, "'pipedream' is asynchronous"),
+        ({"optimizer": None, "max_norm": 1.0}, r"call pipeline.clip_grad_norm_\(\) before each"),
+    ],
+)
+def test_norms_that_do_not_exist_are_refused(options: dict[str, Any], message: str) -> None:
+    def work(fabric: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            Pipeline(chain_model(2), fabric=fabric, **{"loss": loss_of, "optimizer": sgd, **options})
+
+    on_threads(2, work)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (2, 1)])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_all_stages_skip_a_step_with_a_gradient_that_is_infinite(
+    mesh: tuple[int, int], max_norm: float | None
+) -> None:
+    """Only the first stage has one."""
+    torch.manual_seed(0)
+    model, data, factory = nn.Sequential(Overflowing(), *chain_model(2)).double(), batches(4), of_pairs(adam)
+    data[1][0][-1] = 1e200
+    clip = None if max_norm is None else clipping(max_norm)
+    wanted = plain(model, [data[0], *data[2:]], factory, clip=clip)
+    assert_close(piped(model, data, mesh, factory, max_norm=max_norm, skip_nonfinite=True), wanted)
+    numbers: list[int] = []
+    options = {"on_step": lambda _, number: numbers.append(number), "skip_nonfinite": True}
+    piped(model, data, (1, 1), factory, **options)
+    assert numbers == [0, 2, 3]
+
+
+class Overflowing(nn.Module):
+    """Finite values, and a gradient that is no number where the input is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale + torch.sqrt(self.scale * (x.abs() < 1e100))
