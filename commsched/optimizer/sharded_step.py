@@ -42,7 +42,13 @@ from commsched.optimizer.gradient import Gradient, OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
 from commsched.optimizer.planner import WHOLE
 from commsched.optimizer.round import State
-from commsched.optimizer.whole_step import ELEMENTWISE, OptimizerView, StepMode, plain_math
+from commsched.optimizer.whole_step import (
+    ELEMENTWISE,
+    OptimizerView,
+    StepMode,
+    groups_of_leaves,
+    plain_math,
+)
 from scheduler.ir.actions import Kind
 from scheduler.ir.program import Program
 
@@ -482,7 +488,7 @@ class ShardedStep(StepMode):
             # Of frozen parameters, which no shard contains: whole on every rank, so rank 0 counts them.
             others = [grad for param in now.others if (grad := raw_grad(param)) is not None]
             grads += others if self.ranks.rank == 0 else []
-            total = _total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
+            total = total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
             if error_if_nonfinite and not torch.isfinite(total):
                 raise RuntimeError(
                     f"the total norm of the gradients is {total.item()}, so they cannot be clipped"
@@ -539,7 +545,7 @@ def set_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
         group.update(values)
 
 
-def _total_norm(
+def total_norm(
     mine: Iterable[torch.Tensor],
     norm_type: float,
     gather: Callable[[torch.Tensor], torch.Tensor],
@@ -770,11 +776,6 @@ class Shards:
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         optimizer = self._optimizer
-        group_of = {
-            id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
-        # Leaves without state stand apart: torch's fused SGD fails where only some have a momentum.
-        leaves: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
         members = [(part.gradient.param, part.leaf) for part in parts if used[part.gradient.number]]
         if frozen:
             order = {id(p): place for place, p in enumerate(optimizer._every_param())}
@@ -782,18 +783,14 @@ class Shards:
         for part in parts:
             if used[part.gradient.number]:
                 part.begin_update()
-        for param, leaf in members:
-            leaves[group_of[id(param)], not self.state.get(leaf)].append(leaf)
-        groups = [
-            {**optimizer.param_groups[number], "params": chosen}
-            for (number, _), chosen in sorted(leaves.items())
-        ]
+        fresh = [leaf for _, leaf in members if not self.state.get(leaf)]
+        groups = groups_of_leaves(optimizer, members, self.state)
         if groups:
-            self._scale((leaf.grad for chosen in leaves.values() for leaf in chosen), factor)
+            self._scale((leaf.grad for _, leaf in members), factor)
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
             # Where it raises, the weights travel as they are: the other ranks wait for them.
             self._attempt(OptimizerView(optimizer, optimizer._base, self.state).step, groups)
-            self._zero_skipped_momentum(leaf for (_, fresh), new in leaves.items() if fresh for leaf in new)
+            self._zero_skipped_momentum(fresh)
         for part in parts:
             if part.leaf.grad is not None and part.master is not None:
                 self.state[part.leaf][KEY] = part.master  # an update made it differ from the parameter
@@ -862,7 +859,7 @@ class Shards:
 
     def _cut(self, key: str, value: Any, part: ShardView) -> Any:
         param = part.gradient.param
-        if _by_element(key, value, param):
+        if by_element(key, value, param):
             if part.leaf.shape == param.shape:
                 cut = value
             else:
@@ -879,7 +876,7 @@ class Shards:
         described: dict[int, dict[str, Any]] = {}
         for part in chain(*self.parts):
             for key, value in self.state.get(part.leaf, {}).items():
-                whole = _by_element(key, value, part.leaf)
+                whole = by_element(key, value, part.leaf)
                 described.setdefault(part.gradient.number, {})[key] = (
                     _ByElement(value.dtype) if whole else value
                 )
@@ -943,7 +940,7 @@ class Shards:
 _COUNTERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 
-def _by_element(key: str, value: Any, param: torch.Tensor) -> bool:
+def by_element(key: str, value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == param.shape and key not in _COUNTERS
 
 

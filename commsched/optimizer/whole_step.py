@@ -9,7 +9,8 @@ whole, inside ``step()``, and runs its closure itself, as often as it likes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,6 +78,23 @@ class OptimizerView:
         self._view.param_groups = groups
         with plain_math(), ordinary(p for group in groups for p in group["params"]):
             self._step(self._view)
+
+
+def groups_of_leaves(
+    optimizer: Optimizer, members: Iterable[tuple[nn.Parameter, nn.Parameter]], state: Mapping[Any, Any]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with a leaf in place of each parameter. ``members``: pairs of both.
+
+    Leaves without state stand apart: torch's fused SGD fails where only some have a momentum.
+    """
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    leaves: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
+    for param, leaf in members:
+        if id(param) in group_of:
+            leaves[group_of[id(param)], not state.get(leaf)].append(leaf)
+    return [
+        {**optimizer.param_groups[number], "params": chosen} for (number, _), chosen in sorted(leaves.items())
+    ]
 
 
 def deferred_update(optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> Update:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, reduce
 from inspect import signature
 from pathlib import Path
 from typing import Any, overload
@@ -15,6 +16,7 @@ from commsched.pipeline import checkpoint, start
 from commsched.pipeline.allocator import keep_freed_memory
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
+from commsched.pipeline.clipping import Clipping, scale
 from commsched.pipeline.evaluation import EVALUATED, Evaluation
 from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.factory import Make
@@ -52,7 +54,10 @@ class Pipeline:
     on or, from the second stage on, by a module's name. ``loss(outputs,
     targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
     gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
-    stage. ``on_step(optimizer, number)`` is called before each of its steps. ``hosts``: groups of ranks, for
+    stage. ``on_step(optimizer, number)`` is called before each of its steps. ``max_norm``: clips each step's
+    gradients by their norm (of ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a
+    gradient is infinite or not a number; both need a synchronous schedule. ``master_weights``: steps float32
+    copies of half-precision parameters. ``hosts``: groups of ranks, for
     bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
     which order a model runs its layers that torch.fx cannot trace. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
@@ -94,6 +99,10 @@ class Pipeline:
         placements: Sequence[Placement] | None = None,
         mirrored: bool = False,
         tile_options: Mapping[str, Any] | None = None,
+        master_weights: bool = False,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
@@ -108,12 +117,15 @@ class Pipeline:
             chain, plan, schedule, num_microbatches, mesh, cuts, options, mine, recompute=recompute,
             bucket_bytes=bucket_bytes, **layout,
         )  # fmt: skip
-        self.layout = start.check(self.program, chain, self.fabric, leaves_gradients=optimizer is None)
+        clips = max_norm is not None or skip_nonfinite
+        self.layout = start.check(self.program, chain, self.fabric, optimizer is None, clips)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
-        start.fill(chain, self.program, self.fabric, self._lane, device)
+        same = f"{master_weights=}, {max_norm=}, {norm_type=}, {skip_nonfinite=}"
+        start.fill(chain, self.program, self.fabric, self._lane, device, same)
+        self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
         keep_freed_memory()
-        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {})
+        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {}, master_weights, clips)
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients, self._sampling = optimizer is None, Sampling()
@@ -129,15 +141,19 @@ class Pipeline:
         on_step: OnStep | None,
         hosts: Any,
         tile_options: Mapping[str, Any],
+        master_weights: bool,
+        clips: bool,
     ) -> None:
-        tied = chain.tied(self.layout.cuts).values()
+        tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
         own = optimizer is None
         self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
         start.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         share_ties(ties, self.stages, lane, self.rank)
-        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts)
-        self._updates = maker.make(self.stages, [pair for tie in ties for pair in tie.mine])
+        maker = UpdateMaker(
+            chain, self.program, self.fabric, optimizer, on_step, hosts, names, master_weights
+        )
+        self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
@@ -148,6 +164,7 @@ class Pipeline:
             self._updates,
             self._inputs,
             partial(sum_ties, ties, self.stages, lane, self.rank) if tied else None,
+            partial(self._clipping, self._updates.values()) if clips else None,
             self._losses.tell,
         )
 
@@ -169,10 +186,14 @@ class Pipeline:
             return self._iterate(None)
         with added_to(self.parameters()):
             loss = self._iterate(None)
-            with self._health.guarded():
-                for update in self._updates.values():
-                    update.finish()
+            self._finish()
         return loss
+
+    def _finish(self) -> None:
+        """Takes in what comes from other replicas. After a failure, weights that are complete can be read."""
+        with nullcontext() if self._health.failed else self._health.guarded():
+            for update in self._updates.values():
+                update.finish()
 
     def drain(self) -> list[float]:
         """Finishes what is in flight; returns the mean losses that ``step`` has not. Training may go on: the
@@ -184,9 +205,8 @@ class Pipeline:
             loss = self._iterate(self._periods - 1)
             if loss is not None:
                 losses.append(loss)
+        self._finish()
         with self._health.guarded():
-            for update in self._updates.values():
-                update.finish()
             self._interpreter.restart()
             self._losses.settle()
         self._inputs.given.clear()
@@ -266,13 +286,11 @@ class Pipeline:
         if self.in_flight:
             raise ValueError("micro-batches are in flight with the present weights; call drain() first")
         self._weights.load_state_dict(state)
-        for update in self._updates.values():
-            update.reload()
 
     def _newest(self) -> None:
         """Puts each stage's newest weights into its module."""
-        for number, stage in self.stages.items():
-            self._updates[number].finish()
+        self._finish()
+        for stage in self.stages.values():
             stage.versions.use(stage.versions.newest)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -293,14 +311,46 @@ class Pipeline:
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The newest weights of the stages that this rank holds."""
+        """The newest weights of the stages that this rank holds. They may be changed between two steps, on
+        all ranks of a stage alike.
+        """
+        self._finish()
         for stage in self.stages.values():
             yield from stage.versions.newest.leaves
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """This rank's, stage by stage."""
+        self._finish()
         return [u.optimizer for u in self._updates.values() if u.optimizer is not None]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips the gradients that a pipeline with ``optimizer=None`` has left, as
+        ``torch.nn.utils.clip_grad_norm_`` does in one process; returns their norm over all stages, the same
+        on every rank. All ranks must call.
+        """
+        if not self._leaves_gradients:
+            raise ValueError(
+                "this pipeline takes the steps itself and leaves no gradients to clip: pass max_norm= to"
+                " Pipeline, which clips before each step"
+            )
+        parameters = list(self.parameters())
+        with self._health.guarded():
+            counted = [
+                grad
+                for number, stage in self.stages.items()
+                for place in self._updates[number].counted
+                if (grad := stage.versions.newest.leaves[place].grad) is not None
+            ]
+            total = self._clipping.norm(counted, norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the total norm of the gradients is {total.item()}, so they cannot be clipped"
+            )
+        scale([p.grad for p in parameters if p.grad is not None], max_norm, total)
+        return total.to(reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32))
 
     def close(self) -> None:
         """Ends the engines."""

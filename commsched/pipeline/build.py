@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.sharded_step import check_elementwise
+from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.fabric import Fabric
 from commsched.pipeline.gradients import Gradients
-from commsched.pipeline.reduction import Scattered, bucket_parts, by_masters
+from commsched.pipeline.reduction import Replicas, Scattered, bucket_parts
 from commsched.pipeline.stage import Loss, Stage
-from commsched.pipeline.update import Combine, Factory, OnStep, Sharded, Update, Whole
+from commsched.pipeline.ties import Tie
+from commsched.pipeline.update import Factory, OnStep, Stepped, Update, made_by
 from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
@@ -105,33 +105,62 @@ class UpdateMaker:
         factory: Factory | None,
         on_step: OnStep | None,
         hosts: Sequence[Sequence[int]] | None,
+        names: Mapping[str, str],
+        master_weights: bool = False,
     ) -> None:
+        """``names``: see ``Chain.first_names``."""
         self.chain, self.program, self.layout, self.fabric = chain, program, program.layout, fabric
         self.factory, self.on_step, self.hosts = factory, on_step, hosts
+        self.names, self.master_weights = names, master_weights
         self.lane = fabric.lane("sums")
 
-    def make(self, stages: dict[int, Stage], tied: Sequence[tuple[int, int]]) -> dict[int, Update]:
-        """``tied``: stage and place of the parameters that other stages have too."""
-        return {
-            number: self._make(stage, frozenset(place for n, place in tied if n == number))
-            for number, stage in stages.items()
-        }
+    def make(self, stages: dict[int, Stage], ties: Sequence[Tie]) -> dict[int, Update]:
+        return {number: self._make(stage, ties) for number, stage in stages.items()}
 
-    def _make(self, stage: Stage, apart: frozenset[int]) -> Update:
-        ranks = self.layout.members(stage.number)
+    def _make(self, stage: Stage, ties: Sequence[Tie]) -> Update:
+        ranks, leaves = self.layout.members(stage.number), stage.versions.newest.leaves
+        tied = {place: tie for tie in ties for number, place in tie.mine if number == stage.number}
+        parameters = [nn.Parameter(leaf.data) for leaf in leaves]
+        optimizer = self._optimizer(stage, parameters)
+        untied = [place for place in range(len(leaves)) if place not in tied]
+        shared: dict[str, Any] = {"counted": [p for p, tie in tied.items() if self._counts(tie, stage)]}
+        shared["counted"] += untied if self.fabric.rank == ranks[0] else []
+        numbers = buckets_of(self.program)[stage.number]
+        early = self.layout.placement == "eager" or len(numbers) > 1
+        if len(ranks) > 1 and untied:
+            masters = self.layout.reduction == "masters"
+            sparse = sparse_places(stage)
+            alone = untied
+            if not masters and (optimizer is None or type(optimizer) in ELEMENTWISE):
+                outside = sparse | {place for place, leaf in enumerate(leaves) if leaf.is_complex()}
+                places = self._places(stage, frozenset(tied))
+                parts = [
+                    bucket_parts(self.program.buckets[number], places, leaves, outside) for number in numbers
+                ]
+                if any(parts):
+                    alone = [place for place in untied if place in outside]
+                    shared |= self._buckets(stage, ranks, numbers, parts)
+                    shared["early"] = early
+            if alone:
+                hosts = self._hosts_of(ranks) if masters else [ranks]
+                shared["replicas"] = Replicas(self.lane, self.fabric.rank, hosts, alone, sparse)
         if self.factory is None:
-            return self._gradients(stage, ranks, apart)
-        if len(ranks) == 1 or not stage.versions.names:
-            return Whole(stage, self.factory, self.on_step, apart=apart)
-        if self.layout.reduction == "masters":
-            return Whole(stage, self.factory, self.on_step, self._sum(self._hosts_of(ranks)), apart)
-        if not self._elementwise(stage):
-            return Whole(stage, self.factory, self.on_step, self._sum([ranks]), apart)
-        return self._sharded(stage, ranks, apart)
+            return Gradients(stage, **shared)
+        within = len(numbers) > 1 and self.layout.placement != "eager" and len(stage.modules) == 1
+        wait_within = within and "scattered" in shared
+        return Stepped(stage, optimizer, parameters, self.on_step, self.master_weights, wait_within, **shared)
 
-    def _sum(self, hosts: Sequence[Sequence[int]]) -> Combine:
-        """The sum over these ranks, in place."""
-        return partial(by_masters, self.lane, self.fabric.rank, hosts)
+    def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
+        """The user's, of whole parameters in the model's order and under its names."""
+        if self.factory is None or not parameters:
+            return None
+        names = [self.names.get(name, name) for name in stage.versions.names]
+        order = {name: number for number, name in enumerate(self.names)}
+        named = sorted(zip(names, parameters), key=lambda pair: order.get(pair[0], len(order)))
+        return made_by(self.factory, dict(named))
+
+    def _counts(self, tie: Tie, stage: Stage) -> bool:
+        return tie.first == self.fabric.rank and min(tie.mine)[0] == stage.number
 
     def _hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
         """This stage's ranks, host by host."""
@@ -139,73 +168,27 @@ class UpdateMaker:
         found = [[rank for rank in ranks if rank in host] for host in hosts]
         return [host for host in found if host]
 
-    def _elementwise(self, stage: Stage) -> bool:
-        """Whether the optimizer can step a shard without the rest."""
-        assert self.factory is not None
-        probe: Optimizer = self.factory([nn.Parameter(torch.zeros(1))])
-        try:
-            check_elementwise(type(probe))
-        except ValueError:
-            return False
-        return True
-
-    def _gradients(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
-        """Gradients alone: summed bucket by bucket, where all have one type."""
-        leaves = stage.versions.newest.leaves
-        kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
-        if len(ranks) == 1 or self.layout.reduction == "masters" or len(kinds) != 1:
-            return Gradients(stage, apart, self._sum([ranks]) if len(ranks) > 1 else None)
-        numbers = buckets_of(self.program)[stage.number]
-        scattered = self._scattered(stage, ranks, apart, numbers, gathers_gradients=True)
-        early = self.layout.placement == "eager" or len(numbers) > 1
-        return Gradients(stage, apart, None, scattered, numbers, early)
-
-    def _sharded(self, stage: Stage, ranks: Sequence[int], apart: frozenset[int]) -> Update:
-        assert self.factory is not None
-        leaves = stage.versions.newest.leaves
-        kinds = {leaf.dtype for place, leaf in enumerate(leaves) if place not in apart}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"the parameters of stage {stage.number} have several types ({', '.join(map(str, kinds))});"
-                " stages with replicas need one"
-            )
-        numbers = buckets_of(self.program)[stage.number]
-        if not numbers:
-            return Whole(stage, self.factory, self.on_step, apart=apart)
-        scattered = self._scattered(stage, ranks, apart, numbers)
-        eager = self.layout.placement == "eager"
-        several = len(numbers) > 1
-        return Sharded(
-            stage,
-            self.factory,
-            self.on_step,
-            scattered,
-            numbers,
-            eager or several,
-            several and not eager and len(stage.modules) == 1,
-            apart,
-        )
-
-    def _scattered(
+    def _buckets(
         self,
         stage: Stage,
         ranks: Sequence[int],
-        apart: frozenset[int],
         numbers: Sequence[int],
-        gathers_gradients: bool = False,
-    ) -> Scattered:
-        leaves, places = stage.versions.newest.leaves, self._places(stage, apart)
-        parts = [bucket_parts(self.program.buckets[number], places, leaves) for number in numbers]
-        return Scattered(
+        parts: Sequence[Sequence[list[tuple[int, int, int]]]],
+    ) -> dict[str, Any]:
+        """The engine. ``parts``: of each of the program's buckets, one for each type of parameter."""
+        ends = list(accumulate(map(len, parts), initial=0))
+        buckets = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
+        plan = [(kind, each) for kind, number in self._plan(stage.number) for each in buckets[number]]
+        scattered = Scattered(
             self.fabric.transport(f"stage {stage.number}", ranks),
             list(ranks).index(self.fabric.rank),
             len(ranks),
             self.fabric.timeout,
-            parts,
-            [leaf.data for leaf in leaves],
-            self._plan(stage.number, numbers),
-            gathers_gradients,
+            [part for same in parts for part in same],
+            [leaf.data for leaf in stage.versions.newest.leaves],
+            plan,
         )
+        return {"scattered": scattered, "buckets": buckets}
 
     def _places(self, stage: Stage, apart: frozenset[int]) -> dict[int, list[int]]:
         """By layer the parameters that it is the first one to use."""
@@ -218,10 +201,19 @@ class UpdateMaker:
             seen |= set(mine)
         return places
 
-    def _plan(self, stage: int, numbers: Sequence[int]) -> list[tuple[str, int]]:
+    def _plan(self, stage: int) -> list[tuple[str, int]]:
         """The program's order of one period: all reductions, then all gathers, each as they stand."""
         link = self.program.kernel[self.fabric.rank][LINK_LANE]
         mine = [action for action in link if action.stage == stage and action.kind in COLLECTIVE]
         reductions = [a for a in mine if a.kind is Kind.RS]
         gathers = [a for a in mine if a.kind is Kind.AG]
-        return [(a.kind.value, numbers.index(a.index)) for a in (*reductions, *gathers)]
+        return [(a.kind.value, a.index) for a in (*reductions, *gathers)]
+
+
+def sparse_places(stage: Stage) -> frozenset[int]:
+    """The parameters whose gradients are sparse."""
+    found = set()
+    for prefix, module in stage.module.named_modules(remove_duplicate=False):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            found.add(stage.versions.places.get(f"{prefix}.weight" if prefix else "weight"))
+    return frozenset(place for place in found if place is not None)

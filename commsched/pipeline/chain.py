@@ -102,6 +102,14 @@ class Chain:
                         users.setdefault(id(parameter), {}).setdefault(stage, name)
         return {key: stages for key, stages in users.items() if len(stages) > 1}
 
+    def first_names(self) -> dict[str, str]:
+        """By every name of a parameter the one that ``named_parameters`` of the model has: tied parameters
+        have several. Only before stages are made, like ``tied``.
+        """
+        first: dict[int, str] = {}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(parameter), name) for name, parameter in every}
+
     def cuts(self, cuts: Sequence[int | str]) -> tuple[int, ...]:
         """The first layer of each stage. ``cuts``: numbers from 0 on, or names of the modules with which the
         later stages begin.

@@ -123,8 +123,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
-        "optimizer": None if update.optimizer is None else update.optimizer.state_dict(),
-        "taken": update.taken,
+        "update": update.state(),
     }
 
 
@@ -186,10 +185,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         for number, tensors in state["versions"].items()
     }
     newest.number = state["newest"]
-    update.reload()
-    if update.optimizer is not None:
-        update.optimizer.load_state_dict(state["optimizer"])
-    update.taken = state["taken"]
+    update.load(state["update"])
     for period, grads in state["grads"].items():
         stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
     stage.losses.update(state["losses"])

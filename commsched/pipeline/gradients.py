@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from commsched.pipeline.reduction import Scattered
-from commsched.pipeline.stage import Stage
-from commsched.pipeline.update import Combine, Update, combined
+from commsched.pipeline.update import Update
 
 
 @contextmanager
@@ -27,40 +25,21 @@ def added_to(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 class Gradients(Update):
     """No optimizer: the sums are left in the ``.grad`` of the stage's parameters, the same on all its ranks.
-    ``scattered`` sums bucket by bucket, ``combine`` all at once; neither, where one rank holds the stage. The
-    caller steps the weights between two steps of the pipeline.
+    The caller steps the weights between two steps of the pipeline.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        apart: frozenset[int],
-        combine: Combine | None = None,
-        scattered: Scattered | None = None,
-        numbers: Sequence[int] = (),
-        early: bool = False,
-    ) -> None:
-        super().__init__(stage, scattered, numbers, early)
-        self.combine, self.apart = combine, apart
-        self._coming: list[Tensor | None] = []
-
-    def step(self, period: int, needed: Callable[[int], bool]) -> None:
-        leaves = self.stage.versions.newest.leaves
-        grads = self.stage.grads.pop(period, self.stage._no_grads())
-        if self.combine is not None:
-            grads = combined(self.combine, grads, leaves, self.apart)
-        elif self.scattered is not None:
-            for place, (leaf, count) in enumerate(zip(leaves, self.scattered.used)):
-                if place not in self.apart:
-                    sums = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-                    grads[place] = sums if count else None
-        self._coming = grads
+    def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
+        if self.scattered is not None:
+            leaves, used = self.stage.versions.newest.leaves, self.scattered.used
+            for place in self.scattered.places:
+                sums = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
+                self.grads[place] = sums if used[place] else None
         self.stage.versions.advance(lambda version: False)
 
     def finish(self) -> None:
-        if self._coming and self.scattered is not None:
+        if self.grads and self.scattered is not None:
             for bucket in range(len(self.scattered.parts)):
-                self.scattered.write(bucket, self._coming)
-        for leaf, grad in zip(self.stage.versions.newest.leaves, self._coming):
+                self.scattered.write(bucket, self.grads)
+        for leaf, grad in zip(self.stage.versions.newest.leaves, self.grads):
             leaf.grad = grad
-        self._coming = []
+        self.grads = []

@@ -14,6 +14,10 @@ class Health:
     def __init__(self, *endings: Callable[[], None]) -> None:
         self._endings, self._failure = endings, ""
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
     def check(self) -> None:
         """``CommError`` after a failure."""
         if self._failure:

@@ -34,8 +34,9 @@ class Interpreter:
     """One rank of a running program.
 
     ``ties`` is called with the period before the steps of stages that share parameters, once all their
-    gradients are complete; ``tell`` with a period whose losses are all there. ``spans``: a list here is
-    filled with what is computed.
+    gradients are complete; ``clip`` after it, once they are summed over the replicas, and says whether to
+    skip the step; ``tell`` with a period whose losses are all there. ``spans``: a list here is filled with
+    what is computed.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class Interpreter:
         updates: dict[int, Update],
         inputs: Inputs,
         ties: Callable[[int], None] | None,
+        clip: Callable[[], bool] | None,
         tell: Callable[[int], None],
     ) -> None:
         assert program.pipeline is not None
         self.layout: Layout = program.pipeline
         self.rank, self.stages, self.updates = fabric.rank, stages, updates
-        self.inputs, self.ties, self.tell = inputs, ties, tell
+        self.inputs, self.ties, self.clip, self.tell = inputs, ties, clip, tell
         self.lanes = program.kernel[self.rank]
         self.delays = delays(program)
         order = self.lanes[COMPUTE_LANE]
@@ -68,6 +70,9 @@ class Interpreter:
         self.forwards: dict[int, int] = dict.fromkeys(stages, 0)
         self._told = -1
         self._overlap = int(reach(program.kernel) != (0, 0))  # whether periods share iterations
+        # A period's steps come after its compute where ranks with several stages could wait for each other.
+        mirrored = self.layout.mirror and any(update.replicas for update in updates.values())
+        self.steps_at_end = ties is not None or clip is not None or (mirrored and not self._overlap)
         self.spans: list[Span] | None = None
         self._waited_reduced = 0.0
 
@@ -81,11 +86,14 @@ class Interpreter:
         # After a checkpoint, some may be here already.
         coming = [a for a in self._now(RECV_LANE, iteration, last) if a not in inbox.arrived]
         inbox.expect([a for a in coming if moves(a)])
-        self.link.extend(a for a in self._now(LINK_LANE, iteration, last) if moves(a))
+        # Gathers that wait for steps at the end would keep back what others compute with.
+        gathers = not self.steps_at_end
+        link = self._now(LINK_LANE, iteration, last)
+        self.link.extend(a for a in link if moves(a) and (gathers or a.kind is not Kind.AG))
         late, first = [], True
         order = self._now(COMPUTE_LANE, iteration, last)
         for action, following in zip_longest(order, order[1:]):
-            if action.kind is Kind.STEP and self.ties is not None:
+            if action.kind is Kind.STEP and self.steps_at_end:
                 late.append(action)
                 continue
             self._do(action)
@@ -102,11 +110,8 @@ class Interpreter:
                 self._tell(action, iteration)
         if first:
             meanwhile()
-        if late and self.ties is not None:
-            self.ties(late[0].shift)
-            for action in late:
-                self._do(action)
-            self._issue()
+        if self.steps_at_end:
+            self._step_together(late)
 
     def _tidy(self, iteration: int) -> None:
         """Periods that ended with an earlier iteration have been received everywhere, or will be."""
@@ -275,13 +280,34 @@ class Interpreter:
         self.tokens.add((number, action.shift))
         return True
 
+    def _step_together(self, actions: list[Action]) -> None:
+        """The steps of a period after all its compute."""
+        numbers = sorted((action.stage, action) for action in actions if action.stage is not None)
+        if actions and self.ties is not None:
+            self.ties(actions[0].shift)
+        # In the same order on all ranks.
+        for number, action in numbers:
+            self._collect(action, number)
+        skip = self.clip is not None and self.clip()
+        for number, action in numbers:
+            self._update(action, number, skip)
+            for bucket in self.updates[number].buckets:
+                self.updates[number].gather(bucket)
+
     def _step(self, action: Action, number: int) -> None:
+        self._collect(action, number)
+        self._update(action, number)
+
+    def _collect(self, action: Action, number: int) -> None:
+        """Waits for the gradients of all replicas, which is no computation."""
         self._issue()
         self._release(force=number)
-        # Waiting for the sums of other replicas is no computation.
         self._wait_reduced(number)
+        self.updates[number].collect(action.shift)
+
+    def _update(self, action: Action, number: int, skip: bool = False) -> None:
         start = perf_counter()
-        self.updates[number].step(action.shift, lambda v: self._needed(number, v))
+        self.updates[number].step(action.shift, lambda v: self._needed(number, v), skip)
         self._note(action, start)
         self.stepped[number] = action.shift
 

@@ -19,7 +19,7 @@ from commsched.pipeline.full_state import on_device
 from commsched.pipeline.messages import receive_object, send_object
 from commsched.pipeline.rows import cut, rows_of, tensors
 from commsched.pipeline.stage import Loss
-from commsched.pipeline.update import Factory
+from commsched.pipeline.update import Factory, made_by
 from commsched.transport.short_messages import MOST_BYTES
 from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
@@ -190,10 +190,10 @@ def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _update(model: nn.Module, optimizer: Factory, repeat: int) -> float:
     """Seconds of one optimizer step, taken on copies."""
-    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters() if p.requires_grad]
-    for copy in copies:
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
+    for copy in copies.values():
         copy.grad = torch.zeros_like(copy)
-    stepper, seconds = optimizer(copies), []
+    stepper, seconds = made_by(optimizer, copies), []
     for _ in range(repeat + 1):
         start = _now(model)
         stepper.step()

@@ -1,61 +1,70 @@
 """Gradients of a stage's replicas: summed in rank order, whichever way they travel.
 
 ``Scattered``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on an engine.
-``summed_over``: sums on one rank and sends them back; for parameters that must be whole where they are
-stepped.
+``Replicas``: sums outside the buckets, of parameters that must be whole where they are stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import comm_core
 from commsched.backends.cpu import engine_errors_as_comm_errors
 from commsched.pipeline.fabric import Lane, from_host, to_host
+from commsched.pipeline.messages import receive_tree, send_tree
 from commsched.pipeline.versions import Version
 from scheduler.ir.buckets import Bucket
 
 
 def bucket_parts(
-    bucket: Bucket, layers: Mapping[int, Sequence[int]], leaves: Sequence[Tensor]
-) -> list[tuple[int, int, int]]:
-    """(place in ``leaves``, start, stop) of everything in a bucket, which is a list of byte ranges of layers.
-    ``layers``: the places of the parameters of each, which lie one after the other.
+    bucket: Bucket,
+    layers: Mapping[int, Sequence[int]],
+    leaves: Sequence[Tensor],
+    alone: frozenset[int] = frozenset(),
+) -> list[list[tuple[int, int, int]]]:
+    """(place in ``leaves``, start, stop) of everything in a bucket, which is a list of byte ranges of layers;
+    a list for each type of parameter. ``layers``: the places of the parameters of each, which lie one after
+    the other. Those in ``alone`` are left out.
     """
-    found = []
+    found: defaultdict[torch.dtype, list[tuple[int, int, int]]] = defaultdict(list)
     for piece in bucket.pieces:
-        item, places = leaves[0].element_size(), layers[piece.layer]
-        start, stop = piece.start // item, piece.stop // item
-        ends = list(accumulate((leaves[place].numel() for place in places), initial=0))
-        for place, begin, end in zip(places, ends, ends[1:]):
-            low, high = max(start, begin), min(stop, end)
-            if low < high:
-                found.append((place, low - begin, high - begin))
-    return found
+        begin = 0
+        for place in layers[piece.layer]:
+            leaf, item = leaves[place], leaves[place].element_size()
+            end = begin + leaf.numel() * item
+            # An element belongs to the range in which its first byte lies.
+            low, high = (-(-(min(max(at, begin), end) - begin) // item) for at in (piece.start, piece.stop))
+            if low < high and place not in alone:
+                found[leaf.dtype].append((place, low, high))
+            begin = end
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's elements ``[start, stop)`` of the parameter at ``place``; ``grad``: over all replicas."""
+    """This rank's elements ``[start, stop)`` of the parameter at ``place``. ``slot``: the sums of their
+    gradients; after the step, the elements for the all-gather.
+    """
 
     place: int
     start: int
     stop: int
-    master: nn.Parameter
-    grad: Tensor
+    slot: Tensor
 
 
 class Scattered:
-    """One stage's engine: RS of its gradient buckets, AG of its parameter buckets (or, with
-    ``gathers_gradients``, of the sums), in the program's order. ``plan``: all RS, then all AG. Between them
-    the replicas count which parameters they have gradients of.
+    """One stage's engine: RS of its gradient buckets and AG of what is in the same memory then (stepped
+    parameters, or the sums), in the program's order. ``parts``: of each bucket, which has one type. ``plan``:
+    all RS, then all AG. Between them the replicas count which parameters they have gradients of.
     """
 
     def __init__(
@@ -67,22 +76,16 @@ class Scattered:
         parts: Sequence[Sequence[tuple[int, int, int]]],
         leaves: Sequence[Tensor],
         plan: Sequence[tuple[str, int]],
-        gathers_gradients: bool = False,
     ) -> None:
         self.parts, self.place, self.size, self._flags_bucket = parts, place, size, len(parts)
-        kind = leaves[0].dtype
+        self.places = {p for part in parts for p, _, _ in part}
         counts = [sum(stop - start for _, start, stop in part) for part in parts]
         padded = [-(-count // size) * size for count in counts]
-        self.grads = [torch.zeros(count, dtype=kind) for count in padded]
-        self.weights = self.grads if gathers_gradients else [torch.zeros_like(each) for each in self.grads]
+        kinds = [leaves[part[0][0]].dtype for part in parts]
+        self.buffers = [torch.zeros(count, dtype=kind) for count, kind in zip(padded, kinds)]
         self.engine = comm_core.Engine(transport, place, size, timeout)
-        for number, (grads, weights) in enumerate(zip(self.grads, self.weights, strict=True)):
-            self.engine.add_bucket(
-                grads,
-                gather=None if gathers_gradients else weights,
-                needs_update=True,
-                name=f"bucket {number}",
-            )
+        for number, buffer in enumerate(self.buffers):
+            self.engine.add_bucket(buffer, needs_update=True, name=f"bucket {number}")
         # A row for each rank, so that one RS brings every rank all sums.
         flags = torch.zeros(size * len(leaves), dtype=torch.int32)
         self._flags = flags.numpy().reshape(size, len(leaves))
@@ -92,33 +95,20 @@ class Scattered:
         self._order = [bucket for _, bucket in reductions]
         self.begun = -1
         self._marked: set[int] = set()
-        if not gathers_gradients:
-            self.read(leaves)
         self.shards = list(self._shards())
 
     def _shards(self) -> Iterator[Shard]:
         """This rank's part of each parameter, as views of the buckets."""
-        for weights, grads, part in zip(self.weights, self.grads, self.parts, strict=True):
-            low = self.place * len(grads) // self.size
-            high = (self.place + 1) * len(grads) // self.size
+        for buffer, part in zip(self.buffers, self.parts, strict=True):
+            low = self.place * len(buffer) // self.size
+            high = (self.place + 1) * len(buffer) // self.size
             at = 0
             for place, start, stop in part:
                 first, last = max(low, at), min(high, at + stop - start)
                 if first < last:
                     skipped = start - at
-                    master = nn.Parameter(weights[first:last])
-                    yield Shard(place, first + skipped, last + skipped, master, grads[first:last])
+                    yield Shard(place, first + skipped, last + skipped, buffer[first:last])
                 at += stop - start
-
-    def read(self, leaves: Sequence[Tensor]) -> None:
-        """Takes the weights as they are."""
-        for bucket, buffer in enumerate(self.weights):
-            _pack(self._views(bucket, leaves), buffer)
-
-    def _views(self, bucket: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            to_host(tensors[place]).view(-1)[start:stop].detach() for place, start, stop in self.parts[bucket]
-        ]
 
     # One period
 
@@ -139,10 +129,9 @@ class Scattered:
         self._marked.add(bucket)
         found: dict[int, Tensor] = {}
         for place, _, _ in self.parts[bucket]:
-            grad = grads[place]
-            found[place] = torch.zeros_like(leaves[place]) if grad is None else grad
+            found[place] = _dense(grads[place], leaves[place])
         parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
-        _pack(parts, self.grads[bucket])
+        _pack(parts, self.buffers[bucket])
         with engine_errors_as_comm_errors:
             self.engine.mark_ready(bucket)
 
@@ -211,11 +200,86 @@ class Scattered:
         for place, start, stop in self.parts[bucket]:
             if tensors[place] is not None:
                 target = tensors[place].view(-1)[start:stop]
-                target.copy_(from_host(self.weights[bucket][at : at + stop - start], target.device))
+                target.copy_(from_host(self.buffers[bucket][at : at + stop - start], target.device))
             at += stop - start
 
     def close(self) -> None:
         self.engine.close()
+
+
+class Replicas:
+    """This rank's stage on ``hosts`` (groups of ranks), for sums outside the buckets: of the parameters at
+    ``places``, of which those in ``sparse`` have sparse gradients.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        places: Iterable[int],
+        sparse: frozenset[int],
+    ) -> None:
+        self.lane, self.rank, self.hosts = lane, rank, hosts
+        self.dense = [place for place in places if place not in sparse]
+        self.sparse = [place for place in places if place in sparse]
+
+    def sums(self, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients summed over the replicas; None where no replica has one, as in one process."""
+        result = list(grads)
+        if self.dense:
+            used = torch.tensor([int(grads[place] is not None) for place in self.dense], dtype=torch.int32)
+            sums = [_dense(grads[place], leaves[place]) for place in self.dense]
+            by_masters(self.lane, self.rank, self.hosts, [*sums, used])
+            for place, total, count in zip(self.dense, sums, used.tolist(), strict=True):
+                result[place] = total if count else None
+        if self.sparse:
+            everyone = self._everyones([grads[place] for place in self.sparse])
+            for number, place in enumerate(self.sparse):
+                result[place] = _sum_of_any([mine[number] for mine in everyone], leaves[place])
+        return result
+
+    def _everyones(self, grads: Sequence[Tensor | None]) -> list[list[Any]]:
+        """Every rank's gradients, the sparse ones as pairs of indices and values."""
+        mine: list[Any] = []
+        for grad in grads:
+            if grad is not None and grad.is_sparse:
+                grad = grad.coalesce()
+                mine.append((grad.indices(), grad.values()))
+            else:
+                mine.append(grad)
+        ranks = [rank for host in self.hosts for rank in host]
+        pending = [p for peer in ranks if peer != self.rank for p in send_tree(self.lane, peer, mine)]
+        found = [mine if rank == self.rank else receive_tree(self.lane, rank) for rank in ranks]
+        for sent in pending:
+            sent.wait()
+        return found
+
+
+def _dense(grad: Tensor | None, leaf: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(leaf)
+    if grad.is_sparse:
+        raise ValueError(
+            f"a parameter of shape {tuple(grad.shape)} got a sparse gradient, and no nn.Embedding or"
+            " nn.EmbeddingBag with sparse=True holds it: replicas of a stage sum only gradients of these as"
+            " sparse ones; use such a module, or make the gradient dense"
+        )
+    return grad
+
+
+def _sum_of_any(grads: Sequence[Any], leaf: Tensor) -> Tensor | None:
+    """The sum of gradients, which is dense if one of them is. Sparse ones are pairs of indices and values."""
+    here = [
+        torch.sparse_coo_tensor(grad[0], grad[1], size=leaf.shape, check_invariants=False)
+        if type(grad) is tuple
+        else grad
+        for grad in grads
+        if grad is not None
+    ]
+    if not all(grad.is_sparse for grad in here):
+        here = [grad.to_dense() for grad in here]
+    return reduce(torch.add, here).to(leaf.device) if here else None
 
 
 def summed_over(lane: Lane, rank: int, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:

@@ -102,8 +102,12 @@ def _on_nodes(plan: PipelinePlan, chain: Chain) -> tuple[PipelinePlan, Chain]:
     return plan.on(chain.sizes), chain
 
 
-def check(program: Program, chain: Chain, fabric: Fabric, leaves_gradients: bool) -> Layout:
-    """The program's layout, if it can run here. ``leaves_gradients``: the caller takes the steps."""
+def check(
+    program: Program, chain: Chain, fabric: Fabric, leaves_gradients: bool, clips: bool = False
+) -> Layout:
+    """The program's layout, if it can run here. ``leaves_gradients``: the caller takes the steps; ``clips``:
+    a step needs the gradients of all stages.
+    """
     layout = program.pipeline
     if layout is None:
         raise ValueError("the program has no stages; commsched.DistributedOptimizer runs it")
@@ -119,7 +123,19 @@ def check(program: Program, chain: Chain, fabric: Fabric, leaves_gradients: bool
             " another mesh=, placements= or plan="
         )
     validate(program)
-    if leaves_gradients and (any(delays(program)) or depth(program)):
+    if leaves_gradients and clips:
+        raise ValueError(
+            "max_norm= and skip_nonfinite= are for steps of the pipeline, and with optimizer=None the caller"
+            " takes them: call pipeline.clip_grad_norm_() before each"
+        )
+    asynchronous = any(delays(program)) or depth(program) > 0
+    if clips and asynchronous:
+        raise ValueError(
+            f"schedule {program.policy!r} is asynchronous: it steps stages before others have the gradients"
+            " of the same step, so there is no norm of all for max_norm= or skip_nonfinite=; use a"
+            " synchronous schedule like 1f1b or gpipe"
+        )
+    if leaves_gradients and asynchronous:
         raise ValueError(
             f"schedule {program.policy!r} begins a step before the last one has ended, so the pipeline must"
             " take the steps itself; pass optimizer=, or use a schedule like 1f1b or gpipe"
@@ -144,13 +160,18 @@ def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
 
 
 def fill(
-    chain: Chain, program: Program, fabric: Fabric, lane: Lane, device: torch.device | str | None
+    chain: Chain,
+    program: Program,
+    fabric: Fabric,
+    lane: Lane,
+    device: torch.device | str | None,
+    options: str,
 ) -> None:
     """Gives this rank's stages their parameters where the model came without, once all ranks are known to
     make the same pipeline. Those that a factory makes with random numbers are the same for all ranks as in
-    one process that starts like rank 0.
+    one process that starts like rank 0. ``options``: others that all ranks must have.
     """
-    agree(fabric, lane, f"program {program.hash}, layers of {chain.sizes} bytes")
+    agree(fabric, lane, f"program {program.hash}, layers of {chain.sizes} bytes, {options}")
     layout = program.layout
     random, pending = torch.get_rng_state(), []
     if fabric.rank == 0:

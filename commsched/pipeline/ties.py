@@ -73,7 +73,8 @@ def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank:
     for tie in ties:
         number, place = tie.mine[0]
         mine = [stages[n].grads[period][p] for n, p in tie.mine]
-        grads = [grad for grad in mine if grad is not None]
+        # Sparse gradients of an embedding join the dense ones of an output layer.
+        grads = [grad.to_dense() for grad in mine if grad is not None]
         total = grads[0] if grads else torch.zeros_like(stages[number].versions.newest.leaves[place])
         for grad in grads[1:]:
             total += grad

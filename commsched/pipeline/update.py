@@ -1,31 +1,62 @@
-"""From a stage's gradients to its next weight version: reduction over its replicas, and the optimizer."""
+"""From a stage's gradients to its next weight version: reduction over its replicas, and the optimizer.
+
+[Note: what the optimizer steps]
+The user's function gets the stage's whole parameters once. They follow the newest version: before each step
+their memory becomes that of the version that is made. Where buckets sum the gradients, a rank steps its
+shards in the groups of their parameters, each as a leaf over its elements of that memory::
+
+    gradients of a bucket    RS ->  | . . slot . . |   update: leaf.grad = slot
+    the version's memory               leaf            leaf -= ...
+    the same bucket       <- copy   | . . slot . . |   AG -> | whole bucket |  copy -> the version's memory
+
+So weights that a script changes between two steps count, if it changes them alike on all replicas. With
+``master_weights`` the leaf of a half-precision parameter is a float32 copy of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from commsched.optimizer.sharded_step import HALVES, by_element, take_written
+from commsched.optimizer.whole_step import OptimizerView, groups_of_leaves
 from commsched.pipeline.chain import reads
-from commsched.pipeline.reduction import Scattered
+from commsched.pipeline.fabric import from_host
+from commsched.pipeline.reduction import Replicas, Scattered, Shard
 from commsched.pipeline.stage import Stage
 from commsched.pipeline.versions import Version
 
-Factory = Callable[[list[nn.Parameter]], Optimizer]
+Factory = Callable[[list[Any]], Optimizer]
+"""Makes an optimizer of parameters; if its first argument is called ``named_parameters``, of pairs of name
+and parameter.
+"""
 OnStep = Callable[[Optimizer, int], None]
 """Called before each step with its number: for learning rates."""
-Combine = Callable[[list[Tensor]], None]
+
+
+def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
+    try:
+        first = next(iter(signature(factory).parameters), None)
+    except ValueError:  # of a function in C
+        first = None
+    return factory(list(named.items() if first == "named_parameters" else named.values()))
 
 
 class Update:
     """Sums a stage's gradients over its ranks and steps it; the interpreter calls in the program's order.
 
-    ``scattered`` moves gradients and parameters bucket by bucket (None: no buckets); ``numbers``: the
-    program's names of the buckets. ``early``: buckets may leave as they fill.
+    ``scattered`` moves gradients and parameters bucket by bucket (None: no buckets); ``buckets``: its buckets
+    by the program's number. ``early``: buckets may leave as they fill. ``replicas`` sums other gradients.
+    ``counted``: the parameters whose gradients this rank counts in a norm over all stages.
     """
 
     optimizer: Optimizer | None = None
@@ -35,11 +66,14 @@ class Update:
         self,
         stage: Stage,
         scattered: Scattered | None = None,
-        numbers: Sequence[int] = (),
+        buckets: Mapping[int, Sequence[int]] | None = None,
         early: bool = False,
+        replicas: Replicas | None = None,
+        counted: Collection[int] = (),
     ) -> None:
         self.stage, self.scattered, self._early = stage, scattered, early
-        self._place = {number: place for place, number in enumerate(numbers)}
+        self.buckets, self.replicas, self.counted = buckets or {}, replicas, counted
+        self.grads: list[Tensor | None] = []  # of the period that is stepped, without those in buckets
 
     def early(self, period: int, version: Version) -> AbstractContextManager[None]:
         """Around the backward that completes a gradient."""
@@ -52,7 +86,9 @@ class Update:
         if self.scattered is not None:
             self.finish()
             leaves, grads = self.stage.versions.newest.leaves, self.stage.grads[period]
-            self.scattered.ready(period, self._place[bucket], grads, leaves)
+            self.scattered.begin(period)
+            for place in self.buckets[bucket]:
+                self.scattered.ready(period, place, grads, leaves)
             self.scattered.complete(grads)
 
     def wait_reduced(self) -> None:
@@ -60,17 +96,44 @@ class Update:
         if self.scattered is not None:
             self.scattered.wait_reduced()
 
+    def collect(self, period: int) -> None:
+        """Sums the gradients that no bucket carries; those in buckets have arrived."""
+        grads = self.stage.grads.pop(period, self.stage._no_grads())
+        if self.scattered is not None:
+            for place in self.scattered.places:
+                grads[place] = None
+        if self.replicas is not None:
+            grads = self.replicas.sums(grads, self.stage.versions.newest.leaves)
+        self.grads = grads
+
+    def _slots(self) -> list[Tensor]:
+        """The sums that this rank's shards have."""
+        if self.scattered is None:
+            return []
+        used = self.scattered.used
+        return [shard.slot for shard in self.scattered.shards if used[shard.place]]
+
+    def counted_grads(self) -> list[Tensor]:
+        """The gradients of the period that is stepped, each on one rank only."""
+        return self._slots() + [grad for place in self.counted if (grad := self.grads[place]) is not None]
+
+    def all_grads(self) -> list[Tensor]:
+        """The gradients of the period that is stepped that this rank has."""
+        return self._slots() + [grad for grad in self.grads if grad is not None]
+
     def settle(self) -> None:
         """No other rank needs this one for what has begun."""
         if self.scattered is not None:
             self.scattered.wait_begun()
 
-    def step(self, period: int, needed: Callable[[int], bool]) -> None:
+    def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
+        """Makes the next version of the weights, with ``skip`` a copy of the last one."""
         raise NotImplementedError
 
     def gather(self, bucket: int) -> None:
         if self.scattered is not None:
-            self.scattered.updated(self._place[bucket])
+            for place in self.buckets[bucket]:
+                self.scattered.updated(place)
 
     def prepare(self, version: Version) -> None:
         """Before a forward with this version."""
@@ -78,92 +141,173 @@ class Update:
     def finish(self) -> None:
         """The newest version is complete."""
 
-    def reload(self) -> None:
-        """The newest weights were changed from outside."""
-
     def restart(self) -> None:
         """Periods count from 0 again."""
         if self.scattered is not None:
             self.scattered.begun = -1
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint of this rank."""
+        return {"taken": self.taken}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.taken = state["taken"]
 
     def close(self) -> None:
         if self.scattered is not None:
             self.scattered.close()
 
 
-class Whole(Update):
-    """The optimizer on whole parameters; ``combine`` sums gradients over replicas, in place. Parameters in
-    ``apart`` have been summed before.
+@dataclass
+class Part:
+    """The ``leaf`` that is stepped for the parameter at ``place``, or for this rank's ``shard`` of it.
+    ``master``: the leaf is a float32 copy of ``weight``.
+    """
+
+    place: int
+    shard: Shard | None
+    leaf: nn.Parameter
+    master: bool
+    weight: Tensor
+
+    def bind(self, parameter: Tensor) -> None:
+        """Follows the parameter to the memory of another version."""
+        whole = parameter.detach()
+        self.weight = whole if self.shard is None else whole.view(-1)[self.shard.start : self.shard.stop]
+        if not self.master:
+            self.leaf.data = self.weight
+
+    def begin(self, grad: Tensor) -> None:
+        if self.master:
+            take_written(self.leaf.detach(), self.weight)
+        self.leaf.grad = from_host(grad, self.weight.device).to(self.leaf.dtype)
+
+    def end(self) -> None:
+        if self.master and self.leaf.grad is not None:
+            self.weight.copy_(self.leaf.detach())
+        self.leaf.grad = None
+
+
+class Stepped(Update):
+    """Steps the optimizer: on whole parameters, or on this rank's shards of those in buckets. ``parameters``:
+    what the optimizer was made of, in the order of the stage's versions.
     """
 
     def __init__(
         self,
         stage: Stage,
-        factory: Factory,
+        optimizer: Optimizer | None,
+        parameters: Sequence[nn.Parameter],
         on_step: OnStep | None,
-        combine: Combine | None = None,
-        apart: frozenset[int] = frozenset(),
+        master_weights: bool = False,
+        wait_within: bool = False,
+        **reduction: Any,
     ) -> None:
-        super().__init__(stage)
-        self.on_step, self.combine, self.apart = on_step, combine, apart
-        self.masters = [nn.Parameter(leaf.data) for leaf in stage.versions.newest.leaves]
-        self.optimizer = factory(self.masters) if self.masters else None
-
-    def step(self, period: int, needed: Callable[[int], bool]) -> None:
-        grads = self.stage.grads.pop(period, self.stage._no_grads())
-        if self.combine is not None:
-            grads = combined(self.combine, grads, self.masters, self.apart)
-        version = self.stage.versions.advance(needed)
-        for master, leaf, grad in zip(self.masters, version.leaves, grads, strict=True):
-            master.data, master.grad = leaf.data, grad
-        self.taken = _take_step(self.optimizer, self.on_step, self.taken)
-        for master in self.masters:
-            master.grad = None
-
-    def reload(self) -> None:
-        for master, leaf in zip(self.masters, self.stage.versions.newest.leaves, strict=True):
-            master.data = leaf.data
-
-
-class Sharded(Update):
-    """Reduce-scatter, the optimizer on this rank's shard, all-gather. Parameters in ``apart`` are stepped
-    whole, with gradients summed before.
-    """
-
-    scattered: Scattered
-
-    def __init__(
-        self,
-        stage: Stage,
-        factory: Factory,
-        on_step: OnStep | None,
-        scattered: Scattered,
-        numbers: Sequence[int],
-        early: bool,
-        wait_within: bool,
-        apart: frozenset[int] = frozenset(),
-    ) -> None:
-        super().__init__(stage, scattered, numbers, early)
-        self.on_step, self._apart = on_step, sorted(apart)
-        leaves = stage.versions.newest.leaves
-        self.whole = [nn.Parameter(leaves[place].data) for place in self._apart]
-        masters = [*(shard.master for shard in scattered.shards), *self.whole]
-        self.optimizer = factory(masters) if masters else None
+        super().__init__(stage, **reduction)
+        self.optimizer, self.parameters, self.on_step = optimizer, parameters, on_step
+        self.parts = list(self._parts(master_weights))
+        # Of the parts' leaves; the optimizer's own state is empty where there are parts.
+        self.leaf_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        if optimizer is not None and self.parts:
+            self._take_first_state(optimizer)
         self._handles: list[Any] = []
         self._first: list[int] = []
         if wait_within:
             self._wait_within()
 
-    def step(self, period: int, needed: Callable[[int], bool]) -> None:
-        grads = self.stage.grads.pop(period)
+    def _parts(self, master_weights: bool) -> Iterator[Part]:
+        """No parts where the optimizer itself can step the parameters."""
+        halves = [master_weights and parameter.dtype in HALVES for parameter in self.parameters]
+        if self.scattered is None and not any(halves):
+            return
+        shards = [] if self.scattered is None else self.scattered.shards
+        apart = [] if self.scattered is None else self.scattered.places
+        whole = [place for place in range(len(self.parameters)) if place not in apart]
+        for place, shard in [*((shard.place, shard) for shard in shards), *((p, None) for p in whole)]:
+            parameter = self.parameters[place]
+            part = Part(place, shard, parameter, halves[place], parameter.detach())
+            if shard is not None and not part.master:
+                part.leaf = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+            part.bind(parameter)
+            if part.master:
+                part.leaf = nn.Parameter(part.weight.float())
+            yield part
+
+    def _take_first_state(self, optimizer: Optimizer) -> None:
+        """Some optimizers make their state at once: moves the parts' elements of it to their leaves."""
+        first = dict(optimizer.state)
+        for part in self.parts:
+            parameter, shard = self.parameters[part.place], part.shard
+            for key, value in first.get(parameter, {}).items():
+                if by_element(key, value, parameter):
+                    cut = value if shard is None else value.view(-1)[shard.start : shard.stop]
+                    self.leaf_state[part.leaf][key] = cut.to(part.leaf.dtype, copy=True)
+                else:
+                    self.leaf_state[part.leaf][key] = copy.deepcopy(value)
+        for parameter in self.parameters:
+            optimizer.state.pop(parameter, None)
+
+    def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
         version = self.stage.versions.advance(needed)
-        for place, master in zip(self._apart, self.whole, strict=True):
-            master.data, master.grad = version.leaves[place].data, grads[place]
-        used = self.scattered.used
-        for shard in self.scattered.shards:
-            shard.master.grad = shard.grad if used[shard.place] else None
-        self.taken = _take_step(self.optimizer, self.on_step, self.taken)
-        version.pending = set(range(len(self.scattered.parts)))
+        for parameter, leaf, grad in zip(self.parameters, version.leaves, self.grads, strict=True):
+            if self.scattered is not None:
+                leaf.data = leaf.data.contiguous()  # a script may have given it other memory
+            parameter.data, parameter.grad = leaf.data, grad
+        for part in self.parts:
+            part.bind(self.parameters[part.place])
+        if self.optimizer is not None and not skip:
+            if self.on_step is not None:
+                self.on_step(self.optimizer, self.taken)
+            if self.parts:
+                self._step_parts(self.optimizer)
+            else:
+                self.optimizer.step()
+        self.taken += 1
+        self.grads = []
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.scattered is not None:
+            for part in self.parts:
+                if part.shard is not None:
+                    part.shard.slot.copy_(part.weight)
+            version.pending = set(range(len(self.scattered.parts)))
+
+    def _step_parts(self, optimizer: Optimizer) -> None:
+        used = [] if self.scattered is None else self.scattered.used
+        members = []
+        for part in self.parts:
+            parameter = self.parameters[part.place]
+            if part.shard is None:
+                grad = parameter.grad
+            else:
+                grad = part.shard.slot if used[part.place] else None
+            if grad is not None:
+                part.begin(grad)
+                members.append((parameter, part.leaf))
+        groups = groups_of_leaves(optimizer, members, self.leaf_state)
+        view = OptimizerView(optimizer, type(optimizer), self.leaf_state)
+        # With the hooks of the optimizer's own step.
+        Optimizer.profile_hook_step(lambda _: view.step(groups))(optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of learning rates look
+        for part in self.parts:
+            part.end()
+
+    def state(self) -> dict[str, Any]:
+        parts = [
+            (self.leaf_state.get(part.leaf, {}), part.leaf.detach() if part.master else None)
+            for part in self.parts
+        ]
+        whole = None if self.optimizer is None else self.optimizer.state_dict()
+        return {**super().state(), "optimizer": whole, "parts": parts}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        for part, (entries, master) in zip(self.parts, state["parts"], strict=True):
+            self.leaf_state[part.leaf] = copy.deepcopy(entries)
+            if master is not None:
+                part.leaf.data.copy_(master)
 
     # Reading a new version
 
@@ -197,46 +341,17 @@ class Sharded(Update):
         # The forward in which this is called sees its own operations only.
         with torch._C.DisableTorchFunction():
             for bucket in sorted(version.pending, reverse=True):
+                assert self.scattered is not None
                 if any(place in places for place, _, _ in self.scattered.parts[bucket]):
                     self.scattered.take_in(version, bucket)
 
     def finish(self) -> None:
         version = self.stage.versions.newest
         for bucket in sorted(version.pending, reverse=True):
+            assert self.scattered is not None
             self.scattered.take_in(version, bucket)
-
-    def reload(self) -> None:
-        leaves = self.stage.versions.newest.leaves
-        self.scattered.read(leaves)
-        for place, master in zip(self._apart, self.whole, strict=True):
-            master.data = leaves[place].data
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         super().close()
-
-
-def combined(
-    combine: Combine, grads: Sequence[Tensor | None], leaves: Sequence[Tensor], apart: frozenset[int]
-) -> list[Tensor | None]:
-    """The sums of the gradients over the replicas; None where no replica has one, as in one process. Those
-    in ``apart`` stay as they are.
-    """
-    places = [place for place in range(len(grads)) if place not in apart]
-    used = torch.tensor([int(grads[place] is not None) for place in places], dtype=torch.int32)
-    sums = [torch.zeros_like(leaves[p]) if (grad := grads[p]) is None else grad for p in places]
-    combine([*sums, used])
-    result = list(grads)
-    for place, total, count in zip(places, sums, used.tolist(), strict=True):
-        result[place] = total if count else None
-    return result
-
-
-def _take_step(optimizer: Optimizer | None, on_step: OnStep | None, taken: int) -> int:
-    """A step of the optimizer, and how many that makes."""
-    if optimizer is not None:
-        if on_step is not None:
-            on_step(optimizer, taken)
-        optimizer.step()
-    return taken + 1

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,16 +27,36 @@ from torch.utils.checkpoint import checkpoint
 
 from commsched.pipeline import Pipeline
 from commsched.pipeline.rows import border, cut
+from commsched.pipeline.update import made_by
 from scheduler.ir.program import Program
 from tests.support.pipeline_runs import adam, loss_of, momentum, on_threads, sgd, stage_of_parameters
 from tests.support.rounding import rounding
 from tests.support.version_map import version_map
 
 WIDTH = 6
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+
+
+def by_dim(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]]
+    return torch.optim.SGD(
+        [{"params": members, "weight_decay": 0.1 * (members[0].dim() > 1)} for members in groups if members],
+        lr=0.05,
+        momentum=0.9,
+    )
+
+
+def by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [{"params": [p], "lr": 0.01 if name.endswith("bias") else 0.05} for name, p in named_parameters]
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd": sgd,
     "momentum": momentum,
     "adam": adam,
+    "by dim": by_dim,
+    "by name": by_name,
 }
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -138,7 +158,7 @@ STYLES = [
 
 SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
-BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain"]
+BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "change"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,8 @@ def draw(seed: int) -> Case:
         options["recompute"] = True
     options["placement"] = dice.choice(["bubble", "bubble", "eager", "aligned"])
     options["bucket_bytes"] = dice.choice([128, 1e9])
+    if not late and dice.random() < 0.3:
+        options["max_norm"] = 0.05
     inputs = "tensor" if style == "sequential" else dice.choice(["tensor", "tensor", "tuple", "dict"])
     least = replicas * micro
     rows = [dice.randint(least, least + 8) for _ in range(dice.randint(2, 6))]
@@ -207,6 +229,12 @@ def batches_of(case: Case) -> list[tuple[Any, Tensor]]:
         mask = (torch.rand(rows, 1, generator=dice) < 0.8).double()
         found.append(({"tensor": x, "tuple": (x, mask), "dict": {"x": x, "mask": mask}}[case.inputs], y))
     return found
+
+
+def change(parameters: Iterable[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.8)
 
 
 def set_attribute(model: nn.Module, number: int) -> None:
@@ -247,7 +275,7 @@ class Plain:
         self.owner = stage_of_parameters(layout.cuts, self.model, example)
         self.newest = {n: nn.Parameter(p.detach().clone()) for n, p in self.model.named_parameters()}
         self.history = [self._copied()]
-        self.stepper = OPTIMIZERS[case.optimizer](list(self.newest.values()))
+        self.stepper = made_by(OPTIMIZERS[case.optimizer], self.newest)
         self.losses: list[float] = []
 
     def _copied(self) -> dict[str, Tensor]:
@@ -259,6 +287,9 @@ class Plain:
         ):
             if action == "attribute":
                 set_attribute(self.model, period)
+            elif action == "change":
+                change(self.newest.values())
+                self.history[-1] = self._copied()
             self._step(period, rows, inputs, targets)
         return {**self.model.state_dict(), **self._copied()}
 
@@ -288,7 +319,10 @@ class Plain:
                 grads[name] = before if grad is None else grad if before is None else before + grad
         self.losses.append(total)
         for name, p in self.newest.items():
-            p.grad = grads[name]
+            grad = grads[name]
+            p.grad = None if grad is None else grad.clone(memory_format=torch.contiguous_format)
+        if "max_norm" in self.case.options:
+            nn.utils.clip_grad_norm_(self.newest.values(), self.case.options["max_norm"])
         self.stepper.step()
         self.history.append(self._copied())
 
@@ -322,6 +356,8 @@ def train(case: Case) -> list[Any]:
                 pipeline.state_dict()
             elif action == "load" and not pipeline.in_flight:
                 pipeline.load_state_dict(pipeline.state_dict())
+            elif action == "change":
+                change(pipeline.parameters())
             elif action == "drain":
                 losses += pipeline.drain()
             elif action == "checkpoint":

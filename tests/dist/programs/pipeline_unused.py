@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
-from commsched.pipeline.update import Sharded, Update
+from commsched.pipeline.update import Stepped
 from scheduler.ir.placements import Placement, Samples, Tiles
 from tests.support.cases import Me, case, main
 from tests.support.pipeline_runs import RATE, ROUNDING, WIDTH, assert_close, batches, momentum, replayed
 
 # By step the rows that use the branches: none, one replica's, all, and the first step none.
 MARKED: list[Sequence[int]] = [(), (0,), (), range(12), (), (11,), (), (3, 4), ()]
-Share = tuple[int, slice, nn.Parameter]
-"""A parameter's place, the range of its elements that a rank steps, and the parameter that it steps."""
+Share = tuple[int, slice, dict[str, Any]]
+"""A parameter's place, the range of its elements that a rank steps, and the state of them."""
 
 
 class Branch(nn.Module):
@@ -121,16 +121,14 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets)[:, :-1].square().sum(1).mean()
 
 
-def shares(update: Update) -> Iterator[Share]:
+def shares(update: Stepped) -> Iterator[Share]:
     """Everything that a rank steps of a stage."""
-    if isinstance(update, Sharded):
-        for shard in update.scattered.shards:
-            yield shard.place, slice(shard.start, shard.stop), shard.master
-        for place, master in zip(update._apart, update.whole, strict=True):
-            yield place, slice(0, None), master
-    else:
-        for place, master in enumerate(update.masters):
-            yield place, slice(0, None), master
+    assert update.optimizer is not None
+    for part in update.parts:
+        elements = slice(0, None) if part.shard is None else slice(part.shard.start, part.shard.stop)
+        yield part.place, elements, update.leaf_state.get(part.leaf, {})
+    for place, parameter in enumerate(() if update.parts else update.parameters):
+        yield place, slice(0, None), update.optimizer.state.get(parameter, {})
 
 
 def check_states(pipeline: Pipeline, model: nn.Module, expected: torch.optim.Optimizer) -> None:
@@ -140,8 +138,8 @@ def check_states(pipeline: Pipeline, model: nn.Module, expected: torch.optim.Opt
     every = dict(model.named_parameters(remove_duplicate=False))
     for number, update in pipeline._updates.items():
         names = pipeline.stages[number].versions.names
-        for place, elements, master in shares(update):
-            state = update.optimizer.state.get(master, {})
+        assert isinstance(update, Stepped)
+        for place, elements, state in shares(update):
             wanted = expected.state.get(stepped[order[id(every[names[place]])]], {})
             assert state.keys() == wanted.keys(), (names[place], state, wanted)
             for key, value in wanted.items():

@@ -13,7 +13,7 @@ import pytest
 from commsched.pipeline import Pipeline
 from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.traffic_cost import traffic_cost
-from commsched.pipeline.update import Sharded
+from commsched.pipeline.update import Stepped
 from scheduler.ir.actions import Action
 from scheduler.ir.cluster import Cluster
 from scheduler.ir.link import Link
@@ -91,10 +91,11 @@ def test_the_link_keeps_the_programs_order_of_sums_and_messages(
     placement: str, sums_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[tuple[int, str]] = []
-    wait, send = Sharded.wait_reduced, Exchange.send_backward
+    wait, send = Stepped.wait_reduced, Exchange.send_backward
 
-    def waited(update: Sharded) -> None:
+    def waited(update: Stepped) -> None:
         wait(update)
+        assert update.scattered is not None
         happened.append((update.scattered.place, "sums"))
 
     def sent(exchange: Exchange, action: Action) -> bool:
@@ -102,7 +103,7 @@ def test_the_link_keeps_the_programs_order_of_sums_and_messages(
         happened.append((replica, f"message {action.index}"))
         return send(exchange, action)
 
-    monkeypatch.setattr(Sharded, "wait_reduced", waited)
+    monkeypatch.setattr(Stepped, "wait_reduced", waited)
     monkeypatch.setattr(Exchange, "send_backward", sent)
     train(
         chain_model(2), batches(1), 4, schedule="1f1b", num_microbatches=2, mesh=(2, 2), placement=placement
