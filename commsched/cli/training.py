@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
     options = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
     if arguments.optimizer == "sgd":
         options["momentum"] = arguments.momentum
-    return job._replace(optimizer=lambda params: kind(params, **options))
+    return replace(job, optimizer=lambda params: kind(params, **options))
 
 
 def _on_step(arguments: argparse.Namespace, data: Data | None) -> Any:

@@ -30,6 +30,7 @@ from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.sampler import Sampling, StepSampler
 from commsched.pipeline.shares import rows_to_pass
 from commsched.pipeline.stage import Loss
+from commsched.pipeline.terms import Count, Terms
 from commsched.pipeline.ties import checked_ties, share_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
@@ -51,16 +52,22 @@ class Pipeline:
     ``schedule``: a name (``scheduler.pipelines.names()``) or a program. ``mesh``: how many ranks one replica
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
     ``commsched partition``, which decides all that. ``cuts``: each stage's first layer, by number from 0
-    on or, from the second stage on, by a module's name. ``loss(outputs,
-    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
-    gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
-    stage. ``on_step(optimizer, number)`` is called before each of its steps. ``max_norm``: clips each step's
-    gradients by their norm (of ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a
-    gradient is infinite or not a number; both need a synchronous schedule. ``master_weights``: steps float32
-    copies of half-precision parameters. ``hosts``: groups of ranks, for
-    bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
-    which order a model runs its layers that torch.fx cannot trace. Further options go to the schedule
-    (``virtual=2``, ``hop=2``).
+    on or, from the second stage on, by a module's name.
+
+    ``loss(outputs, targets)`` is the mean over the rows. With ``count(targets)``, the number of terms that
+    some targets have (tokens that are not ignored), it is the sum over the terms; the pipeline divides by the
+    terms of the whole step.
+
+    ``optimizer`` makes an optimizer of a list of parameters; None: the gradients of a synchronous schedule
+    are added to ``.grad`` of ``parameters()``, the same on all ranks of a stage. ``on_step(optimizer,
+    number)`` is called before each of its steps. ``max_norm``: clips each step's gradients by their norm (of
+    ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a gradient is infinite or not a
+    number; both need a synchronous schedule. ``master_weights``: steps float32 copies of half-precision
+    parameters.
+
+    ``hosts``: groups of ranks, for bundles. ``inside``: classes of modules that may be cut; ``example``:
+    inputs of a batch, which tell in which order a model runs its layers that torch.fx cannot trace. Further
+    options go to the schedule (``virtual=2``, ``hop=2``).
 
     ``model`` may be a function that makes the model, so that no rank ever holds all of it; then a rank makes
     the parameters of its own stages, as in one process. ``weights`` are read instead, by name and only those
@@ -83,6 +90,7 @@ class Pipeline:
         mesh: tuple[int, int | Sequence[int]] | None = None,
         *,
         loss: Loss,
+        count: Count | None = None,
         optimizer: Factory | None,
         plan: PipelinePlan | str | Path | None = None,
         ranks: Sequence[Sequence[int]] | None = None,
@@ -106,7 +114,7 @@ class Pipeline:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        start.check_functions(loss, optimizer)
+        start.check_functions(loss, optimizer, count)
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
@@ -121,11 +129,13 @@ class Pipeline:
         self.layout = start.check(self.program, chain, self.fabric, optimizer is None, clips)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
-        same = f"{master_weights=}, {max_norm=}, {norm_type=}, {skip_nonfinite=}"
+        same = f"{master_weights=}, {max_norm=}, {norm_type=}, {skip_nonfinite=}, count={count is not None}"
         start.fill(chain, self.program, self.fabric, self._lane, device, same)
         self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
         keep_freed_memory()
-        self._make_parts(chain, loss, optimizer, on_step, hosts, tile_options or {}, master_weights, clips)
+        self._make_parts(
+            chain, loss, count, optimizer, on_step, hosts, tile_options or {}, master_weights, clips
+        )
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients, self._sampling = optimizer is None, Sampling()
@@ -137,6 +147,7 @@ class Pipeline:
         self,
         chain: Chain,
         loss: Loss,
+        count: Count | None,
         optimizer: Factory | None,
         on_step: OnStep | None,
         hosts: Any,
@@ -155,7 +166,8 @@ class Pipeline:
         )
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
-        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments)
+        terms = None if count is None else Terms(count, self.layout, self.fabric)
+        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
@@ -177,6 +189,7 @@ class Pipeline:
         self._health.check()
         batch = checked_pair(batch)
         self._sampling.check(local)
+        self._inputs.count_terms(self._periods, batch, local)
         self._interpreter.exchange.shares.take(self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
         self._inputs.add(self._periods, batch, copy=self._ahead > 0)
@@ -226,7 +239,7 @@ class Pipeline:
             self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
             self._done += 1
             if finishes:
-                self._inputs.given.pop(iteration)
+                self._inputs.forget(iteration)
             return self._losses.total() if finishes else None
 
     def rows(self, count: int) -> list[int]:
@@ -262,6 +275,8 @@ class Pipeline:
         """
         self._health.check()
         batch = checked_pair(batch)
+        if count is None:
+            self._inputs.count_terms(EVALUATED, batch, local)
         self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
         with self._inputs.kept(EVALUATED, batch), self._health.guarded():

@@ -50,6 +50,9 @@ def taken(pipeline: Running) -> dict[str, Any]:
     """This rank's state between two steps."""
     interpreter, exchange = pipeline._interpreter, pipeline._interpreter.exchange
     exchange.shares.settle()
+    terms = pipeline._inputs.terms
+    if terms is not None:
+        terms.settle()
     exchange.inbox.expect(_under_way(pipeline))
     interpreter.settle()
     return {
@@ -61,6 +64,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "interpreter": {name: copy(getattr(interpreter, name)) for name in _PROGRESS},
         "batches": dict(pipeline._inputs.given),
         "shares": dict(exchange.shares),
+        "terms": dict(terms or {}),
         "arrived": dict(exchange.inbox.arrived),
         "to_come": dict(exchange.to_come),
         "came": {key: list(value) for key, value in exchange.came.items()},
@@ -158,6 +162,8 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     interpreter._told = pipeline._done - 1
     pipeline._inputs.given = dict(state["batches"])
     exchange.shares.update(state["shares"])
+    if pipeline._inputs.terms is not None:
+        pipeline._inputs.terms.update(state["terms"])
     exchange.inbox.arrived.update(state["arrived"])
     exchange.to_come.update(state["to_come"])
     exchange.came.update({key: list(value) for key, value in state["came"].items()})

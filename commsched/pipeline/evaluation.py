@@ -118,9 +118,7 @@ class Evaluation:
         if low == high:
             return
         leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
-        head = self.inputs.head(exchange, number, micro)
-        if head is not None:
-            head.count = count
+        head = self.inputs.head(exchange, number, micro, count)
         outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
         if head is not None and count is not None:
             if head.counts:

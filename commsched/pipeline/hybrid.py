@@ -22,6 +22,7 @@ from commsched.pipeline.fabric import DistFabric, Fabric
 from commsched.pipeline.factory import Make
 from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.stage import Loss
+from commsched.pipeline.terms import Count
 from scheduler.ir.placements import Placement
 from scheduler.ir.program import Program
 from scheduler.pipelines.build import orders_of, stage_count
@@ -35,8 +36,9 @@ class Hybrid:
     micro-batches (twice as many with ``mirrored``), which all replicas of one direction share. Samples need
     not divide evenly: each counts alike. ``schedule`` is a synchronous one of ``scheduler.pipelines`` and
     ``options`` are its own; ``virtual=2`` of ``interleaved`` puts stage ``s + len(placements)`` where stage
-    ``s`` is. ``loss(output, target)`` is a mean over samples. ``stages`` may be a function that makes
-    them, and ``weights`` may be read: see `Pipeline`. Needs ``commsched.init()``, or a ``fabric``.
+    ``s`` is. ``loss(output, target)`` is a mean over samples, or with ``count`` a sum over terms.
+    ``stages`` may be a function that makes them, and ``weights`` may be read: see `Pipeline`. Needs
+    ``commsched.init()``, or a ``fabric``.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Hybrid:
         placements: Sequence[Placement],
         *,
         loss: Loss,
+        count: Count | None = None,
         microbatches: int = 1,
         replicas: int = 1,
         mirrored: bool = False,
@@ -56,12 +59,12 @@ class Hybrid:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        count = stage_count(orders_of(schedule, len(placements), microbatches, options)) if placements else 0
+        needed = stage_count(orders_of(schedule, len(placements), microbatches, options)) if placements else 0
         chain = Chain(stages, elements=True, weights=weights)
         self.stages = [stage for stage in chain.model._modules.values() if stage is not None]
-        if len(self.stages) != count or not count:
+        if len(self.stages) != needed or not needed:
             raise ValueError(
-                f"every stage needs a placement: schedule {schedule!r} runs {count} stages on"
+                f"every stage needs a placement: schedule {schedule!r} runs {needed} stages on"
                 f" {len(placements)} placements, got {len(self.stages)} stages, {len(placements)} placements;"
                 " pass one placement for each stage (interleaved: for each of the first stages)"
             )
@@ -71,8 +74,9 @@ class Hybrid:
             microbatches,
             (len(placements), replicas),
             loss=loss,
+            count=count,
             optimizer=None,
-            cuts=range(count),
+            cuts=range(needed),
             placements=placements,
             mirrored=mirrored,
             tile_options={"overlap": overlap, "fuse_halo": fuse_halo},

@@ -13,7 +13,8 @@ from commsched.pipeline.arguments import Arguments
 from commsched.pipeline.exchange import Exchange
 from commsched.pipeline.full_state import on_device
 from commsched.pipeline.rows import cut
-from commsched.pipeline.stage import Head, Micro, Stage, flattened
+from commsched.pipeline.stage import Head, Loss, Micro, Stage, flattened
+from commsched.pipeline.terms import Terms
 from scheduler.ir.layout import Layout
 
 Batch = tuple[Any, Any]
@@ -23,11 +24,18 @@ Batch = tuple[Any, Any]
 class Inputs:
     """``given[p]``: inputs and targets of period p. ``arguments`` makes the forward's arguments of inputs.
     ``tells``: whether this rank adds to the value of the loss; tiles of one replica all have the same, so
-    only the first does.
+    only the first does. ``terms``: by which a step's loss is divided; None: losses are means over rows.
     """
 
-    def __init__(self, layout: Layout, rank: int, stages: dict[int, Stage], arguments: Arguments) -> None:
-        self.layout, self.rank, self.stages = layout, rank, stages
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        stages: dict[int, Stage],
+        arguments: Arguments,
+        terms: Terms | None = None,
+    ) -> None:
+        self.layout, self.rank, self.stages, self.terms = layout, rank, stages, terms
         self.given: dict[int, Batch] = {}
         self._arguments = arguments
         self._spec: Any = None
@@ -42,6 +50,17 @@ class Inputs:
             targets = tree_map(_clone, batch[1]) if copy else batch[1]
         self.given[period] = inputs, targets
 
+    def count_terms(self, period: int, batch: Any, local: bool) -> None:
+        """Counts the terms of a batch whose loss is wanted."""
+        if self.terms is not None:
+            self.terms.take(period, batch[1], local)
+
+    def forget(self, period: int) -> None:
+        """The period is over."""
+        self.given.pop(period, None)
+        if self.terms is not None:
+            self.terms.forget(period)
+
     @contextmanager
     def kept(self, period: int, batch: Any) -> Iterator[None]:
         """Keeps a batch within ``with``."""
@@ -49,7 +68,7 @@ class Inputs:
         try:
             yield
         finally:
-            del self.given[period]
+            self.forget(period)
 
     def arguments(self, exchange: Exchange, number: int, micro: Micro) -> tuple[list[Any], Any, list[Any]]:
         """The leaves that a stage takes, their structure, and how tiles cut them."""
@@ -64,14 +83,21 @@ class Inputs:
         leaves, cuts = tiled.scatter(leaves)
         return leaves, self._spec, cuts
 
-    def head(self, exchange: Exchange, number: int, micro: Micro) -> Head | None:
+    def head(self, exchange: Exchange, number: int, micro: Micro, count: Loss | None = None) -> Head | None:
+        """What the last stage does with its outputs. ``count``: to call instead of the loss."""
         if number + 1 < self.layout.stages:
             return None
-        low, high = exchange.rows(number, self.rank, micro)
         mine = cut(self.given[micro[1]][1], exchange.given(number, micro))
         first = exchange.place(number, self.rank, micro[0])[1] == 0
-        share = (high - low) / exchange.shares[micro[1]].rows
-        return Head(on_device(mine, self.stages[number].device), share, first)
+        weight = 0.0 if count is not None else self._weight(exchange, number, micro)
+        return Head(on_device(mine, self.stages[number].device), weight, first, count)
+
+    def _weight(self, exchange: Exchange, number: int, micro: Micro) -> float:
+        """The factor that makes this rank's loss of a micro-batch its part of the step's mean."""
+        if self.terms is not None:
+            return 1 / self.terms[micro[1]]
+        low, high = exchange.rows(number, self.rank, micro)
+        return (high - low) / exchange.shares[micro[1]].rows
 
 
 def checked_pair(batch: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from commsched.pipeline.stage import Loss
+from commsched.pipeline.terms import Count
 from commsched.pipeline.update import Factory
 
 Batches = Callable[[int], Iterator[tuple[Any, Any]]]
@@ -41,9 +42,11 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-class Job(NamedTuple):
-    """``loss(outputs, targets)`` is a mean over rows; ``optimizer`` makes an optimizer of parameters. With
-    ``data``, each rank reads its own rows, and training goes by epochs.
+@dataclass(frozen=True)
+class Job:
+    """``loss(outputs, targets)`` is a mean over rows, or with ``count(targets)`` a sum over so many terms;
+    ``optimizer`` makes an optimizer of parameters. With ``data``, each rank reads its own rows, and training
+    goes by epochs.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class Job(NamedTuple):
     batches: Batches
     optimizer: Factory = _sgd
     data: Data | None = None
+    count: Count | None = None
 
 
 def load_function(text: str, option: str) -> Callable[..., Any]:
@@ -72,9 +76,11 @@ def load_function(text: str, option: str) -> Callable[..., Any]:
 def load_job(text: str) -> Job:
     """Call ``module:function``, which returns a ``Job`` or a tuple of its fields."""
     made = load_function(text, "--job")()
-    if not isinstance(made, tuple) or not 3 <= len(made) <= 5 or not isinstance(made[0], nn.Module):
+    if isinstance(made, Job):
+        return made
+    if not isinstance(made, tuple) or not 3 <= len(made) <= 6 or not isinstance(made[0], nn.Module):
         raise ValueError(
-            f"--job {text}: the function must return (model, loss, batches), also with an optimizer and data"
-            f" behind them, got {type(made).__name__}"
+            f"--job {text}: the function must return (model, loss, batches), also with an optimizer, data and"
+            f" count after them, got {type(made).__name__}"
         )
     return Job(*made)

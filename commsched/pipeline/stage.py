@@ -145,7 +145,8 @@ class Stage:
             loss = self.loss(output, saved.head.targets)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ValueError(
-                    "loss(outputs, targets) must return one number, the mean over the rows; got"
+                    "loss(outputs, targets) must return one number, the mean over the rows or, with count=,"
+                    " the sum over the terms; got"
                     f" {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
                 )
             return [loss if tiled is None else tiled.local(loss)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,45 @@ from scheduler.pipelines.build import generate, orders_of, program_of, stage_cou
 from scheduler.validate import validate
 
 
-def check_functions(loss: Any, optimizer: Any) -> None:
-    """``ValueError`` for what is easily passed in place of a loss function and a factory of optimizers."""
+def check_functions(loss: Any, optimizer: Any, count: Any) -> None:
+    """``ValueError`` for what is easily passed in place of these functions."""
     if isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
         raise ValueError(
             f"optimizer= is a function that makes an optimizer of a stage's parameters, and got a {name} that"
             f" has parameters already: pass lambda params: {name}(params, ...)"
         )
-    if not (optimizer is None or callable(optimizer)) or not callable(loss):
-        wrong = "loss" if not callable(loss) else "optimizer"
-        raise ValueError(f"{wrong}= must be a function, got {loss if wrong == 'loss' else optimizer!r}")
+    for name, function in (("loss", loss), ("optimizer", optimizer), ("count", count)):
+        if not callable(function) and (function is not None or name == "loss"):
+            raise ValueError(f"{name}= must be a function, got {function!r}")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         names = ", ".join(name for name, _ in loss.named_parameters())
         raise ValueError(
             f"loss= has parameters ({names}) that would never be stepped: a pipeline trains those of the"
             " model; make them part of the model's last layer, or freeze them"
         )
+    reduction, wanted = _reduction(loss), "mean" if count is None else "sum"
+    if reduction not in (None, wanted):
+        raise ValueError(
+            f"loss= has reduction={reduction!r}, and a pipeline "
+            + (
+                "takes the mean over the rows: pass reduction='mean', or count= with the number of terms that"
+                " the loss of some targets adds up"
+                if count is None
+                else "with count= divides a sum by the number of its terms: pass reduction='sum'"
+            )
+        )
+
+
+def _reduction(loss: Any) -> str | None:
+    """How a loss of torch reduces its terms; None where it does not say."""
+    if isinstance(loss, nn.Module):
+        return getattr(loss, "reduction", None)
+    try:
+        parameter = signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):
+        return None
+    return parameter.default if parameter is not None and isinstance(parameter.default, str) else None
 
 
 def choose(

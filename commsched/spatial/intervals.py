@@ -186,7 +186,38 @@ class TransposedWindow:
         return Split((0, *(min(max(bound, 0), size) for bound in inner), size))
 
 
-def spare_margin(window: Window | TransposedWindow, source: Split, out: Split) -> Interval | None:
+@dataclass(frozen=True)
+class Padding:
+    """``torch.nn.functional.pad`` along one dimension of ``size`` pixels; negative amounts crop it."""
+
+    size: int
+    before: int
+    after: int
+    mode: str = "constant"
+    stride: int = 1
+    span: int = 1
+
+    def want(self, lo: int, hi: int) -> Want:
+        """Outputs ``[lo, hi)`` as pixels of the source."""
+        return pad_want(lo - self.before, hi - self.before, self.size, self.mode)
+
+    def need(self, lo: int, hi: int) -> Interval:
+        """The interval of source pixels that outputs ``[lo, hi)`` read."""
+        runs = [part for part in self.want(lo, hi) if isinstance(part, Run)]
+        return (min(run.lo for run in runs), max(run.hi for run in runs)) if runs else (0, 0)
+
+    def split(self, source: Split) -> Split:
+        """Owners of the outputs: each pixel stays with its owner, and border parts take the padding."""
+        size = self.size + self.before + self.after
+        inner = (min(max(bound + self.before, 0), size) for bound in source.bounds[1:-1])
+        out = Split((0, *inner, size))
+        return out.with_margin(spare_margin(self, source, out) or (0, 0))
+
+
+AnyWindow = Window | TransposedWindow | Padding
+
+
+def spare_margin(window: AnyWindow, source: Split, out: Split) -> Interval | None:
     """Outputs beyond its own that every part can compute from the pixels it holds; None: not even its own."""
     if not _computable(window, source, out, (0, 0)):
         return None
@@ -199,7 +230,7 @@ def spare_margin(window: Window | TransposedWindow, source: Split, out: Split) -
     return before, after
 
 
-def _computable(window: Window | TransposedWindow, source: Split, out: Split, margin: Interval) -> bool:
+def _computable(window: AnyWindow, source: Split, out: Split, margin: Interval) -> bool:
     for part in range(out.parts):
         lo, hi = out.widen(out.owned(part), margin)
         if lo < hi:

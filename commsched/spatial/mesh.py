@@ -45,6 +45,14 @@ class Rates(NamedTuple):
     per_multiplication: float
 
 
+class NeedsOthersError(Exception):
+    """A block that is computed alone needs pixels that it does not hold. ``fetches``: perhaps a halo."""
+
+    def __init__(self, why: str, fetches: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.fetches = why, fetches
+
+
 class Mesh:
     """A ``grid`` of tiles over the tensor dimensions ``dims`` (counted from the end); rank order is
     row-major.
@@ -69,6 +77,7 @@ class Mesh:
         self.fusion: dict[Site, int] = {}  # how many pixels beyond its own a site computes
         self.visits: list[Visit] | None = None  # kept in dry runs
         self.dry = False  # nothing is computed or sent
+        self.alone = False  # the tiles are blocks, each of which is computed alone
         self.rates: Rates | None = None
         self.device_mesh: Any = None  # of DTensors on the same ranks
         self.traffic: Counter[str] = Counter()
@@ -146,6 +155,11 @@ class Mesh:
     def where(self, operation: str) -> str:
         """``operation`` with the name of the module that runs it, for messages."""
         return f"{self.module}: {operation}"
+
+    def needs_other_end(self) -> None:
+        """An operation joins the two ends of the image."""
+        if self.alone:
+            raise NeedsOthersError("it joins the two ends of the image")
 
     def site(self, shape: Sequence[int]) -> Site:
         """Name the operation that starts now, with the same name in every run of the model."""

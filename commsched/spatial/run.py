@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from commsched.spatial.api import even_cuts, from_local, tile_bounds
 from commsched.spatial.explain import naming
 from commsched.spatial.fuse import meta_state, meta_tile
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import trimmed
-from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
+from commsched.spatial.mesh import Mesh, NeedsOthersError, current_mesh, use_mesh
 from commsched.spatial.pixels import Pixels
 from commsched.spatial.shard import agree, default_channel, is_sharded, shard, unshard
-from commsched.spatial.tile import Cut, Tile, cut_axes
+from commsched.spatial.tile import Cut, Tile, cut_axes, name_of, tiles_in
 from commsched.transport.channel import Channel, Parcel, Pending, SilentChannel
 
 
@@ -96,15 +97,51 @@ class _Loader:
         return self([slice(0, 1 if dim in self._cut else size) for dim, size in enumerate(self.shape)])
 
 
-class _NeedsOthersError(Exception):
-    """A block needs pixels that it does not hold."""
-
-
 class _Isolated(SilentChannel):
     """The channel of a block that has its halo from the file."""
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
-        raise _NeedsOthersError(operation)
+        raise NeedsOthersError("it needs the whole image", fetches=operation.endswith(": fetch"))
+
+
+class _Watch(TorchFunctionMode):
+    """Names the running operation, and the first one after which blocks lack a halo, or pixels at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operation = self.trimming = self.emptying = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tiles = list(tiles_in((args, kwargs)))
+        if tiles:
+            self.operation = tiles[0].mesh.where(name_of(func))
+        result = func(*args, **kwargs)
+        if any(map(_has_margin, tiles)):
+            made = list(tiles_in(result))
+            if not all(map(_has_margin, made)):
+                self.trimming = self.trimming or self.operation
+            if any(map(_has_empty_part, made)):
+                self.emptying = self.emptying or self.operation
+        return result
+
+    def refusal(self, error: NeedsOthersError) -> str:
+        """Which operation cannot be computed in blocks, why, and what to do."""
+        why, way_out = error.why, "run without blocks="
+        if error.fetches and self.emptying:
+            why = f"{self.emptying} leaves blocks without pixels"
+            way_out = f"take fewer blocks, or {way_out}"
+        elif error.fetches and self.trimming:
+            why = f"{self.trimming} keeps no halo for it"
+        return f"{self.operation} cannot be computed in blocks: {why}; {way_out}"
+
+
+def _has_margin(tile: Tile) -> bool:
+    return any(cut.split.margin != (0, 0) for _, cut in cut_axes(tile.cuts))
+
+
+def _has_empty_part(tile: Tile) -> bool:
+    return any(len(set(cut.split.bounds)) <= cut.split.parts for _, cut in cut_axes(tile.cuts))
 
 
 class _Blocks:
@@ -151,10 +188,7 @@ class _Blocks:
         while (result := self._attempt(many)) is None:
             few, many = many, 2 * many
             if few >= widest:
-                raise ValueError(
-                    f"{type(self._model).__name__}: {self._needs} needs the whole image, so it cannot be "
-                    f"computed in blocks; run without blocks="
-                )
+                raise ValueError(f"{type(self._model).__name__}: {self._refusal}")
         while many - few > 1:
             middle = (few + many) // 2
             found = self._attempt(middle)
@@ -162,15 +196,16 @@ class _Blocks:
         return many, result
 
     def _attempt(self, margin: int) -> Tile | None:
-        try:
-            return self._run(0, margin, data=False)
-        except _NeedsOthersError as error:
-            self._needs = str(error)
-            return None
+        with _Watch() as watch:
+            try:
+                return self._run(0, margin, data=False)
+            except NeedsOthersError as error:
+                self._refusal = watch.refusal(error)
+                return None
 
     def _run(self, rank: int, margin: int, data: bool) -> Tile:
         mesh = Mesh(_Isolated(rank, prod(self._grid)), self._grid, self._mesh.dims)
-        mesh.dry = not data
+        mesh.dry, mesh.alone = not data, True
         cuts = even_cuts(mesh, self._whole, margin)
         with naming(self._model, mesh):
             if data:

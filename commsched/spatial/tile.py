@@ -255,7 +255,10 @@ def unsupported(func: Any, args: tuple, kwargs: dict, why: str = "") -> Any:
         whole = tree_map(lambda t: MOVES["replicate"](t) if isinstance(t, Tile) else t, (args, kwargs))
         return _run_replicated(func, *whole)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
+    way_out = "gather the tile first, or shard with unsupported='gather'"
+    if mesh.alone:
+        way_out = "call the model on the whole image"
     raise ValueError(
         f"{mesh.where(name_of(func))} on an image of shape {shapes} split over a grid of {mesh.grid} is not "
-        f"supported{': ' + why if why else ''}; gather the tile first, or shard with unsupported='gather'"
+        f"supported{': ' + why if why else ''}; {way_out}"
     )

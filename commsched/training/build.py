@@ -32,7 +32,12 @@ def pipeline_of(
     """This rank's part. ``stages`` by default as many as ranks and replicas leave. ``across``: a bundle's
     fronts and rears are on different hosts.
     """
-    common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer, "on_step": on_step}
+    common: dict[str, Any] = {
+        "loss": job.loss,
+        "count": job.count,
+        "optimizer": job.optimizer,
+        "on_step": on_step,
+    }
     if plan is not None:
         return Pipeline(job.model, plan=plan, **common)
     size = commsched.size()

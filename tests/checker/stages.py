@@ -59,6 +59,16 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "by name": by_name,
 }
 
+
+def weighted_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A sum over terms, of which rows have different numbers: see ``terms_of``."""
+    return ((outputs - targets).square() * (1 + (targets > 0))).sum()
+
+
+def terms_of(targets: Tensor) -> Tensor:
+    return (1 + (targets > 0)).sum()
+
+
 # -- models --------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +173,9 @@ BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "cha
 
 @dataclass(frozen=True)
 class Case:
-    """``steps``: how many rows each has, and what happens before it."""
+    """``steps``: how many rows each has, and what happens before it. ``weighted``: the loss is a sum over
+    terms instead of a mean over rows.
+    """
 
     seed: int
     kinds: tuple[str, ...]
@@ -173,6 +185,7 @@ class Case:
     options: dict[str, Any]
     size: int
     steps: tuple[tuple[int, str], ...] = field(default=())
+    weighted: bool = False
 
 
 def draw(seed: int) -> Case:
@@ -212,6 +225,7 @@ def draw(seed: int) -> Case:
         options,
         stages * replicas,
         tuple(zip(rows, actions)),
+        dice.random() < 0.3,
     )
 
 
@@ -249,12 +263,12 @@ def set_attribute(model: nn.Module, number: int) -> None:
 class Backward(nn.Module):
     """Forward and backward of a model in one call: a checkpoint computes a part again within the backward."""
 
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
+    def __init__(self, model: nn.Module, names: list[str], loss: Any) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.names, self.loss = model, names, loss
 
     def forward(self, targets: Tensor, share: float, *placed: Any, **named: Any) -> Any:
-        loss = loss_of(self.model(*placed, **named), targets) * share
+        loss = self.loss(self.model(*placed, **named), targets) * share
         weights = dict(self.model.named_parameters())
         if not loss.requires_grad:
             return float(loss), {}
@@ -311,8 +325,10 @@ class Plain:
             placed = tuple(x.clone() for x in placed)
             weights = {f"model.{name}": value for name, value in used.items()}
             taken = {k: v.clone() for k, v in named.items()}
-            arguments = (cut(targets, span), (span[1] - span[0]) / rows, *placed)
-            loss, found = functional_call(Backward(self.model, list(used)), weights, arguments, taken)
+            weighted = self.case.weighted
+            share = 1 / float(terms_of(targets)) if weighted else (span[1] - span[0]) / rows
+            backward = Backward(self.model, list(used), weighted_loss if weighted else loss_of)
+            loss, found = functional_call(backward, weights, (cut(targets, span), share, *placed), taken)
             total += loss
             for name, grad in found.items():
                 before = grads[name]
@@ -338,7 +354,8 @@ def train(case: Case) -> list[Any]:
         def make() -> Pipeline:
             return Pipeline(
                 model,
-                loss=loss_of,
+                loss=weighted_loss if case.weighted else loss_of,
+                count=terms_of if case.weighted else None,
                 optimizer=OPTIMIZERS[case.optimizer],
                 fabric=fabric,
                 example=example,

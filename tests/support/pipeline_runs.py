@@ -124,8 +124,11 @@ def replayed(
     optimizer: Any = sgd,
     loss: Any = loss_of,
     example: Any = None,
+    count: Any = None,
 ) -> tuple[Weights, list[float]]:
-    """Every micro-batch with the versions that the program gives its stages."""
+    """Every micro-batch with the versions that the program gives its stages. ``count``: of the terms of some
+    targets, over which the loss is a sum.
+    """
     layout = program.pipeline
     assert layout is not None
     seen = version_map(program, len(data))
@@ -137,6 +140,7 @@ def replayed(
         lambda name, micro, period: seen[owner[name], micro, period],
         optimizer,
         loss,
+        count,
     )
 
 
@@ -159,6 +163,7 @@ def _trained(
     version: Callable[[str, int, int], int],
     optimizer: Any,
     loss: Any,
+    count: Any = None,
 ) -> tuple[Weights, list[float]]:
     model = copy.deepcopy(model)
     newest = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
@@ -174,7 +179,8 @@ def _trained(
             takes = inspect.signature(model.forward).parameters
             named = mine if isinstance(mine, dict) and set(mine) <= set(takes) else {}
             output = functional_call(model, used, () if named else (mine,), named)
-            part = loss(output, cut(targets, span)) * ((span[1] - span[0]) / rows)
+            share = (span[1] - span[0]) / rows if count is None else 1 / float(count(targets))
+            part = loss(output, cut(targets, span)) * share
             for name, grad in zip(used, torch.autograd.grad(part, list(used.values()), allow_unused=True)):
                 before = grads[name]
                 grads[name] = before if grad is None else grad if before is None else before + grad

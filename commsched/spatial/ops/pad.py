@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.intervals import Split, Want, Window, pad_want
+from commsched.spatial.intervals import Padding, Split, Want, Window, pad_want, spare_margin
 from commsched.spatial.layout import replicate, take
 from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of, unsupported
 
 
 @handles(F.pad)
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    """Border tiles take the padding; a circular one comes from the other end of the image."""
+    """Border tiles take the padding; a circular one comes from the other end of the image.
+
+    A margin (a wide halo) that a tile holds stays, as far as it needs no pixels of other tiles.
+    """
     assert isinstance(input, Tile)
     pads = {-1 - i // 2: (int(pad[i]), int(pad[i + 1])) for i in range(0, len(pad), 2)}
     _check_pads(input, pads, mode)
@@ -25,12 +28,12 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
         before, after = pads.get(cut.dim, (0, 0))
         if (before, after) == (0, 0):
             continue
-        split = padded_split(cut.split, before, after)
+        if mode == "circular":
+            input.mesh.needs_other_end()
+        padding = Padding(cut.split.size, before, after, mode)
+        split = padding.split(cut.split)
         cuts[axis] = Cut(cut.dim, split)
-        wants[axis] = tuple(
-            pad_want(lo - before, hi - before, cut.split.size, mode)
-            for lo, hi in map(split.owned, range(split.parts))
-        )
+        wants[axis] = tuple(padding.want(*split.held(part)) for part in range(split.parts))
         rest[2 * (-1 - cut.dim) : 2 * (-cut.dim)] = [0, 0]
     local = take(input, wants, value or 0.0)
     if any(rest):
@@ -46,12 +49,6 @@ def _pad_whole(local: Tensor, pads: list[int], mode: str, value: float | None, l
             shape[-1 - i // 2] += size
         return local.reshape(shape) if 0 in shape else F.pad(local, pads)
     return F.pad(local, pads, mode, value) if mode == "constant" else F.pad(local, pads, mode)
-
-
-def padded_split(split: Split, before: int, after: int) -> Split:
-    size = split.size + before + after
-    inner = (min(max(bound + before, 0), size) for bound in split.bounds[1:-1])
-    return Split((0, *inner, size))
 
 
 def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None:
@@ -83,6 +80,7 @@ def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
     for axis, cut in cut_axes(input.cuts):
         shift = amounts.pop(cut.dim, 0) % cut.split.size
         if shift:
+            input.mesh.needs_other_end()
             cuts[axis] = Cut(cut.dim, cut.split.with_margin((0, 0)))
             wants[axis] = tuple(_shifted(cut.split, part, shift) for part in range(cut.split.parts))
     local = take(input, wants)
@@ -146,6 +144,15 @@ def getitem(tile: Any, index: Any) -> Any:
     return Tile.make(result, tile.mesh, cuts)
 
 
+@handles(torch.narrow, torch.Tensor.narrow)
+def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
+    """A crop."""
+    index, first = [slice(None)] * input.ndim, int(start)
+    first += input.shape[dim] if first < 0 else 0
+    index[dim] = slice(first, first + length)
+    return getitem(input, tuple(index))
+
+
 def _cropped(tile: Tile, crops: dict[int, tuple[int, int]]) -> Tile:
     """Pad by negative amounts, per dimension counted from the end."""
     amounts = [crops.get(-1 - i, (0, 0)) for i in range(tile.ndim)]
@@ -157,9 +164,11 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     """``pixels`` along ``axis``: each stays with its owner, so nothing is sent."""
     cut = tile.cuts[axis]
     assert cut is not None
-    split = Window(1, pixels.step, before=-pixels.start).split(cut.split, len(pixels))
+    window = Window(1, pixels.step, before=-pixels.start)
+    split = window.split(cut.split, len(pixels))
+    split = split.with_margin(spare_margin(window, cut.split, split) or (0, 0))
     part = tile.mesh.coord[axis]
-    chosen, start = pixels[slice(*split.owned(part))], cut.split.held(part)[0]
+    chosen, start = pixels[slice(*split.held(part))], cut.split.held(part)[0]
     own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)
     index = (..., own, *((slice(None),) * (-1 - cut.dim)))
     local = local_of(tile)[index]

@@ -175,18 +175,20 @@ def expand_as(input: Any, other: Tensor) -> Any:
 
 
 def _scaled(cuts: Cuts, factor: int) -> Cuts:
-    return tuple(
-        None if cut is None else Cut(cut.dim, Split(tuple(b * factor for b in cut.split.bounds)))
-        for cut in cuts
-    )
+    """Each pixel becomes ``factor`` pixels of the same owner."""
+
+    def scaled(split: Split) -> Split:
+        before, after = split.margin
+        return Split(tuple(b * factor for b in split.bounds), (before * factor, after * factor))
+
+    return tuple(None if cut is None else Cut(cut.dim, scaled(cut.split)) for cut in cuts)
 
 
 @handles(torch.nn.functional.pixel_shuffle)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
-    tile = trimmed(input)
-    r, local = upscale_factor, local_of(tile)
+    r, local = upscale_factor, local_of(input)
     *lead, channels, height, width = local.shape
     split = local.reshape(*lead, channels // (r * r), r, r, height, width)
     order = [*range(split.ndim - 4), -2, -4, -1, -3]
     shuffled = split.permute(order).reshape(*lead, channels // (r * r), height * r, width * r)
-    return Tile.make(shuffled, tile.mesh, _scaled(tile.cuts, r))
+    return Tile.make(shuffled, input.mesh, _scaled(input.cuts, r))

@@ -60,6 +60,28 @@ def residuals(seed: int) -> nn.Sequential:
     return model
 
 
+class Cropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., 2:-1, 1:]
+
+
+def paddings(seed: int) -> nn.Sequential:
+    """Padding and cropping layers between convolutions."""
+    generator = torch.Generator().manual_seed(seed)
+    between = [
+        nn.ReflectionPad2d((1, 2, 2, 1)),
+        Cropped(),
+        nn.ZeroPad2d((2, 1, 1, 0)),
+        nn.ReplicationPad2d(1),
+    ]
+    layers = [layer for each in between for layer in (nn.Conv2d(2, 2, 3, padding=1), each)]
+    model = nn.Sequential(*layers, nn.CircularPad2d(1), nn.Conv2d(2, 2, 3, 2)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(integers(generator, parameter.shape) % 3 - 1)
+    return model
+
+
 def outcome(model: nn.Module, image: Tensor) -> list[Tensor]:
     x = image.clone().requires_grad_()
     out = model(x)
@@ -102,6 +124,13 @@ def test_the_same_bits(grid: tuple[int, int], fuse: int, overlap: str) -> None:
 def test_residual_connections_in_place(grid: tuple[int, int], fuse: int) -> None:
     """``out += identity`` was refused where fused halos gave the two sides different margins."""
     on_threads(grid[0] * grid[1], lambda ch: compare(5, grid, fuse, "off", ch, residuals))
+
+
+@pytest.mark.parametrize(("grid", "fuse"), [((2, 2), 2), ((1, 3), 3), ((4, 1), 4)])
+def test_paddings_and_crops_keep_a_wide_halo(grid: tuple[int, int], fuse: int) -> None:
+    on_threads(grid[0] * grid[1], lambda ch: compare(5, grid, fuse, "off", ch, paddings))
+    report = spatial.explain(paddings(5), (1, 2, 22, 25), grid, dtype=torch.float64, fuse_halo=fuse)
+    assert len(report.blocks[0]) == fuse  # the convolutions that share the first halo
 
 
 def _too_small(seed: int) -> bool:

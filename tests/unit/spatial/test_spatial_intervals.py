@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from commsched.spatial.intervals import (
     Fill,
+    Padding,
     Run,
     Split,
     TransposedWindow,
@@ -147,6 +148,29 @@ def test_padding_reads_what_torch_reads(mode: str, data: st.DataObject) -> None:
     want = pad_want(lo - before, hi - before, size, mode)
     assert read(want, [float(i) for i in range(size)]) == padded[lo:hi]
     assert want_length(want) == hi - lo
+
+
+@given(st.sampled_from(["constant", "reflect", "replicate"]), splits(), st.data())
+def test_padding_keeps_the_margin_that_parts_hold(mode: str, source: Split, data: st.DataObject) -> None:
+    source = source.with_margin(data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9))))
+    low, most = (-source.size // 2, 9) if mode == "constant" else (0, source.size - 1)
+    padding = Padding(source.size, *(data.draw(st.integers(low, most)) for _ in range(2)), mode)
+    out = padding.split(source)
+    assert out.size == source.size + padding.before + padding.after
+    owned = [padding.want(*out.owned(part)) for part in range(out.parts)]
+    local = all(within(want, source.held(part)) for part, want in enumerate(owned))
+    for part in range(out.parts):
+        if local:
+            assert within(padding.want(*out.held(part)), source.held(part))
+        else:
+            assert out.margin == (0, 0)
+    full = len(set(source.bounds)) == len(source.bounds)  # no part is empty
+    if mode == "constant" and full and min(padding.before, padding.after) >= 0:
+        assert all(kept >= held for kept, held in zip(out.margin, source.margin))
+
+
+def within(want: tuple, held: tuple[int, int]) -> bool:
+    return all(held[0] <= part.lo and part.hi <= held[1] for part in want if isinstance(part, Run))
 
 
 @given(st.data())

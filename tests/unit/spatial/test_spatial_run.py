@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.transport.channel import Channel
+from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build
 
@@ -89,6 +91,98 @@ def test_parts_from_a_file_are_those_of_the_whole(
     assert np.abs(np.load(tmp_path / "out.npy") - expected.numpy()).max() < 1e-12
 
 
+class Calls(nn.Module):
+    """A convolution before and after a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def padded(x: Tensor) -> Tensor:
+    """To a multiple of 8 for a network that halves three times, and back."""
+    y = F.pad(x, (0, -x.shape[-1] % 8, 0, -x.shape[-2] % 8), mode="replicate")
+    return F.interpolate(F.max_pool2d(y, 8), scale_factor=8)[..., : x.shape[-2], : x.shape[-1]]
+
+
+PADDED: dict[str, Any] = {
+    "reflection": lambda: nn.Sequential(nn.ReflectionPad2d(3), nn.Conv2d(2, 3, 7)),
+    "several": lambda: nn.Sequential(
+        nn.ReflectionPad2d((1, 2, 3, 1)),
+        nn.Conv2d(2, 3, 3, 2),
+        nn.ReplicationPad2d(2),
+        nn.Conv2d(3, 3, 5),
+        nn.Upsample(scale_factor=2),
+        nn.ZeroPad2d((1, 2, 0, 1)),
+        nn.Conv2d(3, 1, 3),
+    ),
+    "padding mode": lambda: nn.Conv2d(2, 3, 5, padding=2, padding_mode="reflect"),
+    "constant": lambda: Calls(lambda x: F.pad(x, (1, 2, 3, 4), value=0.5)),
+    "negative": lambda: Calls(lambda x: F.pad(x, (-1, -2, 3, -1))),
+    "crop": lambda: Calls(lambda x: x[..., 2:-1, 1:]),
+    "crop of more than a block": lambda: Calls(lambda x: x[..., 9:-9, :]),
+    "crop to a smaller result": lambda: Calls(lambda x: x[..., 2:-2, 2:-2] + F.avg_pool2d(x, 5, 1)),
+    "narrow": lambda: Calls(lambda x: x.narrow(-1, 3, 30).narrow(2, -20, 20)),
+    "every third row": lambda: Calls(lambda x: x[..., 1::3, ::2]),
+    "pixel shuffle": lambda: Calls(lambda x: F.pixel_shuffle(torch.cat([x, -x, x, x + 1], 1), 2)),
+    "to a multiple": lambda: Calls(padded),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_and_cropping_in_blocks(name: str) -> None:
+    """They dropped the halo of a block, and the convolution after them was refused."""
+    model, image = ready(PADDED[name]()), image_of(2, 37, 45)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(image)[None].double())
+
+    def run(channel: Channel) -> None:
+        for blocks in (None, (3, 2)):
+            tile = spatial.run(copy.deepcopy(model), image, (2, 1), blocks=blocks, channel=channel)
+            assert tile.shape == expected.shape
+            part = expected[tuple(slice(*bound) for bound in tile.bounds)]
+            # Pixels of up to 255, and two convolutions of up to 49 of them.
+            exact = 255 * rounding(torch.float64, 4 * 49, 3)
+            torch.testing.assert_close(tile.local, part, rtol=0, atol=exact)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.CircularPad2d(1), nn.Conv2d(2, 2, 3)),
+            r"0 \(CircularPad2d\): pad cannot be computed in blocks: it joins the two ends of the image; run",
+        ),
+        (
+            Calls(lambda x: torch.roll(x, 1, -1)),
+            r"Calls: torch.roll cannot be computed in blocks: it joins the two ends of the image; run",
+        ),
+        (
+            Calls(lambda x: x.flatten(2).reshape(x.shape)),
+            r"last \(Conv2d\): conv2d cannot .*: Calls: torch.Tensor.flatten keeps no halo for it; run",
+        ),
+        (
+            nn.Sequential(Calls(lambda x: x[..., 14:, :]), nn.ConvTranspose2d(2, 2, 4, 2)),
+            r"1 \(ConvTranspose2d\): conv_transpose2d cannot .*: 0 \(Calls\): torch.Tensor.__getitem__ leaves"
+            " blocks without pixels; take fewer blocks, or run without blocks=",
+        ),
+        (
+            Calls(lambda x: x.softmax(-1)),
+            "Calls: torch.Tensor.softmax .*: dimension -1 is the one that is split; call the model on the",
+        ),
+    ],
+)
+def test_blocks_name_the_operation_that_needs_others(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spatial.run(model.eval(), image_of(2, 37, 45), (1, 1), blocks=(6, 4))
+
+
 def test_dimensions_in_any_order_from_anything_with_slices() -> None:
     image = image_of(20, 30, 3)
 
@@ -141,7 +235,11 @@ def test_what_cannot_be_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             spatial.run(model, image, options.pop("grid", (1, 1)), **options)
 
     whole = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1)).eval()
-    refused(r"1 \(AdaptiveAvgPool2d\): sum over tiles needs the whole image", whole, blocks=(2, 2))
+    refused(
+        r"1 \(AdaptiveAvgPool2d\): adaptive_avg_pool2d cannot be computed in blocks: it needs the whole",
+        whole,
+        blocks=(2, 2),
+    )
     refused("in training mode: call model.eval", nn.Conv2d(3, 2, 3))
     refused("that is sharded: call unshard first", spatial.shard(nn.Conv2d(3, 2, 3).eval(), (1, 1)))
     refused("blocks must be 2 positive numbers", blocks=(2,))

@@ -14,12 +14,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commsched.cli import main
+from commsched.pipeline import Job
 from commsched.training.images import ClassFolders
 from commsched.training.loop import Decay, Settings
 from commsched.training.results import curves
 from tests.support import small_data
 from tests.support.file_models import convolutions
+from tests.support.pipeline_runs import WIDTH, assert_close, chain_model, sgd
+from tests.support.rounding import rounding
 
+IGNORED = -100
 JOB = "--job images --image-size 16 --model tests.support.file_models:convolutions"
 
 
@@ -67,6 +71,38 @@ def test_one_process_is_plain_training(pictures: Path, tmp_path: Path) -> None:
     images, labels = next(iter(DataLoader(tested, batch_size=len(tested))))
     right = (model.eval()(images).argmax(1) == labels).double().mean()
     assert epochs[-1]["test"]["top1"] == pytest.approx(float(right))
+
+
+def texts() -> Job:
+    """The loss is a sum over tokens; texts of four steps, of which every other one has a single token."""
+    dice = torch.Generator().manual_seed(3)
+    x, y = torch.randn(24, 5, WIDTH, generator=dice).double(), torch.randint(WIDTH, (24, 5), generator=dice)
+    y[::2, 1:] = IGNORED
+
+    def batches(rows: int) -> Any:
+        return zip(x.split(rows), y.split(rows))
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="sum")
+
+    return Job(chain_model(2), loss, batches, sgd, count=lambda targets: (targets != IGNORED).sum())
+
+
+def test_a_job_may_sum_its_loss_over_tokens(tmp_path: Path, capsys: Any) -> None:
+    saved, name = tmp_path / "model.pt", f"{__name__}:texts"
+    words = f"--rows 6 --steps 4 --microbatches 4 --schedule gpipe --stages 1 --save {saved}"
+    assert main(["train", "--job", name, *words.split()]) == 0
+    job, said = texts(), capsys.readouterr().out
+    optimizer = sgd(list(job.model.parameters()))
+    for number, (x, y) in enumerate(job.batches(6)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(job.model(x).transpose(1, 2), y)
+        loss.backward()
+        optimizer.step()
+        assert f"step {number}: loss {loss.item():.6f}" in said
+    # Sums over the tokens of a batch and over the width; layers forward and backward, and steps.
+    exact = rounding(torch.float64, 6 * 5 * WIDTH, 4 * 4)
+    assert_close(torch.load(saved), dict(job.model.state_dict()), exact)
 
 
 def test_weights_that_fit_are_the_start(pictures: Path, tmp_path: Path, capsys: Any) -> None:
