@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,12 +250,31 @@ def test_a_local_step_without_a_term_ends_every_rank() -> None:
         ({"count": 5}, "count= must be a function, got 5"),
         ({"count": count, "loss": nn.CrossEntropyLoss()}, "'mean', .* with count= divides a sum .*'sum'"),
         ({"count": count, "loss": F.cross_entropy}, "'mean', .* with count= divides a sum .*'sum'"),
+        ({"count": count, "loss": partial(F.nll_loss, ignore_index=0)}, "'mean', .* divides a sum .*'sum'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "'sum', .* the mean over the rows: .* or count="),
     ],
 )
 def test_losses_that_are_no_sums_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attempt(**options)
+
+
+class OverRows(nn.CrossEntropyLoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs, targets) / len(targets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": OverRows(reduction="sum")},
+        {"loss": partial(F.cross_entropy, ignore_index=IGNORED)},
+        {"loss": partial(F.cross_entropy, reduction="sum"), "count": count},
+        {"loss": nn.CrossEntropyLoss(reduction="sum"), "count": count},
+    ],
+)
+def test_losses_that_fit_are_taken(options: dict[str, Any]) -> None:
+    attempt(**options).close()
 
 
 @pytest.mark.parametrize(
