@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -43,28 +44,28 @@ def check_functions(loss: Any, optimizer: Any, count: Any) -> None:
             f"loss= has parameters ({names}) that would never be stepped: a pipeline trains those of the"
             " model; make them part of the model's last layer, or freeze them"
         )
-    reduction, wanted = _reduction(loss), "mean" if count is None else "sum"
-    if reduction not in (None, wanted):
+    if count is None and _reduction(loss) == "sum":
         raise ValueError(
-            f"loss= has reduction={reduction!r}, and a pipeline "
-            + (
-                "takes the mean over the rows: pass reduction='mean', or count= with the number of terms that"
-                " the loss of some targets adds up"
-                if count is None
-                else "with count= divides a sum by the number of its terms: pass reduction='sum'"
-            )
+            "loss= has reduction='sum', and a pipeline takes the mean over the rows: pass reduction='mean',"
+            " or count= with the number of terms that the loss of some targets adds up"
+        )
+    if count is not None and _reduction(loss) == "mean":
+        raise ValueError(
+            "loss= has reduction='mean', and a pipeline with count= divides a sum by the number of its terms:"
+            " pass reduction='sum'"
         )
 
 
 def _reduction(loss: Any) -> str | None:
-    """How a loss of torch reduces its terms; None where it does not say."""
-    if isinstance(loss, nn.Module):
-        return getattr(loss, "reduction", None)
-    try:
-        parameter = signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):
+    """How a loss of torch reduces its terms; None for other losses, whose own code may go on from there."""
+    is_module = isinstance(loss, nn.Module)
+    made_by = type(loss) if is_module else loss.func if isinstance(loss, partial) else loss
+    if not str(getattr(made_by, "__module__", "")).startswith("torch.nn"):
         return None
-    return parameter.default if parameter is not None and isinstance(parameter.default, str) else None
+    if is_module:
+        return getattr(loss, "reduction", None)
+    parameter = signature(loss).parameters.get("reduction")
+    return None if parameter is None else parameter.default
 
 
 def choose(

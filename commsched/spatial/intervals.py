@@ -214,10 +214,7 @@ class Padding:
         return out.with_margin(spare_margin(self, source, out) or (0, 0))
 
 
-AnyWindow = Window | TransposedWindow | Padding
-
-
-def spare_margin(window: AnyWindow, source: Split, out: Split) -> Interval | None:
+def spare_margin(window: Window | TransposedWindow | Padding, source: Split, out: Split) -> Interval | None:
     """Outputs beyond its own that every part can compute from the pixels it holds; None: not even its own."""
     if not _computable(window, source, out, (0, 0)):
         return None
@@ -230,7 +227,9 @@ def spare_margin(window: AnyWindow, source: Split, out: Split) -> Interval | Non
     return before, after
 
 
-def _computable(window: AnyWindow, source: Split, out: Split, margin: Interval) -> bool:
+def _computable(
+    window: Window | TransposedWindow | Padding, source: Split, out: Split, margin: Interval
+) -> bool:
     for part in range(out.parts):
         lo, hi = out.widen(out.owned(part), margin)
         if lo < hi:

@@ -104,7 +104,7 @@ class _Isolated(SilentChannel):
         raise NeedsOthersError("it needs the whole image", fetches=operation.endswith(": fetch"))
 
 
-class _Watch(TorchFunctionMode):
+class _HaloWatch(TorchFunctionMode):
     """Names the running operation, and the first one after which blocks lack a halo, or pixels at all."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class _Blocks:
         return many, result
 
     def _attempt(self, margin: int) -> Tile | None:
-        with _Watch() as watch:
+        with _HaloWatch() as watch:
             try:
                 return self._run(0, margin, data=False)
             except NeedsOthersError as error:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched.spatial.intervals import Window
+from commsched.spatial.ops.reduce import wide
 from commsched.spatial.ops.windows import each, part_of, windowed
 from commsched.spatial.tile import Tile, cut_axes, handles, unsupported
 
@@ -72,14 +73,14 @@ def _avg_pool(
     )
     local, cuts = sums.local, sums.cuts
     if divisor_override is not None:
-        return Tile.make(local / divisor_override, input.mesh, cuts)
+        return Tile.make((local / divisor_override).to(input.dtype), input.mesh, cuts)
     counts = torch.ones((), dtype=local.dtype, device=local.device)
     ranges = {cut.dim: part_of(cut, input, axis) for axis, cut in cut_axes(cuts)}
     for dim in range(-n, 0):
         lo, hi = ranges.get(dim, (0, local.shape[dim]))
         per_window = [_counted(windows[dim], o, input.shape[dim], count_include_pad) for o in range(lo, hi)]
         counts = counts.unsqueeze(-1) * torch.tensor(per_window, dtype=local.dtype, device=local.device)
-    return Tile.make(local / counts, input.mesh, cuts)
+    return Tile.make((local / counts).to(input.dtype), input.mesh, cuts)
 
 
 def _counted(window: Window, output: int, size: int, include_pad: bool) -> int:
@@ -92,11 +93,12 @@ def _counted(window: Window, output: int, size: int, include_pad: bool) -> int:
 
 def _window_sums(n: int, buffer: Tensor, windows: list[Window], rest: list[int], ceil: bool) -> Tensor:
     kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
+    buffer = buffer.to(wide(buffer.dtype))  # the sum may be too large for float16 where the mean is not
     if n == 1:
-        wide = F.avg_pool2d(
+        sums = F.avg_pool2d(
             buffer.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *rest), ceil, divisor_override=1
         )
-        return wide.squeeze(-2)
+        return sums.squeeze(-2)
     pool = F.avg_pool2d if n == 2 else F.avg_pool3d
     return pool(buffer, kernel, stride, rest, ceil, divisor_override=1)
 

@@ -73,6 +73,46 @@ def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **optio
     return result if result.dtype == kind else result.to(kind)
 
 
+def var(
+    input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    """The variance over all owned pixels of ``dim``, from the deviations of the mean."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    kind, dims = input.dtype, negative_dims(input, dim)
+    wider = input.to(wide(kind))
+    deviations = wider - mean(wider, dims, keepdim=True)
+    freedom = prod(input.shape[d] for d in dims) - (int(unbiased) if correction is None else correction)
+    return (unrounded(deviations * deviations, dims, keepdim, None) / max(freedom, 0)).to(kind)
+
+
+def std(input: Any, *args: Any, **options: Any) -> Any:
+    """The root of the variance; its gradient is zero where it is zero, as torch has it."""
+    variance = var(input.to(wide(input.dtype)), *args, **options)
+    zero = variance == 0
+    return (variance + zero).sqrt().masked_fill(zero, 0.0).to(input.dtype)
+
+
+def _of_split(function: Callable[..., Any], name: str) -> None:
+    """Registers a reduction for split dimensions; torch's own runs on the parts where others are reduced."""
+
+    def reduced(original: Any, input: Any, *args: Any, **options: Any) -> Any:
+        given = options.get("dim", args[0] if args else None)
+        dims = negative_dims(input, None if isinstance(given, bool) else given)
+        if any(cut.dim in dims for _, cut in cut_axes(input.cuts)):
+            if not input.is_floating_point():
+                return unsupported(original, (input, *args), options, "it is for real numbers")
+            return function(input, *args, **options)
+        return along(original, (input, *args), options)
+
+    for original in (getattr(torch, name), getattr(torch.Tensor, name)):
+        handles(original)(partial(reduced, original))
+
+
+_of_split(var, "var")
+_of_split(std, "std")
+
+
 def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
     return [(o * size // outputs, -(-(o + 1) * size // outputs)) for o in range(outputs)]
 

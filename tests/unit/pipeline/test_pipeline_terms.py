@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from commsched.errors import CommError
 from commsched.pipeline import Pipeline
+from commsched.pipeline.hybrid import Hybrid
 from scheduler.ir.placements import Placement, Samples, Tiles
 from tests.support.pipeline_runs import (
     WIDTH,
@@ -22,6 +24,7 @@ from tests.support.pipeline_runs import (
     momentum,
     on_threads,
     replayed,
+    sgd,
     train,
 )
 from tests.support.rounding import rounding
@@ -102,9 +105,12 @@ def test_micro_batches_whose_means_are_averaged_give_another_mean() -> None:
     assert losses == pytest.approx(expected, rel=EXACT)
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-@pytest.mark.parametrize("placements", [(Tiles((1, 2)), Samples(2)), (Samples(), Tiles((1, 2)))])
-def test_pixels_on_tiles_and_mirrored_replicas(placements: Sequence[Placement], mirrored: bool) -> None:
+def pixel_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def pixels() -> tuple[nn.Sequential, list[tuple[Tensor, Tensor]]]:
+    """Two convolutions, and images of which half have few known pixels."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1))]
     model, dice, data = nn.Sequential(*layers).double(), torch.Generator().manual_seed(1), []
@@ -113,36 +119,66 @@ def test_pixels_on_tiles_and_mirrored_replicas(placements: Sequence[Placement], 
         y = torch.randint(3, (rows, 6, 8), generator=dice)
         y[:, :, 3:][: rows // 2] = IGNORED
         data.append((x, y))
+    return model, data
+
+
+# Sums over the pixels of a batch; layers forward and backward, and steps.
+OF_PIXELS = rounding(torch.float64, 9 * 6 * 8 * 4, 8 * 3)
+
+
+@pytest.mark.parametrize("given", ["whole", "mirrored", "local"])
+@pytest.mark.parametrize("placements", [(Tiles((1, 2)), Samples(2)), (Samples(), Tiles((1, 2)))])
+def test_pixels_on_tiles_and_mirrored_replicas(placements: Sequence[Placement], given: str) -> None:
+    model, data = pixels()
     wanted, expected = in_one_process(model, data, momentum, F.cross_entropy)
+    replicas = 2 if given == "local" else 1
 
     def work(fabric: Any) -> Any:
         pipeline = Pipeline(
             copy.deepcopy(model),
             num_microbatches=2,
-            mesh=(2, 1),
-            loss=lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"),
+            mesh=(2, replicas),
+            loss=pixel_loss,
             count=count,
             optimizer=momentum,
             cuts=[0, 1],
             placements=placements,
-            mirrored=mirrored,
+            mirrored=given == "mirrored",
             tile_options={"fuse_halo": "off"},
             fabric=fabric,
         )
-        losses = [pipeline.step(batch) for batch in data]
-        found = pipeline.state_dict(), losses, pipeline.evaluate(data[0])
+        local = given == "local"
+        mine_of = [mine(pipeline, batch) if local else batch for batch in data]
+        losses = [pipeline.step(batch, local=local) for batch in mine_of]
+        found = pipeline.state_dict(), losses, pipeline.evaluate(mine_of[0], local=local)
         pipeline.close()
         return found
 
     trained = copy.deepcopy(model)
     trained.load_state_dict(wanted)
     scored = F.cross_entropy(trained(data[0][0]), data[0][1]).item()
-    # Sums over the pixels of a batch; layers forward and backward, and steps.
-    exact = rounding(torch.float64, 9 * 6 * 8 * 4, 8 * 3)
-    for state, losses, score in on_threads(sum(each.size for each in placements), work):
-        assert_close(state, wanted, exact)
-        assert losses == pytest.approx(expected, rel=exact)
-        assert score == pytest.approx(scored, rel=exact)
+    for state, losses, score in on_threads(replicas * sum(each.size for each in placements), work):
+        assert_close(state, wanted, OF_PIXELS)
+        assert losses == pytest.approx(expected, rel=OF_PIXELS)
+        assert score == pytest.approx(scored, rel=OF_PIXELS)
+
+
+def test_stages_of_a_hybrid_may_sum_their_loss() -> None:
+    model, data = pixels()
+    _, expected = in_one_process(model, data, sgd, F.cross_entropy)
+
+    def work(fabric: Any) -> list[float]:
+        stages, placements = copy.deepcopy(list(model)), [Tiles((1, 2)), Samples()]
+        trainer = Hybrid(stages, placements, loss=pixel_loss, count=count, microbatches=3, fabric=fabric)
+        optimizer, losses = sgd(list(trainer.parameters())), []
+        for batch in data:
+            optimizer.zero_grad()
+            losses.append(trainer.step(*batch))
+            optimizer.step()
+        trainer.close()
+        return losses
+
+    assert on_threads(3, work) == [pytest.approx(expected, rel=OF_PIXELS)] * 3
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -214,12 +250,31 @@ def test_a_local_step_without_a_term_ends_every_rank() -> None:
         ({"count": 5}, "count= must be a function, got 5"),
         ({"count": count, "loss": nn.CrossEntropyLoss()}, "'mean', .* with count= divides a sum .*'sum'"),
         ({"count": count, "loss": F.cross_entropy}, "'mean', .* with count= divides a sum .*'sum'"),
+        ({"count": count, "loss": partial(F.nll_loss, ignore_index=0)}, "'mean', .* divides a sum .*'sum'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "'sum', .* the mean over the rows: .* or count="),
     ],
 )
 def test_losses_that_are_no_sums_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attempt(**options)
+
+
+class OverRows(nn.CrossEntropyLoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs, targets) / len(targets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": OverRows(reduction="sum")},
+        {"loss": partial(F.cross_entropy, ignore_index=IGNORED)},
+        {"loss": partial(F.cross_entropy, reduction="sum"), "count": count},
+        {"loss": nn.CrossEntropyLoss(reduction="sum"), "count": count},
+    ],
+)
+def test_losses_that_fit_are_taken(options: dict[str, Any]) -> None:
+    attempt(**options).close()
 
 
 @pytest.mark.parametrize(

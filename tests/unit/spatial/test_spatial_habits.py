@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.transport.channel import Channel
+from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 
 GRID = (2, 1)
@@ -38,6 +39,10 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
     "global pool": lambda x: F.adaptive_avg_pool2d(x, 1),
     "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (1, 3)),
     "mse": lambda x: F.mse_loss(x, x * 0.5),
+    "variance": lambda x: x.var(),
+    "variance of rows": lambda x: x.var((2, 3), correction=0),
+    "deviation": lambda x: x.std(),
+    "average": lambda x: F.avg_pool2d(x, 300),
     "cross entropy": lambda x: F.cross_entropy(x, torch.zeros(1, 300, 300, dtype=torch.int64)),
 }
 
@@ -67,6 +72,38 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+VARIANCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda x: x.var(),
+    "of a population": lambda x: x.std(False),
+    "rows": lambda x: torch.var(x, (0, 2), correction=0, keepdim=True),
+    "columns": lambda x: x.std(-1),
+    "channels": lambda x: x.var(1),
+    "a norm by hand": lambda x: (x - x.mean((2, 3), True)) / (x.var((2, 3), False, True) + 1e-5).sqrt() * x,
+    "zeros": lambda x: (x * 0).std(),
+}
+
+
+@pytest.mark.parametrize("name", VARIANCES)
+def test_variances_and_their_gradients_are_those_of_the_whole(name: str) -> None:
+    function, x = VARIANCES[name], image()
+    whole = x.clone().requires_grad_()
+    wanted = function(whole)
+    wanted.square().sum().backward()
+
+    def work(channel: Channel) -> Any:
+        model, leaf = spatial.shard(Calls(function), (2, 2), channel=channel), x.clone().requires_grad_()
+        result = model(spatial.scatter(leaf))
+        result.square().sum().backward()
+        part = spatial.tile_bounds(x.shape)
+        return spatial.gather(result), leaf.grad[part], whole.grad[part]
+
+    # A sum over the image for the mean, one for the variance, and both again in the backward.
+    exact = rounding(torch.float64, x.numel(), 4)
+    for result, found, grad in on_threads(4, work):
+        torch.testing.assert_close(result, wanted.detach(), rtol=exact, atol=exact)
+        torch.testing.assert_close(found, grad, rtol=exact, atol=exact)
 
 
 def test_copies_are_sharded_and_pickles_are_plain() -> None:
