@@ -52,14 +52,15 @@ class Pipeline:
     spans, and how many replicas (a list: of each position); ``ranks`` instead lists them. ``plan``: a file of
     ``commsched partition``, which decides all that. ``cuts``: each stage's first layer, by number from 0
     on or, from the second stage on, by a module's name. ``loss(outputs,
-    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of parameters; None: the
-    gradients of a synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a
-    stage. ``on_step(optimizer, number)`` is called before each of its steps. ``max_norm``: clips each step's
+    targets)`` is the mean over the rows. ``optimizer`` makes an optimizer of a list of a stage's parameters;
+    if its first argument is called ``named_parameters``, of pairs of name and parameter. None: gradients of a
+    synchronous schedule are added to ``.grad`` of ``parameters()``, the same on all ranks of a stage.
+    ``on_step(optimizer, number)`` is called before each of its steps. ``max_norm``: clips each step's
     gradients by their norm (of ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a
     gradient is infinite or not a number; both need a synchronous schedule. ``master_weights``: steps float32
-    copies of half-precision parameters. ``hosts``: groups of ranks, for
-    bundles. ``inside``: classes of modules that may be cut; ``example``: inputs of a batch, which tell in
-    which order a model runs its layers that torch.fx cannot trace. Further options go to the schedule
+    copies of half-precision parameters. ``hosts``: groups of ranks, for bundles. ``inside``: classes of
+    modules that may be cut; ``example``: inputs of a batch, which tell in which order a model runs its layers
+    that torch.fx cannot trace. Further options go to the schedule
     (``virtual=2``, ``hop=2``).
 
     ``model`` may be a function that makes the model, so that no rank ever holds all of it; then a rank makes
@@ -311,8 +312,8 @@ class Pipeline:
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The newest weights of the stages that this rank holds. They may be changed between two steps, on
-        all ranks of a stage alike.
+        """The newest weights of the stages that this rank holds, once all of them are here. They may be
+        changed between two steps, on all ranks of a stage alike; call this again after each step.
         """
         self._finish()
         for stage in self.stages.values():
