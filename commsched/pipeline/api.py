@@ -58,9 +58,10 @@ class Pipeline:
     some targets have (tokens that are not ignored), it is the sum over the terms; the pipeline divides by the
     terms of the whole step.
 
-    ``optimizer`` makes an optimizer of a list of parameters; None: the gradients of a synchronous schedule
-    are added to ``.grad`` of ``parameters()``, the same on all ranks of a stage. ``on_step(optimizer,
-    number)`` is called before each of its steps. ``max_norm``: clips each step's gradients by their norm (of
+    ``optimizer`` makes an optimizer of a list of a stage's parameters; if its first argument is called
+    ``named_parameters``, of pairs of name and parameter. None: the gradients of a synchronous schedule are
+    added to ``.grad`` of ``parameters()``, the same on all ranks of a stage. ``on_step(optimizer, number)``
+    is called before each of its steps. ``max_norm``: clips each step's gradients by their norm (of
     ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a gradient is infinite or not a
     number; both need a synchronous schedule. ``master_weights``: steps float32 copies of half-precision
     parameters.
@@ -326,8 +327,8 @@ class Pipeline:
             checkpoint.resumed(self, state)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The newest weights of the stages that this rank holds. They may be changed between two steps, on
-        all ranks of a stage alike.
+        """The newest weights of the stages that this rank holds, once all of them are here. They may be
+        changed between two steps, on all ranks of a stage alike; call this again after each step.
         """
         self._finish()
         for stage in self.stages.values():
