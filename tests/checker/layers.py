@@ -91,6 +91,11 @@ def avg_pool(dice: Dice) -> nn.Module:
     )
 
 
+def adaptive_pool(dice: Dice) -> nn.Module:
+    size = (dice.choice([None, 1, 3, 5]), dice.choice([1, 2, 4, 7]))
+    return nn.AdaptiveMaxPool2d(size) if dice.random() < 0.5 else nn.AdaptiveAvgPool2d(size)
+
+
 def norm(dice: Dice) -> nn.Module:
     affine = dice.random() < 0.8
     return dice.choice(
@@ -122,6 +127,9 @@ ACTIVATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "where": lambda self, x: torch.where(x > 0, x, 0.2 * x),
     "clamp": lambda self, x: x.clamp(-1, 1),
     "slice in place": lambda self, x: _halved(self.conv(x)),
+    "assigned": lambda self, x: _assigned(self.conv(x), (slice(None), slice(1, 3)), 0.5 * x[:, 1:3]),
+    "a row of zeros": lambda self, x: _assigned(self.conv(x), (..., 1, slice(None)), 0.0),
+    "masked in place": lambda self, x: _assigned(y := self.conv(x), y < 0, 0.0),
     "softmax": lambda self, x: x.softmax(1),
     "normalize": lambda self, x: F.normalize(x + 2.0, dim=1),
     "softmax over pixels": lambda self, x: x.flatten(2).softmax(-1).view_as(x),
@@ -130,6 +138,11 @@ ACTIVATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 def _added(y: Tensor, x: Tensor) -> Tensor:
     y += x
+    return y
+
+
+def _assigned(y: Tensor, index: Any, value: Any) -> Tensor:
+    y[index] = value
     return y
 
 
@@ -215,6 +228,9 @@ def excite(dice: Dice) -> nn.Module:
 
 
 def attention(dice: Dice) -> nn.Module:
+    if dice.random() < 0.3:
+        mixer = nn.MultiheadAttention(CHANNELS, 2, batch_first=True)
+        return Layer(_tokens, "attention", mixer=mixer)
     fused = dice.random() < 0.5
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -233,6 +249,12 @@ def attention(dice: Dice) -> nn.Module:
 
     return Layer(forward, f"attention, fused={fused}", qkv=nn.Linear(CHANNELS, 3 * CHANNELS),
                  out=nn.Linear(CHANNELS, CHANNELS))  # fmt: skip
+
+
+def _tokens(self: Any, x: Tensor) -> Tensor:
+    tokens = x.flatten(2).transpose(1, 2)
+    mixed = self.mixer(tokens, tokens, tokens, need_weights=False)[0]
+    return x + mixed.transpose(1, 2).reshape(x.shape)
 
 
 def borders(dice: Dice) -> nn.Module:
@@ -279,6 +301,11 @@ def _gated(self: Any, x: Tensor) -> Tensor:
     return made
 
 
+def _unfolded(self: Any, x: Tensor) -> Tensor:
+    patches = F.unfold(x, 3, padding=1)
+    return (self.conv.weight.flatten(1) @ patches).view(x.shape)
+
+
 def shapes(dice: Dice) -> nn.Module:
     return dice.choice(
         [
@@ -286,6 +313,7 @@ def shapes(dice: Dice) -> nn.Module:
             lambda: Layer(_coordinates, "coordinates", conv=same(dice, CHANNELS + 1)),
             lambda: Layer(_patches, "patches", conv=nn.Conv2d(4 * CHANNELS, CHANNELS, 1)),
             lambda: Layer(_gated, "gated", conv=same(dice, CHANNELS, 2 * CHANNELS)),
+            lambda: Layer(_unfolded, "unfold", conv=nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False)),
             lambda: nn.ChannelShuffle(2),
             lambda: Layer(lambda self, x: x - x.mean((2, 3), keepdim=True), "centred"),
             lambda: Layer(lambda self, x: x / (1 + x.abs().mean()), "divided by a mean"),
@@ -310,6 +338,17 @@ def _no_grad(self: Any, x: Tensor) -> Tensor:
 def _autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return torch.tanh(self.conv(x))
+
+
+def _half(self: Any, x: Tensor) -> Tensor:
+    """Add a convolution of small integers: bfloat16 represents every sum exactly."""
+    whole, weight = x.detach().clamp(-3, 3).round(), self.conv.weight.detach().sign()
+    if self.automatic:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.conv2d(whole.float(), weight.float(), padding=weight.shape[-1] // 2)
+    else:
+        y = F.conv2d(whole.bfloat16(), weight.bfloat16(), padding=weight.shape[-1] // 2)
+    return x + 0.1 * y.to(x.dtype)
 
 
 def _checkpointed(self: Any, x: Tensor) -> Tensor:
@@ -348,6 +387,7 @@ def habit(dice: Dice) -> nn.Module:
             lambda: Layer(_no_grad, "no_grad", conv=conv(dice)),
             lambda: Layer(_without_gradient, "part without gradient", conv=same(dice)),
             lambda: Layer(_autocast, "autocast", conv=conv(dice)),
+            lambda: Layer(_half, "half precision", conv=nn.Conv2d(4, 4, 3), automatic=dice.random() < 0.5),
             lambda: Layer(_checkpointed, "checkpoint", conv=conv(dice)),
             lambda: Layer(_checkpointed, "checkpoint of two", conv=nn.Sequential(conv(dice, 1), same(dice))),
             lambda: Layer(_twice, "the same module twice", conv=same(dice)),
@@ -364,6 +404,7 @@ LAYERS: dict[str, Maker] = {
     "transposed": transposed,
     "max_pool": max_pool,
     "avg_pool": avg_pool,
+    "adaptive_pool": adaptive_pool,
     "norm": norm,
     "activation": activation,
     "dropout": dropout,

@@ -93,7 +93,7 @@ def _draw(dice: random.Random, seed: int) -> Case:
             dice.choice([1, 1, 1, 2]),
             dice.choice(CLEARS),
         )
-        for _ in range(dice.randint(2, 4))
+        for _ in range(dice.randint(2, 3))
     )
     return Case(
         seed,
@@ -101,7 +101,11 @@ def _draw(dice: random.Random, seed: int) -> Case:
         dice.choice(list(HEADS)),
         (dice.randint(5, 17), dice.randint(5, 17)),
         dice.choice(GRIDS),
-        {"overlap": dice.choice(["auto", "on", "off"]), "fuse_halo": dice.choice(FUSE)},
+        {
+            "overlap": dice.choice(["auto", "on", "off"]),
+            "fuse_halo": dice.choice(FUSE),
+            "unsupported": dice.choice(["error", "gather"]),
+        },
         dice.choice(list(OPTIMIZERS)),
         dice.random() < 0.3,
         dice.random() < 0.2,
