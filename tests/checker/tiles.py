@@ -142,8 +142,7 @@ def model_of(case: Case) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
         layers = [made(kind, seed) for kind, seed in case.layers]
-        model = nn.Sequential(*layers, HEADS[case.head]()).double()
-    return model.to(memory_format=torch.channels_last) if case.channels_last else model
+        return nn.Sequential(*layers, HEADS[case.head]()).double()
 
 
 def batches_of(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
@@ -154,8 +153,6 @@ def batches_of(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
         image = torch.randn(rows, CHANNELS, *case.image, generator=dice).double()
-        if case.channels_last:
-            image = image.contiguous(memory_format=torch.channels_last)
         if case.head == "image":
             return image, torch.randn(rows, *shape, generator=dice).double()
         return image, torch.randint(0, CLASSES, (rows, *shape[1:]), generator=dice)
@@ -212,13 +209,18 @@ class Script:
     def sharded(self, model: nn.Module) -> nn.Module:
         if self.channel is None:
             return with_right_instance_norms(model)
+        if self.case.channels_last:  # not in one process: plain torch's norms crash there in some models
+            model = model.to(memory_format=torch.channels_last)
         return spatial.shard(model, self.grid, channel=self.channel, **self.case.options)
 
     def made_stepper(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.case.optimizer](list(self.model.parameters()))
 
     def image(self, x: Tensor, gradient: bool = False) -> Tensor:
-        x = x.clone() if self.channel is None else spatial.scatter(x.clone())
+        x = x.clone()
+        if self.channel is not None:
+            layout = torch.channels_last if self.case.channels_last else torch.contiguous_format
+            x = spatial.scatter(x.contiguous(memory_format=layout))
         return x.requires_grad_() if gradient else x
 
     def whole(self, value: Tensor | None) -> Tensor | None:
