@@ -133,7 +133,7 @@ def _runs(case: Case) -> bool:
     try:
         output = model(x * torch.linspace(0.5, 2, case.image[1]).double())
         output.sum().backward()
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, IndexError):
         return False
     return sizes.finite and sizes.largest <= LARGEST
 
