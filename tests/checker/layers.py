@@ -190,7 +190,8 @@ def interpolation(dice: Dice) -> nn.Module:
     if mode in ("bilinear", "bicubic"):
         options["align_corners"] = dice.random() < 0.5
         if dice.random() < 0.3:
-            options["antialias"] = True
+            # With aligned corners, torch makes all rows of an image of one column equal.
+            options.update(antialias=True, align_corners=False)
     if dice.random() < 0.5:
         options["size"] = pair(dice, 3, 20)
     else:
