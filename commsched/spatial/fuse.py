@@ -175,20 +175,27 @@ def meta_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, 
     return state
 
 
-def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | str) -> Fusion:
-    """The fusion for these inputs: groups of ``option`` sites, or the cheapest by the cost model."""
+def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | str) -> Fusion | None:
+    """The fusion for these inputs: groups of ``option`` sites, or the cheapest by the cost model.
+
+    None if the model raised: the forward itself must raise that, after what it changes before.
+    """
     if option == "off" or option == 1 or mesh.size == 1:
         return {}
     dry_run = dry_runner(model, args, kwargs, mesh)
-    if isinstance(option, int):
-        return find_fusion(dry_run, option)
-    if mesh.rates is None:
+    if option == "auto" and mesh.rates is None:
         mesh.rates = measure(mesh)
     try:
+        if isinstance(option, int):
+            return find_fusion(dry_run, option)
+        assert mesh.rates is not None
         return cheapest(dry_run, mesh.rates)
     except (RuntimeError, NotImplementedError) as error:
         # The model reads tensor values, which a dry run does not have.
         warnings.warn(
-            f"fuse_halo='auto' is off: {type(model).__name__} cannot run without data ({error})", stacklevel=2
+            f"fuse_halo={option!r} is off: {type(model).__name__} cannot run without data ({error})",
+            stacklevel=2,
         )
         return {}
+    except Exception:
+        return None

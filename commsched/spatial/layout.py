@@ -84,6 +84,8 @@ def enter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     entering a cut operation collects the contributions of all tiles.
     """
     if not isinstance(value, Tile):
+        if mesh.dry and not value.is_meta:  # made by the model's forward, as coordinates are
+            value = value.to("meta")
         shared = tuple(axis for axis, cut in enumerate(cuts) if cut is None and mesh.grid[axis] > 1)
         if shared and value.requires_grad:
             return apply(once, value, mesh, shared, mesh.module)

@@ -197,12 +197,15 @@ class _Forward(_Attached):
             generators.share(mesh, self._name)
         try:
             known = (shapes, modes)
-            if known not in self._fusions:
-                self._fusions[known] = choose(module, args, kwargs, mesh, self._fuse_halo)
+            fusion = self._fusions.get(known)
+            if fusion is None:
+                fusion = choose(module, args, kwargs, mesh, self._fuse_halo)
+            if fusion is not None:
+                self._fusions[known] = fusion
         except BaseException:
             generators.restore()
             raise
-        mesh.fusion, self._generators = self._fusions[known], generators
+        mesh.fusion, self._generators = fusion or {}, generators
         return args, kwargs
 
     def _adopted(self, value: Any) -> Any:

@@ -226,11 +226,37 @@ def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
     first = next(tiles_in((args, kwargs)))
     mesh, cuts = first.mesh, first.cuts
     plain_args, plain_kwargs = tree_map(lambda t: MOVES["enter"](t, mesh, cuts), (args, kwargs))
-    inplace = getattr(func, "__name__", "").endswith("_") and not func.__name__.endswith("__")
     result = func(*plain_args, **plain_kwargs)
-    if inplace and isinstance(args[0], Tile):
-        return args[0]
+    for target in writes_to(func, args, kwargs):
+        if isinstance(target, Tile) and result is target.local:
+            return target
     return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
+
+
+_OPERATORS = "setitem iadd imul isub idiv itruediv ifloordiv imod iand ior ixor ipow ilshift irshift"
+_INPLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS.split())
+
+
+def is_inplace(func: Any, kwargs: dict) -> bool:
+    """Whether ``func`` changes its first operand."""
+    name = getattr(func, "__name__", "")
+    named = name.endswith("_") and not name.endswith("__")
+    return named or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True
+
+
+def writes_to(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The operands that ``func`` changes."""
+    first = args[0] if args else kwargs.get("input")
+    return [first if is_inplace(func, kwargs) else None, kwargs.get("out")]
+
+
+def _written_back(func: Any, given: tuple, whole: tuple, result: Any) -> Any:
+    """Copy what ``func`` has written into the gathered operands to the parts of the given ones."""
+    for target, gathered in zip(writes_to(func, *given), writes_to(func, *whole)):
+        if isinstance(target, Tile) and gathered is not target:
+            target.copy_(gathered)
+            result = target if result is gathered else result
+    return result
 
 
 def _refuse_gradient(grad: Tensor) -> None:
@@ -253,7 +279,8 @@ def unsupported(func: Any, args: tuple, kwargs: dict, why: str = "") -> Any:
     if mesh.unsupported == "gather" and getattr(func, "__name__", "") not in RANDOM:
         mesh.refused.append(mesh.where(name_of(func)))
         whole = tree_map(lambda t: MOVES["replicate"](t) if isinstance(t, Tile) else t, (args, kwargs))
-        return _run_replicated(func, *whole)
+        result = _run_replicated(func, *whole)
+        return _written_back(func, (args, kwargs), whole, result)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
     way_out = "gather the tile first, or shard with unsupported='gather'"
     if mesh.alone:

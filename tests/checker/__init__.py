@@ -54,5 +54,6 @@ And later, each in one of thousands of programs:
 The files: ``actions`` (what users do, each once), ``models`` (tiny nets and their data), ``plain`` (the
 oracle), ``world`` (one rank of a program), ``programs`` (draw, run, compare, shrink), ``allowed`` (the listed
 errors), ``distributed`` (how a rank makes its optimizers), ``threads`` and ``processes`` (what ranks are).
-``stages`` is a checker of its own, for pipelines.
+``stages`` and ``tiles`` are checkers of their own, for pipelines and for tiles (of the models in ``layers``);
+``command`` is their command, and ``seeds`` runs their programs on real ranks.
 """

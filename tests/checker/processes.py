@@ -26,8 +26,15 @@ _PORT = "CHECKER_PORT"
 # -- in the ranks --------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Run the programs of a file on this rank; print one line for each."""
+Outcome = tuple[Failure | None, bool, float]
+Here = Callable[[Any, int, Callable[[], None]], Outcome]
+
+
+def main(run: Here | None = None) -> None:
+    """Run the programs of a file on this rank; print one line for each.
+
+    ``run`` takes a program, the rank, and a function that waits until all ranks have called it.
+    """
     import numba  # noqa: F401
     import torch
 
@@ -41,14 +48,13 @@ def main() -> None:
         "127.0.0.1", int(os.environ[_PORT]), is_master=rank == 0, wait_for_workers=False
     )
     for number, each in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        program = Program.from_json(each)
         keys = [f"{number}/{each}" for each in range(size)]
 
         def meet(rank: int = rank, keys: Sequence[str] = keys) -> None:
             store.set(keys[rank], "")
             store.wait(keys, timedelta(seconds=6 * PATIENCE))
 
-        failure, listed, moment = run_here(program, rank, meet)
+        failure, listed, moment = (run or run_here)(each, rank, meet)
         line = {
             "number": number,
             "failure": failure and asdict(failure),
@@ -65,10 +71,11 @@ def main() -> None:
     store.wait([f"end/{each}" for each in range(size)], timedelta(seconds=6 * PATIENCE))
 
 
-def run_here(program: Program, rank: int, meet: Callable[[], None]) -> tuple[Failure | None, bool, float]:
+def run_here(described: Any, rank: int, meet: Callable[[], None]) -> Outcome:
     """Run a program on this rank; return how it failed, whether a listed error ended it, and when."""
     from tests.checker.distributed import ProcessWorld
 
+    program = Program.from_json(described)
     records = plain_records(program)
     world = None
     try:
@@ -90,16 +97,22 @@ def run_here(program: Program, rank: int, meet: Callable[[], None]) -> tuple[Fai
 
 def run_in_processes(programs: Sequence[Program], ranks: int) -> Iterator[tuple[Program, Failure | None]]:
     """Run programs on real ranks; yield each with how it failed."""
+    failures = run_described([program.to_json() for program in programs], ranks, Path(__file__))
+    yield from zip(programs, failures)
+
+
+def run_described(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failure | None]:
+    """Run programs, described for JSON, by a script that calls `main` on each rank; yield how each failed."""
     left = list(programs)
     while left:
         done = 0
-        for failure in _launch(left, ranks):
-            yield left[done], failure
+        for failure in _launch(left, ranks, source):
+            yield failure
             done += 1
         left = left[done:]
 
 
-def _launch(programs: Sequence[Program], ranks: int) -> Iterator[Failure | None]:
+def _launch(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failure | None]:
     """Run programs until one fails; yield how each failed."""
     from dnn_bench.rank_environment import HeldPort
     from tests.support.launch import start_ranks
@@ -107,9 +120,9 @@ def _launch(programs: Sequence[Program], ranks: int) -> Iterator[Failure | None]
     port = HeldPort()
     settings = {"COMMSCHED_TIMEOUT": f"{PATIENCE:g}", _PORT: str(port.number)}
     with NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump([program.to_json() for program in programs], file)
+        json.dump(programs, file)
         file.flush()
-        started = start_ranks(Path(__file__), ranks, [file.name], settings)
+        started = start_ranks(source, ranks, [file.name], settings)
         with closing(port), started:
             yield from _follow(started, len(programs), ranks)
 

@@ -1,6 +1,7 @@
 """Random pipelines of ordinary models, with what scripts do between steps, against one process.
 
     python -m tests.checker.stages --programs 1000 [--seed 1] [--show 5]
+    python -m tests.checker.stages --programs 100 --ranks 2      # real ranks
 
 A program is a model of blocks with habits (modes, checkpointing, writing in place, attributes that change),
 a way to call it (a list, skips, tied weights, dicts), a schedule with its mesh and micro-batches, and actions
@@ -9,12 +10,9 @@ between steps. One process computes each micro-batch with the weight versions th
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +27,7 @@ from commsched.pipeline import Pipeline
 from commsched.pipeline.rows import border, cut
 from commsched.pipeline.update import made_by
 from scheduler.ir.program import Program
+from tests.checker import command
 from tests.support.pipeline_runs import adam, loss_of, momentum, on_threads, sgd, stage_of_parameters
 from tests.support.rounding import rounding
 from tests.support.version_map import version_map
@@ -346,54 +345,54 @@ class Plain:
 def train(case: Case) -> list[Any]:
     """By rank: the state, the losses, and the program."""
     data, made = batches_of(case), model_of(case)  # threads share torch's generator
-
-    def work(fabric: Any) -> Any:
-        model = copy.deepcopy(made)
-        example = None if case.style == "sequential" else data[0][0]
-
-        def make() -> Pipeline:
-            return Pipeline(
-                model,
-                loss=weighted_loss if case.weighted else loss_of,
-                count=terms_of if case.weighted else None,
-                optimizer=OPTIMIZERS[case.optimizer],
-                fabric=fabric,
-                example=example,
-                **case.options,
-            )
-
-        pipeline = make()
-        losses: list[float | None] = []
-        for period, ((_, action), batch) in enumerate(zip(case.steps, data)):
-            if action == "attribute":
-                set_attribute(model, period)
-            elif action == "evaluate":
-                pipeline.evaluate(batch)
-            elif action == "state":
-                pipeline.state_dict()
-            elif action == "load" and not pipeline.in_flight:
-                pipeline.load_state_dict(pipeline.state_dict())
-            elif action == "change":
-                change(pipeline.parameters())
-            elif action == "drain":
-                losses += pipeline.drain()
-            elif action == "checkpoint":
-                state = pipeline.checkpoint()
-                pipeline.close()
-                pipeline = make()
-                pipeline.resume(state)
-            losses.append(pipeline.step(batch))
-        losses += pipeline.drain()
-        program, state = pipeline.program, pipeline.state_dict()
-        pipeline.close()
-        return state, [value for value in losses if value is not None], program
-
-    return on_threads(case.size, work, 60.0)
+    return on_threads(case.size, lambda fabric: train_rank(case, data, made, fabric), 60.0)
 
 
-def differs(case: Case) -> str:
-    """How the pipeline differs from one process; "" if it does not."""
-    everyone = train(case)
+def train_rank(case: Case, data: list[tuple[Any, Tensor]], made: nn.Module, fabric: Any) -> Any:
+    """The state, the losses, and the program of one rank."""
+    model = copy.deepcopy(made)
+    example = None if case.style == "sequential" else data[0][0]
+
+    def make() -> Pipeline:
+        return Pipeline(
+            model,
+            loss=weighted_loss if case.weighted else loss_of,
+            count=terms_of if case.weighted else None,
+            optimizer=OPTIMIZERS[case.optimizer],
+            fabric=fabric,
+            example=example,
+            **case.options,
+        )
+
+    pipeline = make()
+    losses: list[float | None] = []
+    for period, ((_, action), batch) in enumerate(zip(case.steps, data)):
+        if action == "attribute":
+            set_attribute(model, period)
+        elif action == "evaluate":
+            pipeline.evaluate(batch)
+        elif action == "state":
+            pipeline.state_dict()
+        elif action == "load" and not pipeline.in_flight:
+            pipeline.load_state_dict(pipeline.state_dict())
+        elif action == "change":
+            change(pipeline.parameters())
+        elif action == "drain":
+            losses += pipeline.drain()
+        elif action == "checkpoint":
+            state = pipeline.checkpoint()
+            pipeline.close()
+            pipeline = make()
+            pipeline.resume(state)
+        losses.append(pipeline.step(batch))
+    losses += pipeline.drain()
+    program, state = pipeline.program, pipeline.state_dict()
+    pipeline.close()
+    return state, [value for value in losses if value is not None], program
+
+
+def differs(case: Case, everyone: list[Any]) -> str:
+    """How what these ranks have differs from one process; "" if it does not."""
     plain = Plain(case, everyone[0][2])
     wanted = plain.run()
     bound = rounding(torch.float64, 16 * WIDTH, 16 * (len(case.kinds) + 2) * len(case.steps))
@@ -429,34 +428,19 @@ def is_refused(case: Case) -> bool:
 
 def failure(case: Case) -> str:
     try:
-        return "" if is_refused(case) else differs(case)
+        return "" if is_refused(case) else differs(case, train(case))
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return f"{type(error).__name__}: {lines[0]}\n{''.join(traceback.format_exception(error)[-3:])[:3000]}"
+        return command.reason_of(error)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=200, metavar="N")
-    parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--show", type=int, default=5, metavar="N", help="failures to print whole")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    start, failed = time.monotonic(), 0
-    for seed in range(given.seed, given.seed + given.programs):
-        case = draw(seed)
-        reason = failure(case)
-        if reason:
-            failed += 1
-            print(f"{case}\n{reason}\n" if failed <= given.show else f"seed {seed}: {reason.splitlines()[0]}")
-        if (seed - given.seed + 1) % 50 == 0:
-            done = seed - given.seed + 1
-            print(f"{done} programs, {failed} failed, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"{given.programs} programs from seed {given.seed}, {failed} failed")
-    return int(failed > 0)
+def failure_on_rank(case: Case, rank: int) -> str:
+    """Return how a program fails on this rank, which is a process."""
+    try:
+        data, made = batches_of(case), model_of(case)
+        return "" if is_refused(case) else differs(case, [train_rank(case, data, made, None)])
+    except Exception as error:
+        return command.reason_of(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, "tests.checker.stages", draw, failure))

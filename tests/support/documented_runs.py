@@ -140,6 +140,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
     "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
+    "tests.checker.tiles": {"--programs": lambda _: "8", "--seed": "1"},
 }
 # These are smaller wherever they stand.
 WORDS = {

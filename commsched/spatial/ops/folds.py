@@ -12,9 +12,9 @@ from commsched.spatial.folded import ON_FOLDED, Folded, fold, gathered_tiles, re
 from commsched.spatial.layout import replicate
 from commsched.spatial.ops.contract import CONTRACTIONS
 from commsched.spatial.ops.pad import explicit
-from commsched.spatial.ops.pointwise import ALONG, base_name, is_inplace, is_pointwise
+from commsched.spatial.ops.pointwise import ALONG, base_name, is_pointwise
 from commsched.spatial.ops.shape import PERMUTATIONS
-from commsched.spatial.tile import ON_ALL, Tile, cut_axes, tiles_in, tree_map, unsupported
+from commsched.spatial.tile import ON_ALL, Tile, cut_axes, is_inplace, tiles_in, tree_map, unsupported
 
 _T = torch.Tensor
 _DROPOUT = (F.dropout, torch.dropout)
@@ -35,7 +35,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         answer = _on_base(func, first, args, kwargs)
         if answer is not NotImplemented:
             return answer
-    if is_inplace(func, kwargs) or func is _T.__setitem__ or func in ON_ALL:
+    if is_inplace(func, kwargs) or func in ON_ALL:
         return unsupported(func, args, kwargs, "the tensor is a reshaped tile")
     return func(*gathered_tiles(args), **gathered_tiles(kwargs))
 

@@ -17,6 +17,7 @@ from commsched.spatial.tile import (
     Tile,
     cut_axes,
     handles,
+    is_inplace,
     tiles_in,
     tree_map,
     unsupported,
@@ -57,12 +58,6 @@ def is_pointwise(func: Any) -> bool:
     return name in POINTWISE or name in _INPLACE or func == _DATA
 
 
-def is_inplace(func: Any, kwargs: dict) -> bool:
-    name = base_name(func)
-    named = name.endswith("_") and not name.endswith("__")
-    return named or kwargs.get("inplace") is True or name in _INPLACE_DUNDER
-
-
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` on the parts; the result is cut as the operands are, in place as its target is.
 
@@ -84,9 +79,6 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if target is not None and result is target.local:
         return target
     return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
-
-
-_INPLACE_DUNDER = frozenset(("iadd", "imul", "isub", "idiv", "itruediv", "iand", "ior", "ipow"))
 
 
 def _fallback(func: Any, args: tuple, kwargs: dict) -> Any:

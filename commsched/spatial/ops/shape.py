@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commsched.spatial.folded import ON_FOLDED, reshaped
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import common_cuts, fit, owned_cuts, take, trimmed
+from commsched.spatial.layout import common_cuts, fit, owned_cuts, recut, take, trimmed
 from commsched.spatial.mesh import Mesh
 from commsched.spatial.tile import (
     HANDLERS,
@@ -192,3 +192,24 @@ def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
     order = [*range(split.ndim - 4), -2, -4, -1, -3]
     shuffled = split.permute(order).reshape(*lead, channels // (r * r), height * r, width * r)
     return Tile.make(shuffled, input.mesh, _scaled(input.cuts, r))
+
+
+@handles(torch.nn.functional.pixel_unshuffle)
+def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
+    """Cut between blocks of ``downscale_factor`` pixels first: each block becomes channels of one pixel."""
+    r = downscale_factor
+    targets, cuts = {}, list(input.cuts)
+    for axis, cut in cut_axes(input.cuts):
+        *inner, size = cut.split.bounds
+        blocks = Split((*(bound // r for bound in inner), size // r))
+        if size % r or cut.dim < -2:
+            return unsupported(torch.nn.functional.pixel_unshuffle, (input, r), {}, "no whole blocks")
+        targets[axis] = Split(tuple(bound * r for bound in blocks.bounds))
+        cuts[axis] = Cut(cut.dim, blocks)
+    local = local_of(recut(input, targets))
+    if local.numel() == 0:
+        *lead, channels, height, width = local.shape
+        return Tile.make(
+            local.reshape(*lead, channels * r * r, height // r, width // r), input.mesh, tuple(cuts)
+        )
+    return Tile.make(torch.nn.functional.pixel_unshuffle(local, r), input.mesh, tuple(cuts))

@@ -106,6 +106,44 @@ def test_variances_and_their_gradients_are_those_of_the_whole(name: str) -> None
         torch.testing.assert_close(found, grad, rtol=exact, atol=exact)
 
 
+def assigned(y: Tensor, index: Any, value: Any = 0.0) -> Tensor:
+    y[index] = value
+    return y
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels": lambda x: assigned(x * 1, (slice(None), slice(1, 3)), 0.5 * x[:, :2]),
+    "rows": lambda x: assigned(x * 1, (..., slice(1, 3), slice(None))),
+    "mask": lambda x: assigned(x * 1, x < 0),
+    "reshaped": lambda x: assigned((x * 1).flatten(2), (..., 3)).view(x.shape),
+    "cumsum_": lambda x: (x * 1).cumsum_(2),
+    "index_fill_": lambda x: (x * 1).index_fill_(2, torch.tensor([1]), 0.0),
+    "out=": lambda x: torch.cumsum(x, 2, out=torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writes_to_a_gathered_image_reach_the_tile(name: str) -> None:
+    """What was written to the gathered image was lost."""
+    function = IN_PLACE[name]
+    x = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0)).double()
+    plain = x.clone().requires_grad_(name != "out=")
+    wanted = function(plain)
+    if name != "out=":
+        wanted.square().sum().backward()
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), GRID, channel=channel, unsupported="gather")
+        tile = spatial.scatter(x).requires_grad_(name != "out=")
+        found = model(tile)
+        assert torch.equal(spatial.gather(found).local, wanted)
+        if name != "out=":
+            found.square().sum().backward()
+            torch.testing.assert_close(spatial.gather(tile.grad).local, plain.grad)
+
+    on_threads(2, work)
+
+
 def test_copies_are_sharded_and_pickles_are_plain() -> None:
     plain, x = net(), image()
     wanted = plain(x)

@@ -1,0 +1,443 @@
+"""Random convolutional models on tiles, with what scripts do between steps, against one process.
+
+    python -m tests.checker.tiles --programs 1000 [--seed 1] [--show 5]
+    python -m tests.checker.tiles --programs 100 --ranks 4      # real ranks
+
+A program is a model of layers with drawn options and habits, a grid and the options of ``spatial.shard``, an
+optimizer, images of odd sizes, and actions between steps. One process runs the same program on whole images.
+Losses, outputs, gradients, weights and buffers are equal up to rounding, or an error of ``ROWS`` is raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commsched import spatial
+from commsched.spatial.shard import default_channel
+from commsched.transport.channel import Channel, ThreadHub
+from tests.checker import command
+from tests.checker.layers import CHANNELS, CLASSES, HEADS, LAYERS, OFTEN, Layer, made
+from tests.support.rounding import rounding
+from tests.support.spatial_cases import on_threads
+
+GRIDS = [(1, 2), (2, 1), (2, 2)]
+FUSE = ["off", "off", 2, 3, 8, "auto"]
+LARGEST, MOST_ROWS = 24, 3  # pixels along a dimension, samples of a batch
+ACTIONS = [
+    "evaluate", "inference mode", "load", "save and load", "average", "go on with a copy", "freeze",
+    "attribute", "forward without backward", "forward that raises", "shard again",
+]  # fmt: skip
+CLEARS = ["optimizer", "model", "zeros", "by hand"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """``before``: what the script does before the step. ``passes``: backwards that it accumulates."""
+
+    rows: int
+    before: str = ""
+    passes: int = 1
+    clear: str = "optimizer"
+
+
+@dataclass(frozen=True)
+class Case:
+    """``layers``: the kind of each, and the seed of its options."""
+
+    seed: int
+    layers: tuple[tuple[str, int], ...]
+    head: str
+    image: tuple[int, int]
+    grid: tuple[int, int]
+    options: dict[str, Any]
+    optimizer: str
+    clip: bool
+    input_gradient: bool
+    channels_last: bool
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks it runs on."""
+        return self.grid[0] * self.grid[1]
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{model_of(self)}"
+
+
+def draw(seed: int) -> Case:
+    """Return the program of this seed: its model is one that plain PyTorch runs on its smallest batch."""
+    dice = random.Random(seed)
+    while True:
+        case = _draw(dice, seed)
+        if _runs(case):
+            return case
+
+
+def _draw(dice: random.Random, seed: int) -> Case:
+    kinds = [dice.choice([*LAYERS, *OFTEN]) for _ in range(dice.randint(1, 5))]
+    steps = tuple(
+        Step(
+            dice.randint(1, MOST_ROWS),
+            dice.choice([""] * 6 + ACTIONS),
+            dice.choice([1, 1, 1, 2]),
+            dice.choice(CLEARS),
+        )
+        for _ in range(dice.randint(2, 3))
+    )
+    return Case(
+        seed,
+        tuple((kind, dice.randrange(10**6)) for kind in kinds),
+        dice.choice(list(HEADS)),
+        (dice.randint(5, 17), dice.randint(5, 17)),
+        dice.choice(GRIDS),
+        {
+            "overlap": dice.choice(["auto", "on", "off"]),
+            "fuse_halo": dice.choice(FUSE),
+            "unsupported": dice.choice(["error", "gather"]),
+        },
+        dice.choice(list(OPTIMIZERS)),
+        dice.random() < 0.3,
+        dice.random() < 0.2,
+        dice.random() < 0.2,
+        steps,
+    )
+
+
+class Sizes:
+    """A forward hook that notes the largest image and whether all values are finite."""
+
+    largest, finite = 0, True
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.largest = max(self.largest, *output.shape[2:], 0)
+        self.finite = self.finite and bool(output.isfinite().all()) and output.numel() > 0
+
+
+def _runs(case: Case) -> bool:
+    """Return whether plain PyTorch runs the model, with images that are neither empty nor large."""
+    model, sizes = model_of(case), Sizes()
+    for layer in model:
+        layer.register_forward_hook(sizes)
+    x = torch.ones(min(step.rows for step in case.steps), CHANNELS, *case.image).double().requires_grad_()
+    try:
+        output = model(x * torch.linspace(0.5, 2, case.image[1]).double())
+        output.sum().backward()
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return sizes.finite and sizes.largest <= LARGEST
+
+
+def model_of(case: Case) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(case.seed)
+        layers = [made(kind, seed) for kind, seed in case.layers]
+        return nn.Sequential(*layers, HEADS[case.head]()).double()
+
+
+def batches_of(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the images and targets of every pass of every step."""
+    dice = torch.Generator().manual_seed(case.seed)
+    with torch.no_grad(), torch.random.fork_rng():
+        shape = model_of(case).eval()(torch.ones(1, CHANNELS, *case.image).double()).shape[1:]
+
+    def batch(rows: int) -> tuple[Tensor, Tensor]:
+        image = torch.randn(rows, CHANNELS, *case.image, generator=dice).double()
+        if case.head == "image":
+            return image, torch.randn(rows, *shape, generator=dice).double()
+        return image, torch.randint(0, CLASSES, (rows, *shape[1:]), generator=dice)
+
+    return [[batch(step.rows) for _ in range(step.passes)] for step in case.steps]
+
+
+def loss_of(case: Case, output: Tensor, target: Tensor) -> Tensor:
+    return (F.smooth_l1_loss if case.head == "image" else F.cross_entropy)(output, target)
+
+
+def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    vectors = [p for p in params if p.ndim < 2]
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1}]
+    return torch.optim.SGD(groups + ([{"params": vectors, "lr": 0.01}] if vectors else []), lr=0.05)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    # A small eps would make an update of the rounding of a gradient that is nearly zero.
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
+    "groups": two_groups,
+}
+
+# -- both sides ----------------------------------------------------------------------------------------------
+
+Records = list[tuple[str, Tensor | None]]
+
+
+def with_right_instance_norms(model: nn.Module) -> nn.Module:
+    """Torch's backward is wrong where the image and its gradient have different memory formats."""
+    for part in model.modules():
+        if isinstance(part, nn.InstanceNorm2d):
+            part.register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
+            part.register_forward_hook(_contiguous_gradient)
+    return model
+
+
+def _contiguous_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad.contiguous())
+
+
+class Script:
+    """A training script, on whole images or (with a channel) on tiles; ``records`` is all that it shows."""
+
+    def __init__(self, case: Case, model: nn.Module, grid: tuple[int, int], channel: Channel | None) -> None:
+        self.case, self.fresh, self.grid, self.channel = case, model, grid, channel
+        self.model = self.sharded(copy.deepcopy(model))
+        self.stepper = self.made_stepper()
+        self.averaged: Any = None
+        self.records: Records = []
+
+    def sharded(self, model: nn.Module) -> nn.Module:
+        if self.channel is None:
+            return with_right_instance_norms(model)
+        if self.case.channels_last:  # not in one process: plain torch's norms crash there in some models
+            model = model.to(memory_format=torch.channels_last)
+        return spatial.shard(model, self.grid, channel=self.channel, **self.case.options)
+
+    def made_stepper(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.case.optimizer](list(self.model.parameters()))
+
+    def image(self, x: Tensor, gradient: bool = False) -> Tensor:
+        x = x.clone()
+        if self.channel is not None:
+            layout = torch.channels_last if self.case.channels_last else torch.contiguous_format
+            x = spatial.scatter(x.contiguous(memory_format=layout))
+        return x.requires_grad_() if gradient else x
+
+    def whole(self, value: Tensor | None) -> Tensor | None:
+        if isinstance(value, spatial.Tile):
+            value = spatial.gather(value.detach()).local  # type: ignore[attr-defined]
+        return None if value is None else value.detach().clone()
+
+    def show(self, what: str, value: Tensor | None) -> None:
+        self.records.append((what, self.whole(value)))
+
+    def run(self, batches: list[list[tuple[Tensor, Tensor]]]) -> Records:
+        for number, (step, passes) in enumerate(zip(self.case.steps, batches)):
+            where = f"step {number}"
+            if step.before:
+                self.before(step.before, f"{where}, {step.before}", number, passes[0][0])
+            self.clear(step.clear)
+            for x, target in passes:
+                self.backward(where, x, target, len(passes))
+            self.update(where)
+        return self.records
+
+    def backward(self, where: str, x: Tensor, target: Tensor, passes: int) -> None:
+        image = self.image(x, self.case.input_gradient)
+        output = self.model(image)
+        self.show(f"{where}: the output", output)
+        loss = loss_of(self.case, output, target) / passes
+        self.show(f"{where}: the loss", loss)
+        if loss.requires_grad:
+            loss.backward()
+        if self.case.input_gradient:
+            self.show(f"{where}: the gradient of the image", image.grad)
+
+    def update(self, where: str) -> None:
+        params = dict(self.model.named_parameters())
+        if self.channel is not None:
+            spatial.sum_gradients(params.values())
+        for name, p in params.items():
+            self.show(f"{where}: the gradient of {name}", p.grad)
+        if self.case.clip:
+            self.show(f"{where}: the norm", nn.utils.clip_grad_norm_(params.values(), 0.1))
+        self.stepper.step()
+        for name, value in self.model.state_dict().items():
+            self.show(f"{where}: {name}", value)
+
+    def clear(self, how: str) -> None:
+        if how == "by hand":
+            for p in self.model.parameters():
+                p.grad = None
+        elif how == "model":
+            self.model.zero_grad()
+        else:
+            self.stepper.zero_grad(set_to_none=how != "zeros")
+
+    def before(self, action: str, where: str, number: int, x: Tensor) -> None:
+        if action in ("evaluate", "inference mode"):
+            self.evaluate(self.model, where, x, action == "inference mode")
+        elif action == "load":
+            state = self.model.state_dict()
+            self.model.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in state.items()})
+        elif action == "save and load":
+            file = io.BytesIO()
+            torch.save([self.model.state_dict(), self.stepper.state_dict()], file)
+            file.seek(0)
+            self.replace(copy.deepcopy(self.fresh), *torch.load(file))
+            self.model = self.sharded(self.model)
+        elif action == "average":
+            self.averaged = self.averaged or torch.optim.swa_utils.AveragedModel(self.model)
+            self.averaged.update_parameters(self.model)
+            self.evaluate(self.averaged, where, x)
+        elif action == "go on with a copy":
+            self.replace(copy.deepcopy(self.model), self.model.state_dict(), self.stepper.state_dict())
+        elif action == "freeze":
+            first = next(self.model.parameters())
+            first.requires_grad_(not first.requires_grad)
+        elif action == "attribute":
+            for part in self.model.modules():
+                if isinstance(part, Layer):
+                    part.tau = 1.0 + 0.1 * number
+        elif action == "forward without backward":
+            self.show(where, self.model(self.image(x)))
+        elif action == "forward that raises":
+            self.raising(x)
+        else:
+            assert action == "shard again"
+            self.model = self.sharded(self.model)
+
+    def replace(self, model: nn.Module, state: Any, stepper: Any) -> None:
+        """Go on with another model; what is frozen stays so."""
+        for p, before in zip(model.parameters(), self.model.parameters()):
+            p.requires_grad_(before.requires_grad)
+        self.model = model
+        self.model.load_state_dict(state)
+        self.stepper = self.made_stepper()
+        self.stepper.load_state_dict(stepper)
+
+    def evaluate(self, model: nn.Module, where: str, x: Tensor, inference: bool = False) -> None:
+        model.eval()
+        with torch.inference_mode() if inference else torch.no_grad():
+            self.show(where, model(self.image(x)))
+        model.train()
+
+    def raising(self, x: Tensor) -> None:
+        """Stop a forward before its last layer, as an interrupt or a failed check would."""
+
+        def stop(module: nn.Module, args: Any) -> None:
+            raise KeyError("stopped")
+
+        hook = list(self.model.children())[-1].register_forward_pre_hook(stop)
+        try:
+            self.model(self.image(x))
+        except KeyError:
+            pass
+        finally:
+            hook.remove()
+
+
+def draws(case: Case) -> bool:
+    """Return whether masks are drawn: these depend on the position, and equal those of a 1x1 grid."""
+    return any(kind == "dropout" for kind, _ in case.layers)
+
+
+def expected(case: Case) -> Records:
+    """Return what one process shows."""
+    channel = ThreadHub(1).channel(0) if draws(case) else None
+    torch.manual_seed(case.seed)
+    return Script(case, model_of(case), (1, 1), channel).run(batches_of(case))
+
+
+def on_tiles(case: Case) -> list[Records]:
+    """Return what every rank shows; the ranks are threads, which share torch's generator."""
+    if draws(case):  # a dry run would put the generator's state back
+        case = replace(case, options={**case.options, "fuse_halo": "off"})
+    batches, model = batches_of(case), model_of(case)
+    torch.manual_seed(case.seed)
+    return on_threads(
+        case.size,
+        lambda channel: Script(case, model, case.grid, channel).run(batches),
+        60.0,
+    )
+
+
+def difference(case: Case, found: Records, wanted: Records) -> str:
+    """Return the first difference beyond rounding between two runs; "" if there is none."""
+    terms = LARGEST**2 * CHANNELS * MOST_ROWS
+    bound = rounding(torch.float64, terms, 8 * (len(case.layers) + 2) * len(case.steps))
+    if [what for what, _ in found] != [what for what, _ in wanted]:
+        return f"shows {[what for what, _ in found]}, one process {[what for what, _ in wanted]}"
+    for (what, value), (_, right) in zip(found, wanted):
+        if value is None or right is None:
+            if value is not right:
+                return f"{what} is {value}, in one process {right}"
+            continue
+        if (value.shape, value.dtype) != (right.shape, right.dtype):
+            return f"{what} is {value.shape} {value.dtype}, in one process {right.shape} {right.dtype}"
+        off = float((value - right).abs().max())
+        if not off <= bound * max(1.0, float(right.abs().max())):
+            return f"{what} is off by {off:.3g} (rounding may make it {bound:.1g})"
+    return ""
+
+
+# -- listed errors -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """An error of programs with one of these kinds of layers; ``says``: what its text contains."""
+
+    kinds: tuple[str, ...]
+    error: type[BaseException]
+    says: tuple[str, ...]
+
+    def permits(self, case: Case, error: BaseException) -> bool:
+        return (
+            any(kind in self.kinds for kind, _ in case.layers)
+            and isinstance(error, self.error)
+            and all(part in str(error) for part in self.says)
+        )
+
+
+REFUSED = ("is not supported", "gather the tile first, or shard with unsupported='gather'")
+ROWS = (
+    Row(("excite",), ValueError, ("Tensor.amax", "the one that is split", *REFUSED)),
+    Row(("excite",), ValueError, ("Tensor.var", "the one that is split", *REFUSED)),
+    Row(("activation",), ValueError, ("Tensor.__setitem__", *REFUSED)),
+    Row(("activation",), ValueError, ("Tensor.softmax", "the one that is split", *REFUSED)),
+    Row(("borders",), ValueError, ("Tensor.flip", "the one that is split", *REFUSED)),
+    Row(("borders",), ValueError, ("pad: ", " padding (", "-1")),  # crops one side and pads the other
+)
+
+
+def failure(case: Case) -> str:
+    """Return how a program fails; "" if it does not."""
+    return _failure(case, on_tiles)
+
+
+def failure_on_rank(case: Case, rank: int) -> str:
+    """Return how a program fails on this rank, which is a process."""
+
+    def run(case: Case) -> list[Records]:
+        channel = default_channel("checker", case.grid, 1, 60.0)
+        torch.manual_seed(case.seed + rank)  # rank 0's numbers count
+        return [Script(case, model_of(case), case.grid, channel).run(batches_of(case))]
+
+    return _failure(case, run)
+
+
+def _failure(case: Case, run: Callable[[Case], list[Records]]) -> str:
+    wanted = expected(case)
+    try:
+        everyone = run(case)
+    except Exception as error:
+        return "" if any(row.permits(case, error) for row in ROWS) else command.reason_of(error)
+    for rank, records in enumerate(everyone):
+        if reason := difference(case, records, wanted):
+            return f"rank {rank}: {reason}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(__doc__, "tests.checker.tiles", draw, failure))
