@@ -850,7 +850,7 @@ class Round:
         used = self.used = [flag % LATE for flag in self.used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if self.raised:
+        if self.raised or (late and crowded and self.abandoned):
             return
         if late and crowded:
             self.refuse_second("another DistributedOptimizer is open", "close the other one")

@@ -442,5 +442,9 @@ def failure_on_rank(case: Case, rank: int) -> str:
         return command.reason_of(error)
 
 
+def main() -> int:
+    return command.main(__doc__, "tests.checker.stages", draw, failure)
+
+
 if __name__ == "__main__":
-    sys.exit(command.main(__doc__, "tests.checker.stages", draw, failure))
+    sys.exit(main())

@@ -439,5 +439,9 @@ def _failure(case: Case, run: Callable[[Case], list[Records]]) -> str:
     return ""
 
 
+def main() -> int:
+    return command.main(__doc__, "tests.checker.tiles", draw, failure)
+
+
 if __name__ == "__main__":
-    sys.exit(command.main(__doc__, "tests.checker.tiles", draw, failure))
+    sys.exit(main())
