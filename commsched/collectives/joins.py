@@ -6,15 +6,12 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.objects import allgather_object
 from commsched.errors import CommError
-
-if TYPE_CHECKING:
-    from commsched.backends.ranks import Ranks
 
 _POLL_SECONDS = 0.001
 _PROGRESS_SECONDS = 1.0  # between two reports that the others go on
@@ -54,13 +51,6 @@ def register_joiner(joiner: Any) -> None:
     ``joiner.start_join()``, which returns a ``Joining`` or None. Keeps no reference.
     """
     _joiners[epoch(), next(_numbers)] = joiner
-
-
-def has_company(ranks: Ranks) -> bool:
-    """Return whether this rank has another optimizer that is open, beside that of these ranks."""
-    every = [one for (made, _), one in list(_joiners.items()) if made == epoch() and one.is_open]
-    me, mine = ranks.global_rank(ranks.rank), [one.backend.ranks for one in every]
-    return any(one is not ranks and one.global_rank(one.rank) == me for one in mine)
 
 
 def join(device: int = -1) -> int:

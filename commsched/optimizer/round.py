@@ -850,14 +850,17 @@ class Round:
         used = self.used = [flag % LATE for flag in self.used]
         apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if self.raised or (late and crowded and self.abandoned):
+        if self.raised:
             return
         if late and crowded:
-            self.refuse_second("another DistributedOptimizer is open", "close the other one")
-        if late or sparse:
+            if not self.abandoned:
+                self.refuse_second("another DistributedOptimizer is open", "close the other one")
+        elif late or sparse:
             self.mode.reduce_outside(late, sparse)
 
     def refuse_second(self, why: str, way_out: str) -> NoReturn:
+        """Refuse gradients that lack what came late: now, and when they are used before they are cleared."""
+        self.used = []
         raise CommError(
             f"rank {self.ranks.rank}: a parameter received a second gradient in one backward after its bucket"
             f" had been sent (reentrant checkpointing of a module that is used twice?), and {why}; use"

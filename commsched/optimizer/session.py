@@ -30,8 +30,9 @@ from torch import nn
 
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
+from commsched.backends.ranks import Ranks
 from commsched.collectives.initialization import local_rank
-from commsched.collectives.joins import has_company, register_joiner
+from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
@@ -172,7 +173,7 @@ class Session:
             sparse_as_dense=options.sparse_as_dense,
         )
         self.round.apart = bool(self.planner.sparse)
-        self.round.has_company = partial(has_company, ranks)
+        self.round.has_company = partial(_has_company, ranks)
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)
@@ -436,6 +437,13 @@ class Closable(Protocol):
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _exiting = False
+
+
+def _has_company(ranks: Ranks) -> bool:
+    """Return whether this rank has another optimizer that is open, beside that of these ranks."""
+    me, sessions = ranks.global_rank(ranks.rank), [one for one in list(_open) if isinstance(one, Session)]
+    others = [one.backend.ranks for one in sessions if one.is_open and one.backend.ranks is not ranks]
+    return any(other.global_rank(other.rank) == me for other in others)
 
 
 def close_at_exit(thing: Closable) -> None:

@@ -81,11 +81,11 @@ class Evaluation:
         return _sum(counted) if counted else None
 
     def _share_buffers(self) -> None:
-        """Replicas take the running statistics of their first one, which the saved model has too."""
+        """Replicas take the running statistics of their first one, which the saved model has too. Mirrored
+        ones keep their own.
+        """
         pending = []
-        for number, stage in (
-            self.stages.items() if not self.layout.mirror else ()
-        ):  # each direction has its own
+        for number, stage in () if self.layout.mirror else self.stages.items():
             ranks = self.layout.members(number)
             if len(ranks) == 1 or not (mine := dict(stage.module.named_buffers())):
                 continue

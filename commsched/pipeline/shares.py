@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.fabric import Fabric, Lane
 from commsched.pipeline.rows import Share, held, rows_of, shape_key, size_of
 from commsched.transport.channel import Pending
 from scheduler.ir.layout import Layout
 
 
-class _Announced(NamedTuple):
-    """A local step: this rank's rows (None: it holds neither end) and the first stage's announcements."""
+class Announcements:
+    """Numbers of the steps given, from the ranks ``tellers`` to ``readers``, who wait for them later."""
 
-    passed: int | None
-    counts: list[tuple[Tensor, Pending | None]]
+    def __init__(self, lane: Lane, rank: int, tellers: Sequence[int], readers: Sequence[int]) -> None:
+        self._lane, self._rank, self._tellers = lane, rank, tellers
+        self._peers = [reader for reader in readers if reader != rank]
+        self._coming: dict[int, list[tuple[Tensor, Pending | None]]] = {}
+        self._sent: list[Pending] = []
+
+    def announce(self, period: int, mine: Tensor) -> None:
+        """Every reader calls. ``mine``: this rank's numbers, of which others see nothing unless it tells."""
+        coming: list[tuple[Tensor, Pending | None]] = []
+        for teller in self._tellers:
+            value = mine if teller == self._rank else torch.empty_like(mine)
+            coming.append((value, None if value is mine else self._lane.receive(teller, [value])))
+        self._coming[period] = coming
+        if self._rank in self._tellers:
+            self.settle()
+            self._sent = [self._lane.send(peer, [mine]) for peer in self._peers]
+
+    @property
+    def unread(self) -> list[int]:
+        """The periods whose numbers nobody has read."""
+        return list(self._coming)
+
+    def read(self, period: int) -> list[Tensor]:
+        """The tellers' numbers, once; none of a period that was not announced or has been read."""
+        coming = self._coming.pop(period, [])
+        for _, pending in coming:
+            if pending is not None:
+                pending.wait()
+        return [value for value, _ in coming]
+
+    def settle(self) -> None:
+        """Waits for what this rank has sent."""
+        for pending in self._sent:
+            pending.wait()
+        self._sent = []
 
 
 class Shares(dict[int, Share]):
@@ -31,10 +65,10 @@ class Shares(dict[int, Share]):
 
     def __init__(self, layout: Layout, fabric: Fabric, name: str) -> None:
         self.layout, self.rank = layout, fabric.rank
-        self._lane = fabric.lane(f"rows of {name}")
-        self._peers = [rank for rank in range(fabric.size) if rank != fabric.rank]
-        self._announced: dict[int, _Announced] = {}
-        self._sent: list[Pending] = []
+        tellers = layout.ranks[0][:: layout.tile_count(0)]
+        lane = fabric.lane(f"rows of {name}")
+        self._announced = Announcements(lane, fabric.rank, tellers, range(fabric.size))
+        self._passed: dict[int, int | None] = {}  # rows of local steps; None: this rank holds no end
         self._checked: Share | None = None
 
     def take(self, period: int, batch: Any, local: bool) -> None:
@@ -71,22 +105,13 @@ class Shares(dict[int, Share]):
                 ends.append(targets)
             passed = rows_of(ends, f"the batch of rank {self.rank}")
             key = crc32(repr(shape_key(ends[0])).encode())
-        counts: list[tuple[Tensor, Pending | None]] = []
-        for rank in self.layout.ranks[0][:: self.layout.tile_count(0)]:
-            count = torch.tensor([passed or 0, key])
-            counts.append((count, None if rank == self.rank else self._lane.receive(rank, [count])))
-            if rank == self.rank:
-                self._settle_sent()
-                self._sent = [self._lane.send(peer, [count]) for peer in self._peers]
-        self._announced[period] = _Announced(passed, counts)
+        self._passed[period] = passed
+        self._announced.announce(period, torch.tensor([passed or 0, key]))
 
     def __missing__(self, period: int) -> Share:
-        passed, counts = self._announced.pop(period)
-        for _, pending in counts:
-            if pending is not None:
-                pending.wait()
-        each = [int(count[0]) for count, _ in counts]
-        key = ("local", *(int(count[1]) for count, _ in counts))
+        passed, counts = self._passed.pop(period), self._announced.read(period)
+        each = [int(count[0]) for count in counts]
+        key = ("local", *(int(count[1]) for count in counts))
         stage = end_stage(self.layout, self.rank)
         mine = None if stage is None else held(sum(each), self.layout, stage, self.rank)
         if mine is not None and passed != size_of(mine):
@@ -102,14 +127,9 @@ class Shares(dict[int, Share]):
 
     def settle(self) -> None:
         """Waits for all announcements."""
-        for period in list(self._announced):
+        for period in self._announced.unread:
             self[period]
-        self._settle_sent()
-
-    def _settle_sent(self) -> None:
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
+        self._announced.settle()
 
 
 def most_replicas(layout: Layout) -> int:

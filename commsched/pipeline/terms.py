@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commsched.pipeline.fabric import Fabric
-from commsched.transport.channel import Pending
+from commsched.pipeline.shares import Announcements
 from scheduler.ir.layout import Layout
 
 Count = Callable[[Any], Any]
@@ -28,55 +28,31 @@ class Terms(dict[int, float]):
     def __init__(self, count: Count, layout: Layout, fabric: Fabric) -> None:
         self._count, self._rank, last = count, fabric.rank, layout.stages - 1
         self._readers = layout.ranks[last]
-        self._tellers = self._readers[:: layout.tile_count(last)]
-        self._lane = fabric.lane("terms")
-        self._coming: dict[int, list[tuple[Tensor, Pending | None]]] = {}
-        self._sent: list[Pending] = []
+        tellers = self._readers[:: layout.tile_count(last)]
+        self._announced = Announcements(fabric.lane("terms"), fabric.rank, tellers, self._readers)
 
     def take(self, period: int, targets: Any, local: bool) -> None:
         """Counts a batch's terms, or those of this rank's part of it. ``ValueError`` for a batch without."""
         if not local:
             self[period] = _checked(self._counted(targets), period)
             return
-        if self._rank not in self._readers:
-            return
-        mine = torch.tensor([self._counted(targets)], dtype=torch.float64)
-        coming: list[tuple[Tensor, Pending | None]] = []
-        for rank in self._tellers:
-            value = mine if rank == self._rank else torch.empty_like(mine)
-            coming.append((value, None if value is mine else self._lane.receive(rank, [value])))
-        self._coming[period] = coming
-        self._settle_sent()
-        if self._rank in self._tellers:
-            peers = [rank for rank in self._readers if rank != self._rank]
-            self._sent = [self._lane.send(peer, [mine]) for peer in peers]
+        if self._rank in self._readers:
+            self._announced.announce(period, torch.tensor([self._counted(targets)], dtype=torch.float64))
 
     def __missing__(self, period: int) -> float:
-        self[period] = _checked(sum(self._received(period)), period)
+        self[period] = _checked(float(sum(self._announced.read(period))), period)
         return self[period]
-
-    def _received(self, period: int) -> list[float]:
-        coming = self._coming.pop(period, [])
-        for _, pending in coming:
-            if pending is not None:
-                pending.wait()
-        return [float(value) for value, _ in coming]
 
     def forget(self, period: int) -> None:
         """The period is over. A replica without rows in an evaluation has not read its counts."""
-        self._received(period)
+        self._announced.read(period)
         self.pop(period, None)
 
     def settle(self) -> None:
         """Waits for all counts."""
-        for period in list(self._coming):
+        for period in self._announced.unread:
             self[period]
-        self._settle_sent()
-
-    def _settle_sent(self) -> None:
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
+        self._announced.settle()
 
     def _counted(self, targets: Any) -> float:
         count = self._count(targets)

@@ -67,6 +67,7 @@ ROWS = (
         (CommError,),
         ("second gradient", "use_reentrant=False"),
         sure=False,
+        goes_on=True,
     ),
     Row(
         "converted",

@@ -53,6 +53,18 @@ def mine(pipeline: Pipeline, batch: Any) -> Any:
     return inputs if 0 in held else None, targets if pipeline.layout.stages - 1 in held else None
 
 
+def train_locally(
+    model: torch.nn.Module, data: Any, fabric: Any, loss: Any, **options: Any
+) -> tuple[Pipeline, list[float], float]:
+    """The pipeline after a local step with each batch, its losses, and that of an evaluation."""
+    pipeline = Pipeline(copy.deepcopy(model), loss=loss, optimizer=momentum, fabric=fabric, **options)
+    losses = [pipeline.step(mine(pipeline, batch), local=True) for batch in data]
+    losses += pipeline.drain()
+    score = pipeline.evaluate(mine(pipeline, data[0]), local=True)
+    assert score == pipeline.evaluate(data[0])
+    return pipeline, [value for value in losses if value is not None], score
+
+
 def rows_and_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.tensor(len(targets)), len(targets) * loss_of(outputs, targets)])
 
@@ -65,16 +77,12 @@ def test_local_batches_train_as_whole_ones(schedule: str, count: int, mesh: Any,
     wanted, expected, _ = train(model, data, size_of(mesh), momentum, **options)
 
     def work(fabric: Any) -> Any:
-        pipeline = Pipeline(copy.deepcopy(model), loss=loss_of, optimizer=momentum, fabric=fabric, **options)
-        losses = [pipeline.step(mine(pipeline, batch), local=True) for batch in data]
-        losses += pipeline.drain()
-        score = pipeline.evaluate(mine(pipeline, data[0]), local=True)
-        assert score == pipeline.evaluate(data[0])
+        pipeline, losses, score = train_locally(model, data, fabric, loss_of, **options)
         counted = pipeline.evaluate(mine(pipeline, data[0]), rows_and_loss, local=True)
         assert counted.tolist() == [11, pytest.approx(11 * score)]
         result = pipeline.state_dict()
         pipeline.close()
-        return result, [value for value in losses if value is not None]
+        return result, losses
 
     for weights, losses in on_threads(size_of(mesh), work):
         assert losses == expected

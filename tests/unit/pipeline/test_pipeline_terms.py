@@ -29,7 +29,7 @@ from tests.support.pipeline_runs import (
 )
 from tests.support.rounding import rounding
 from tests.unit.pipeline.test_pipeline_habits import attempt, in_one_process
-from tests.unit.pipeline.test_pipeline_local_batches import SCHEDULES, mine, size_of
+from tests.unit.pipeline.test_pipeline_local_batches import SCHEDULES, mine, size_of, train_locally
 
 LENGTH, ROWS = 5, 13
 IGNORED = -100
@@ -76,14 +76,10 @@ def test_a_mean_over_tokens_is_that_of_one_process(schedule: str, parts: int, me
         assert losses == pytest.approx(means, rel=EXACT)
 
     def work(fabric: Any) -> Any:
-        pipeline = Pipeline(copy.deepcopy(model), loss=sum_loss, optimizer=momentum, fabric=fabric, **options)
-        found = [pipeline.step(mine(pipeline, batch), local=True) for batch in data]
-        found += pipeline.drain()
-        score = pipeline.evaluate(mine(pipeline, data[0]), local=True)
-        assert score == pipeline.evaluate(data[0])
+        pipeline, found, score = train_locally(model, data, fabric, sum_loss, **options)
         state = pipeline.state_dict()
         pipeline.close()
-        return state, [loss for loss in found if loss is not None], score
+        return state, found, score
 
     for state, found, score in on_threads(size_of(mesh), work):
         assert_close(state, weights, EXACT)
