@@ -40,6 +40,7 @@ class Ranks:
         self.own = slice(self.rank, self.rank + 1)  # the ranks for which this process answers
         # Root ranks are global ones, as in Horovod.
         self._root = min(process_set.ranks) if process_set.ranks else 0
+        self.global_own = self.global_rank(self.rank)
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the whole job of a rank of the process set."""

@@ -15,6 +15,8 @@ Where that is too late, because a backward has begun, their gradients cannot be 
 from __future__ import annotations
 
 import atexit
+import gc
+import itertools
 import os
 import sys
 import warnings
@@ -124,11 +126,13 @@ class Session:
         """Serve a wrapped optimizer (``wrapper.DistributedMethods``): its trained parameters, its options."""
         options: Options = optimizer._options
         self._optimizer: Any = weakref.proxy(optimizer)
+        self._wrapped = weakref.ref(optimizer)
         params = _trained(optimizer)
         self.backend = backend_for(params, options.transport, options.process_set)
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen_steps = 0
+        self._outlived = False  # the plan, by parameters that have been frozen for long
         ranks = self.backend.ranks
         self._begin(params, options)
         file = settings().timeline
@@ -199,22 +203,56 @@ class Session:
     # -- other parameters ------------------------------------------------------------------------------------
 
     def refresh(self, in_step: bool = False) -> None:
-        """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps."""
-        optimizer, planned = self._optimizer, self._planned
+        """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps.
+
+        [Note: the order of new plans]
+        A new plan is collective, and ranks come to it in different places: one without data in a step, the
+        others in a forward. With several optimizers they would wait for each other in different ones. So a
+        rank makes all plans that are due, in the order in which its optimizers were made: before a forward
+        up to the first whose gradients are under way, the rest in the next step, of whichever optimizer.
+        Optimizers that nobody holds any more must not count, whether the collector has found them or not.
+        """
         self._note_others()
-        if not in_step and not self.round.can_be_replaced:
-            return  # the next step does it
+        self._count_frozen(in_step)
+        if not any(session._is_due() for session in self._with_company()):
+            return
+        gc.collect()
+        for session in self._with_company():
+            in_backward = session is not self and session.round.state is State.FILLING  # it steps in a hook
+            if in_backward or not session._is_due():
+                continue
+            if not in_step and not session.round.can_be_replaced:
+                return
+            session._begin_anew()
+
+    def _with_company(self) -> list[Session]:
+        """Return the sessions whose plans may be made together with this one's, in their order."""
+        return [one for one in _open_sessions(self.backend.ranks) if one is self or one._is_usable()]
+
+    def _is_usable(self) -> bool:
+        """Return whether every rank may still step this session's optimizer."""
+        backend = self.backend
+        return self._wrapped() is not None and not (backend.failure() or backend.ranks.joined)
+
+    def _count_frozen(self, in_step: bool) -> None:
+        """Count the steps with frozen parameters."""
+        trained = len(_trained(self._optimizer))
+        self._frozen_steps = self._frozen_steps + in_step if 0 < trained < len(self._planned) else 0
+
+    def _is_due(self) -> bool:
+        """Return whether the parameters need another plan."""
+        optimizer, planned = self._optimizer, self._planned
         trained = _trained(optimizer)
-        if planned.issuperset(map(id, trained)) and _kinds(self.round.params) == self._made_for:
-            if not trained or len(trained) == len(planned):
-                self._frozen_steps = 0
-                return
-            self._frozen_steps += in_step
-            # Not within the step that has reduced all gradients: they would be reduced again.
-            due = self._frozen_steps >= STAY and not in_step
-            if not due and planned.issubset(map(id, optimizer._every_param())):
-                return
-        self._frozen_steps = 0
+        if not planned.issuperset(map(id, trained)) or _kinds(self.round.params) != self._made_for:
+            return True
+        if not trained or len(trained) == len(planned):
+            return False
+        return self._outlived or not planned.issubset(map(id, optimizer._every_param()))
+
+    def _begin_anew(self) -> None:
+        """Make a new plan. Collective."""
+        optimizer = self._optimizer
+        self._frozen_steps, self._outlived = 0, False
         before = self.round
         before.leave_cleared()
         # A rank without data comes from its step(), the others from the forward or from theirs. Gradients of
@@ -225,6 +263,7 @@ class Session:
         self.mode.finish_all()
         self.hooks.remove()
         before.close()
+        trained = _trained(optimizer)
         optimizer._options = options = optimizer._options.for_other_params(before.params, trained)
         self._begin(trained, options)
         self.round.inherit(before)
@@ -269,7 +308,9 @@ class Session:
         if self._timeline is not None:
             self._record(self._timeline)
         if self._frozen_steps >= STAY and self._nobody_joined():
+            self._outlived = True
             self.refresh()
+            self._outlived = False
         elif self._measuring is not None:
             self._take_sample(self._measuring)
         elif self._adapts:
@@ -435,20 +476,25 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_open: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()  # in the order of opening
+_numbers = itertools.count()
 _exiting = False
+
+
+def _open_sessions(ranks: Ranks) -> list[Session]:
+    """Return the sessions of this rank that are open, in the order in which they were made."""
+    sessions = [one for _, one in sorted(_open.items()) if isinstance(one, Session) and one.is_open]
+    return [one for one in sessions if one.backend.ranks.global_own == ranks.global_own]
 
 
 def _has_company(ranks: Ranks) -> bool:
     """Return whether this rank has another optimizer that is open, beside that of these ranks."""
-    me, sessions = ranks.global_rank(ranks.rank), [one for one in list(_open) if isinstance(one, Session)]
-    others = [one.backend.ranks for one in sessions if one.is_open and one.backend.ranks is not ranks]
-    return any(other.global_rank(other.rank) == me for other in others)
+    return any(one.backend.ranks is not ranks for one in _open_sessions(ranks))
 
 
 def close_at_exit(thing: Closable) -> None:
     """Close it before the engine's and the collectives' exit handlers run."""
-    _open.add(thing)
+    _open[next(_numbers)] = thing
     _register()
 
 
@@ -458,7 +504,7 @@ def _register() -> None:
     def close_all() -> None:
         global _exiting
         _exiting = True
-        for thing in list(_open):
+        for _, thing in sorted(_open.items()):
             thing.close()
 
     atexit.register(close_all)

@@ -302,8 +302,12 @@ class ShardedStep(StepMode):
         self.backend.gather_now(self._buffers.bucket(bucket), self._buffers.layout.slices[bucket].ends)
 
     def _take_changes(self) -> None:
-        """Use what user code has set or changed: ``p.grad`` of its own, or gathered gradients."""
+        """Use what user code has set or changed: ``p.grad`` of its own, or gathered gradients.
+
+        An earlier clipping's factor concerns the sums only: user code sees its own gradients with it already.
+        """
         now = self.round
+        self.shards.scale_gradients()
         for gradient in now.travelling:
             if not (self.gathered or gradient.touched):
                 continue
@@ -483,7 +487,6 @@ class ShardedStep(StepMode):
             self._wait_all_reduced()
             self.tell_joined("clip", (max_norm, norm_type, error_if_nonfinite))
             self._take_changes()
-            shards.scale_gradients()
             grads = shards.owned_gradients(now.used)
             # Of frozen parameters, which no shard contains: whole on every rank, so rank 0 counts them.
             others = [grad for param in now.others if (grad := raw_grad(param)) is not None]

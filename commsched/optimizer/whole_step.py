@@ -9,9 +9,9 @@ whole, inside ``step()``, and runs its closure itself, as often as it likes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,15 +85,17 @@ def groups_of_leaves(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's groups with a leaf in place of each parameter. ``members``: pairs of both.
 
-    Leaves without state stand apart: torch's fused SGD fails where only some have a momentum.
+    Leaves without state stand apart: torch's fused SGD fails where only some have a momentum. The order of
+    the members stays: updates of parameters that share memory depend on it.
     """
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    leaves: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
-    for param, leaf in members:
-        if id(param) in group_of:
-            leaves[group_of[id(param)], not state.get(leaf)].append(leaf)
+    known = [
+        (group_of[id(param)], not state.get(leaf), leaf) for param, leaf in members if id(param) in group_of
+    ]
+    known.sort(key=lambda member: member[0])
     return [
-        {**optimizer.param_groups[number], "params": chosen} for (number, _), chosen in sorted(leaves.items())
+        {**optimizer.param_groups[number], "params": [leaf for _, _, leaf in chosen]}
+        for (number, _), chosen in groupby(known, key=lambda member: member[:2])
     ]
 
 
@@ -442,7 +444,7 @@ class WholeStep(StepMode):
         return True
 
     def share(self, optimizer: Any, root: int) -> None:
-        process_set, mine = self.ranks.process_set, self.ranks.global_rank(self.ranks.rank) == root
+        process_set, mine = self.ranks.process_set, self.ranks.global_own == root
         named = [(f"commsched.join.{i}", p) for i, p in enumerate(self.round.params)]
         broadcast_parameters(named, root, process_set=process_set)
         # The wrapped class's own methods: each rank keeps its residuals.

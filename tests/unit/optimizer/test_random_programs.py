@@ -120,6 +120,8 @@ WEIGHTED = (
     "weighted",
     LOSS | dict(samples=2, passes=1, odd=None, idle=None, local=False, then="step", clear="optimizer"),
 )
+CLIP: tuple[str, dict[str, Any]] = ("clip", {"how": "optimizer", "sync": False})
+ASSIGN = ("change_grads", {"how": "assign", "places": [3], "gathered": False})
 FAILING = ("failing_update", LOSS | {"how": "rate"})
 FOUND: list[tuple[dict[str, Any], Steps]] = [
     # A norm of no gradients begins no round, which the rank without data would step alone.
@@ -242,6 +244,16 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     ),
     # p.grad, q.grad = q.grad, p.grad: the first was written over the second.
     (SHARDS, [BACKWARD, ("change_grads", {"how": "swap", "places": [6], "gathered": True}), STEP]),
+    # Clipping's factor, by which the next step multiplies, also met gradients that user code had set.
+    *(
+        (SHARDS, [BACKWARD, *between, STEP])
+        for between in ([CLIP, ASSIGN], [ASSIGN, CLIP], [CLIP, ASSIGN, CLIP], [ASSIGN, CLIP, ASSIGN])
+    ),
+    # New plans of two optimizers: one rank came to them in its step, the other one in its forward.
+    (
+        {"two": True, "frozen": 1},
+        [("unfreeze", {}), ("idle_rank", LOSS | {"rank": 1, "then": "step"})],
+    ),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
 ]
