@@ -476,14 +476,19 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_open: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()  # in the order of opening
+_opened: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _exiting = False
 
 
+def _opened_so_far() -> list[Closable]:
+    """Return what is open, in the order of opening. Threads may open and end others meanwhile."""
+    return [thing for reference in _opened.valuerefs() if (thing := reference()) is not None]
+
+
 def _open_sessions(ranks: Ranks) -> list[Session]:
     """Return the sessions of this rank that are open, in the order in which they were made."""
-    sessions = [one for _, one in sorted(_open.items()) if isinstance(one, Session) and one.is_open]
+    sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
     return [one for one in sessions if one.backend.ranks.global_own == ranks.global_own]
 
 
@@ -494,7 +499,7 @@ def _has_company(ranks: Ranks) -> bool:
 
 def close_at_exit(thing: Closable) -> None:
     """Close it before the engine's and the collectives' exit handlers run."""
-    _open[next(_numbers)] = thing
+    _opened[next(_numbers)] = thing
     _register()
 
 
@@ -504,7 +509,7 @@ def _register() -> None:
     def close_all() -> None:
         global _exiting
         _exiting = True
-        for _, thing in sorted(_open.items()):
+        for thing in _opened_so_far():
             thing.close()
 
     atexit.register(close_all)

@@ -733,13 +733,19 @@ def clip(w: World, salt: int, how: str, sync: bool) -> Any:
 CHANGES = ("assign", "data", "set_", "mul_", "copy_", "swap", "none", "clone", "add_")
 
 
-@action(
-    3,
-    lambda dice, o: {
-        "how": dice.choice(CHANGES),
+def draw_change(dice: Dice, o: Args) -> Args:
+    how = dice.choice(CHANGES)
+    return {
+        # With op=Sum nobody could say of other changes whether they are to be summed.
+        "how": "mul_" if o["op"] == "sum" and how != "none" else how,
         "places": sorted(dice.sample(range(14), dice.choice([1, 3]))),
         "gathered": dice.random() < 0.5,
-    },
+    }
+
+
+@action(
+    3,
+    draw_change,
     lambda args: (
         ("synchronize",) if args["gathered"] else () if args["how"] in ("assign", "none") else ("read",)
     ),
@@ -752,8 +758,6 @@ def change_grads(w: World, salt: int, how: str, places: list[int], gathered: boo
     if how not in ("assign", "none"):
         w.reading()
     w.changing_grads()
-    if w.options["op"] == "sum" and how != "none":
-        how = "mul_"  # of other changes nobody could say whether they are to be summed
     for place in places:
         p = one(w, place)
         x = w.noise(p.shape, salt, place) * 0.1
