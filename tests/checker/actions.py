@@ -733,7 +733,7 @@ def clip(w: World, salt: int, how: str, sync: bool) -> Any:
 CHANGES = ("assign", "data", "set_", "mul_", "copy_", "swap", "none", "clone", "add_")
 
 
-def draw_change(dice: Dice, o: Args) -> Args:
+def draw_change(dice: random.Random, o: Args) -> Args:
     how = dice.choice(CHANGES)
     return {
         # With op=Sum nobody could say of other changes whether they are to be summed.
