@@ -7,10 +7,10 @@ import argparse
 from commsched.cli import options
 from commsched.cli.output import console
 from scheduler import profiles
-from scheduler.formats.graph_txt import Graph
+from scheduler.formats.pipedream import Graph
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.cluster import Cluster
-from scheduler.pipelines.planner.convert import expecting, read_plan, write_files
+from scheduler.ir.link import Cluster
+from scheduler.pipelines.convert import expecting, read_plan, write_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

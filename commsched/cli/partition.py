@@ -10,11 +10,10 @@ from pathlib import Path
 from commsched.cli import options
 from commsched.cli.output import console
 from scheduler import profiles
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.ir.layout import Placement, Samples, Tiles
+from scheduler.ir.link import Cluster
 from scheduler.pipelines.build import names, program_of
-from scheduler.pipelines.planner.partition import partition
-from scheduler.pipelines.planner.partition_input import RECOMPUTE
+from scheduler.pipelines.partition import RECOMPUTE, partition
 from scheduler.pipelines.report import examine
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>|k|m|g|t)(?:i?b)?", re.IGNORECASE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commsched.cli.job_options import add_job, job_of, name_of
 from commsched.cli.output import console, milliseconds, table
-from scheduler.formats.graph_txt import Graph, write_graph
+from scheduler.formats.pipedream import Graph, write_graph
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 

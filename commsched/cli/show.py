@@ -12,7 +12,7 @@ from scheduler import profiles
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.render import chrome_trace, gantt, svg
-from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.costs import peak_memory
 from scheduler.simulate.simulator import Result, simulate
 from scheduler.validate import validate
 

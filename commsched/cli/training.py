@@ -23,7 +23,7 @@ from commsched.training import results
 from commsched.training.build import pipeline_of, state_of
 from commsched.training.loop import Decay, Settings, Training
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.pipelines.planner.convert import read_plan
+from scheduler.pipelines.convert import read_plan
 
 
 def run(arguments: argparse.Namespace) -> None:

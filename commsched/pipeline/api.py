@@ -34,10 +34,8 @@ from commsched.pipeline.terms import Count, Terms
 from commsched.pipeline.ties import checked_ties, share_ties, sum_ties
 from commsched.pipeline.update import Factory, OnStep
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.placements import Placement
-from scheduler.ir.program import Program
-from scheduler.ir.unroll import reach
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.layout import Placement
+from scheduler.ir.program import Program, delays, reach
 
 
 class Pipeline:

@@ -21,8 +21,7 @@ from commsched.pipeline.update import Factory, OnStep, Stepped, Update, made_by
 from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
-from scheduler.ir.program import LINK_LANE, Program, buckets_of
-from scheduler.ir.unroll import depth
+from scheduler.ir.program import LINK_LANE, Program, buckets_of, depth
 
 if TYPE_CHECKING:
     from commsched.pipeline.tiled_module import TiledModule

@@ -14,8 +14,7 @@ from commsched.pipeline.inputs import Inputs, tellers
 from commsched.pipeline.losses import Losses
 from commsched.pipeline.messages import receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Loss, Saved, Stage
-from scheduler.ir.actions import Action, Kind
-from scheduler.ir.endless_order import position
+from scheduler.ir.actions import Action, Kind, position
 from scheduler.ir.program import COMPUTE_LANE, RECV_LANE, Program
 
 EVALUATED = -1

@@ -27,7 +27,7 @@ from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import owned_outputs
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Parcel, Pending, SilentChannel
-from scheduler.ir.placements import Placement, Tiles, place
+from scheduler.ir.layout import Placement, Tiles, place
 from scheduler.ir.profile import Border
 
 

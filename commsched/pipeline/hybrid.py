@@ -23,7 +23,7 @@ from commsched.pipeline.factory import Make
 from commsched.pipeline.origin import WeightSource
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.terms import Count
-from scheduler.ir.placements import Placement
+from scheduler.ir.layout import Placement
 from scheduler.ir.program import Program
 from scheduler.pipelines.build import orders_of, stage_count
 

@@ -22,12 +22,9 @@ from commsched.pipeline.messages import in_words
 from commsched.pipeline.spans import Span
 from commsched.pipeline.stage import Micro, Stage
 from commsched.pipeline.update import Update
-from scheduler.ir.actions import Action, Kind
-from scheduler.ir.endless_order import last_gradient
+from scheduler.ir.actions import Action, Kind, last_gradient
 from scheduler.ir.layout import Layout, is_token
-from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program
-from scheduler.ir.unroll import reach, version
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, delays, reach, version
 
 
 class Interpreter:

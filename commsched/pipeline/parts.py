@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commsched.pipeline.rows import Range
-from scheduler.ir.placements import Tiles
+from scheduler.ir.layout import Tiles
 
 Cut = tuple[tuple[int, tuple[int, ...]] | None, ...]
 """How a grid cuts a tensor: by axis of the grid the dimension (counted from the end) and the borders of the

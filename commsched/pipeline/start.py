@@ -20,9 +20,7 @@ from commsched.pipeline.messages import receive_object, receive_tree, send_objec
 from commsched.pipeline.stage import Stage
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
-from scheduler.ir.program import Program
-from scheduler.ir.unroll import depth
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import Program, delays, depth
 from scheduler.pipelines.build import generate, orders_of, program_of, stage_count
 from scheduler.validate import validate
 

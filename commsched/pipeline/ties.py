@@ -10,8 +10,7 @@ import torch
 from commsched.pipeline.fabric import Lane, to_host
 from commsched.pipeline.reduction import summed_over
 from commsched.pipeline.stage import Stage
-from scheduler.ir.program import Program
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import Program, delays
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from commsched.spatial.shard import shard
 from commsched.spatial.tile import Cut as TileCut
 from commsched.spatial.tile import Cuts, Tile, local_of
 from commsched.transport.channel import Channel
-from scheduler.ir.placements import Tiles
+from scheduler.ir.layout import Tiles
 
 
 class TiledModule:

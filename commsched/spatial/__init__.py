@@ -21,7 +21,7 @@ from commsched.spatial.run import run
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
-from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.layout import Samples, Tiles
 
 if TYPE_CHECKING:
     from commsched.pipeline.explain_stages import StagesReport as StagesReport

@@ -11,7 +11,7 @@ import commsched
 from commsched.collectives.current_carrier import carrier
 from commsched.pipeline import Chain, Job, Pipeline
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
+from scheduler.pipelines.schedules import bundle_ranks, bundle_ranks_across
 
 _WHOLE = "0."
 """Before the names of a model that is the only element of a chain."""

@@ -29,9 +29,8 @@ from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
 from dnn_bench.pipeline.peers import Peer, timed
 from dnn_bench.pipeline.results import Ratio, Result
-from scheduler.ir.cluster import Cluster
 from scheduler.ir.layout import Layout
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.report import examine
 

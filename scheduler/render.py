@@ -1,14 +1,79 @@
-"""Timelines as an SVG picture that needs nothing else: a simulated iteration, or several steps to compare."""
+"""Draw timelines: text for a terminal, SVG, and Chrome's trace format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from scheduler.ir.actions import Kind
-from scheduler.render.lanes import lanes_of
+from scheduler.ir.program import COMPUTE_LANE
 from scheduler.simulate.simulator import Event, Result
+from scheduler.simulate.task_graph import EVERY_RANK
+
+# -- events by lane, in the order of all pictures ------------------------------------------------------------
+
+
+def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Group events by lane: each rank's compute, its other lanes, then the lanes that all ranks share.
+
+    With a single rank, lane names have no rank number.
+    """
+    found: dict[tuple[int, str], list[Event]] = {}
+    for event in events:
+        found.setdefault((event.rank, event.lane), []).append(event)
+    several = len({rank for rank, _ in found if rank != EVERY_RANK}) > 1
+
+    def place(key: tuple[int, str]) -> tuple[bool, int, bool, str]:
+        rank, lane = key
+        return rank == EVERY_RANK, rank, lane != COMPUTE_LANE, lane
+
+    def name(key: tuple[int, str]) -> str:
+        rank, lane = key
+        return f"{lane} {rank}" if several and rank != EVERY_RANK else lane
+
+    return {name(key): found[key] for key in sorted(found, key=place)}
+
+
+# -- a Gantt chart for a terminal: a line per lane, a column per slice of time -------------------------------
+
+# compute |B3--B2--B1--B0--F0--F1--F2--F3--|
+# link    |    RS0-RS1-RS2-AG0-AG1-        |
+
+_FILL, _IDLE = "-", " "
+
+
+def gantt(result: Result, width: int = 100) -> str:
+    """One iteration, ``width`` columns wide. An action too short for its name shows as much of it as fits."""
+    if width < 10:
+        raise ValueError(f"a chart needs at least 10 columns, got {width}")
+    lanes = lanes_of(result.timeline)
+    span = max((event.end for event in result.timeline), default=0.0) or 1.0
+    head = max(len(name) for name in lanes)
+    lines = [f"{name:<{head}} |{_text_line(events, span, width)}|" for name, events in lanes.items()]
+    scale = f"0{_seconds(span):>{width - 1}}"
+    return "\n".join([*lines, f"{'':<{head}}  {scale}"]) + "\n"
+
+
+def _text_line(events: list[Event], span: float, width: int) -> str:
+    cells = [_IDLE] * width
+    for event in events:
+        first = min(width - 1, round(event.start / span * width))
+        last = max(first + 1, round(event.end / span * width))
+        label = event.name[: last - first].ljust(last - first, _FILL)
+        cells[first:last] = label
+    return "".join(cells)[:width]
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+# -- SVG -----------------------------------------------------------------------------------------------------
 
 COLOURS = {
     Kind.F: "#4c78a8",
@@ -62,7 +127,7 @@ def compare_svg(panels: Sequence[Panel], title: str, width: int = 1200) -> str:
         bottom = top + 24 + len(lanes) * (_ROW + _GAP)
         parts.append(f'<text x="{_LEFT}" y="{top + 16}" font-weight="bold">{escape(panel.title)}</text>')
         parts += _lanes(panel.events, top + 24, span, room)
-        parts.append(_line(_LEFT + panel.period / span * room, top + 20, bottom, "#333"))
+        parts.append(_svg_line(_LEFT + panel.period / span * room, top + 20, bottom, "#333"))
         top = bottom + 12
     kinds = {event.action.kind for panel in panels for event in panel.events}
     parts += _axis(top, span, room)
@@ -106,7 +171,7 @@ def _box(event: Event, top: int, span: float, room: float) -> str:
     )
 
 
-def _line(x: float, top: float, bottom: float, colour: str) -> str:
+def _svg_line(x: float, top: float, bottom: float, colour: str) -> str:
     return f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{top}" y2="{bottom}" stroke="{colour}"/>'
 
 
@@ -118,7 +183,7 @@ def _axis(top: int, span: float, room: float) -> list[str]:
     for number in range(int(span * 1e3 / tick) + 1):
         x = _LEFT + number * tick / 1e3 / span * room
         label = f"{number * tick:g}" + (" ms" if number == 0 else "")
-        parts.append(_line(x, top, top + 5, "#999"))
+        parts.append(_svg_line(x, top, top + 5, "#999"))
         parts.append(f'<text x="{x:.2f}" y="{top + 18}" text-anchor="middle" fill="#555">{label}</text>')
     return parts
 
@@ -132,3 +197,33 @@ def _legend(kinds: Sequence[Kind], y: int) -> list[str]:
         parts.append(f'<text x="{x + 17:.2f}" y="{y}">{escape(text)}</text>')
         x += 30 + _LETTER * len(text)
     return parts
+
+
+# -- chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open -----------------------
+
+_MICROSECOND = 1e-6
+
+
+def chrome_trace(result: Result, process: str = "commsched") -> dict[str, Any]:
+    """One iteration as an object for ``json.dump``: a thread for each lane, a complete event ("X") for each
+    action.
+    """
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": process}}]
+    for thread, (name, lane) in enumerate(lanes_of(result.timeline).items()):
+        events.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}})
+        events.append(
+            {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+        )
+        events += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": thread,
+                "name": event.name,
+                "cat": str(event.action.kind),
+                "ts": event.start / _MICROSECOND,
+                "dur": (event.end - event.start) / _MICROSECOND,
+            }
+            for event in lane
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

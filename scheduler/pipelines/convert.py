@@ -14,16 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.formats.graph_txt import Graph, write_graph
-from scheduler.formats.hybrid_conf import OURS, HybridConf, read_hybrid_conf
+from scheduler.formats.pipedream import OURS, Graph, HybridConf, read_hybrid_conf, write_graph
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.cluster import Cluster
+from scheduler.ir.link import Cluster
 from scheduler.ir.profile import Layer, Profile
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import delays
 from scheduler.pipelines.build import generate, program_of
 from scheduler.pipelines.report import examine
-from scheduler.simulate.durations import stages_of
-from scheduler.simulate.memory import memory_by_rank
+from scheduler.simulate.costs import memory_by_rank, stages_of
 
 CONF = "hybrid_conf.json"
 REST = ("model", "schedule", "microbatches", "placement", "devices", "period", "bottleneck", "memory")

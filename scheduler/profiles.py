@@ -1,18 +1,45 @@
-"""The shipped profiles: layer times from a FLOP model.
-
-Each operation takes the longer of its arithmetic at ``Device.flops`` and its memory traffic at
-``Device.bandwidth``, plus one ``Device.launch``. The backward of a matrix product or convolution is an input
-gradient and a weight gradient, each as long as the forward (the first layer has no input gradient); that of
-anything else is as long as its forward. Activations, pooling and residual sums belong to the layer before
-them. Parameter bytes are those of the real architectures (fp32); a test holds their sums to the published
-counts.
-"""
+"""The profiles that come with commsched, by name. Their times are computed from a FLOP model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from scheduler.ir.profile import Layer, Profile
+
+
+def names() -> list[str]:
+    """Return the names of the shipped profiles."""
+    return sorted(MODELS)
+
+
+def shipped(name: str) -> Profile:
+    """Return the shipped profile of this name."""
+    if name not in MODELS:
+        raise ValueError(f"there is no profile {name!r}; the shipped profiles are {', '.join(names())}")
+    return MODELS[name]()
+
+
+def find(text: str) -> Profile:
+    """Return a profile by file (``.json``, or ``.txt`` for a graph.txt) or by shipped name."""
+    path = Path(text)
+    if path.suffix == ".txt":
+        from scheduler.formats.pipedream import Graph
+
+        return Graph.load(path).profile(path.stem)
+    if path.suffix == ".json" or path.exists():
+        return Profile.load(path)
+    return shipped(text)
+
+
+# -- the FLOP model ------------------------------------------------------------------------------------------
+
+# Each operation takes the longer of its arithmetic at ``Device.flops`` and its memory traffic at
+# ``Device.bandwidth``, plus one ``Device.launch``. The backward of a matrix product or convolution is an
+# input gradient and a weight gradient, each as long as the forward (the first layer has no input gradient);
+# that of anything else is as long as its forward. Activations, pooling and residual sums belong to the layer
+# before them. Parameter bytes are those of the real architectures (fp32); a test holds their sums to the
+# published counts.
 
 FLOAT = 4
 
