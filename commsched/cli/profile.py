@@ -59,9 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _traffic() -> tuple[Link, float]:
     """Measure, on all ranks together, a message between two ranks and how much traffic slows computation."""
     import commsched
-    from commsched.pipeline.fabric import DistFabric
-    from commsched.pipeline.profiling import message_link
-    from commsched.pipeline.traffic_cost import traffic_cost
+    from commsched.pipeline.messages import DistFabric
+    from commsched.pipeline.profiling import message_link, traffic_cost
 
     commsched.init()
     fabric = DistFabric()

@@ -22,10 +22,9 @@ import torch
 
 import commsched
 from commsched.pipeline import Job, Pipeline, profile
-from commsched.pipeline.profiling import message_link
+from commsched.pipeline.interpreter import Span, handling
+from commsched.pipeline.profiling import message_link, traffic_cost
 from commsched.pipeline.rows import border, cut
-from commsched.pipeline.spans import Span, handling
-from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
 from dnn_bench.pipeline.peers import Peer, timed
 from dnn_bench.pipeline.results import Ratio, Result

@@ -12,7 +12,7 @@ import pytest
 
 from commsched.pipeline import Pipeline
 from commsched.pipeline.exchange import Exchange
-from commsched.pipeline.traffic_cost import traffic_cost
+from commsched.pipeline.profiling import traffic_cost
 from commsched.pipeline.update import Stepped
 from scheduler.ir.actions import Action
 from scheduler.ir.link import Cluster, Link
@@ -24,7 +24,7 @@ from tests.support.pipeline_runs import batches, chain_model, loss_of, on_thread
 
 FREED = """
 import ctypes, sys
-from commsched.pipeline.allocator import keep_freed_memory
+from commsched.pipeline.factory import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commsched.cli import training as command
 from commsched.pipeline import Chain
-from commsched.pipeline.start import planned
+from commsched.pipeline.build import planned
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commsched.errors import CommError
 from commsched.pipeline import Pipeline
-from commsched.pipeline.hybrid import Hybrid
+from commsched.pipeline.api import Hybrid
 from scheduler.ir.layout import Placement, Samples, Tiles
 from tests.support.pipeline_runs import (
     WIDTH,
