@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commsched.pipeline.rows import Cut, Part, border, entering, part_of
 from commsched.spatial.explain import backward_of_sums, fusion_of, naming
-from commsched.spatial.fuse import meta_state, meta_tile
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import replicate
 from commsched.spatial.mesh import Mesh, Rates, current_mesh
-from commsched.spatial.shard import owned_outputs, shard
+from commsched.spatial.shard import meta_state, meta_tile, owned_outputs, shard
 from commsched.spatial.tile import Cut as TileCut
 from commsched.spatial.tile import Cuts, Tile, local_of
 from commsched.transport.channel import Channel, Parcel, Pending, SilentChannel

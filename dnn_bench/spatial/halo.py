@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched import spatial
-from commsched.spatial.mesh import Mesh
-from commsched.spatial.replicated import everyone
+from commsched.spatial.mesh import Mesh, everyone
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Channel, Parcel, SilentChannel
 from scheduler.ir.layout import Tiles
