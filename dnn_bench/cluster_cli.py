@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dnn_bench.cluster.cluster import Cluster
-from dnn_bench.cluster.system import ClusterError
+from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import add_cluster, wait_for_all
 

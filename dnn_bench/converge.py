@@ -1,4 +1,4 @@
-"""`python -m dnn_bench converge`: the same training with every schedule and number of workers."""
+"""`python -m dnn_bench converge`: real training with every schedule and number of workers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dnn_bench.baselines.registry import OURS, Baseline, get, names
+from dnn_bench.baselines import OURS, Baseline, get, names
 from dnn_bench.command_line import console, one_line_errors, parser, table
 
 if TYPE_CHECKING:
-    from dnn_bench.converge.tasks import Run
+    from dnn_bench.converge_tasks import Run
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
-    from dnn_bench.converge.tasks import problems
+    from dnn_bench.converge_tasks import problems
 
     options = parse(arguments)
     all_ours = [entry for entry in map(get, names()) if entry.kind == OURS]
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 def train_one(kind: str, seed: int, entry: Baseline, size: int, steps: int, task: str, name: str) -> Run:
     import torch
 
-    from dnn_bench.converge.tasks import Run, TaskJob, digest, mean_losses
+    from dnn_bench.converge_tasks import Run, TaskJob, digest, mean_losses
     from dnn_bench.launch import ThisMachine
     from dnn_bench.runner.sets import asked
 
@@ -87,7 +87,7 @@ def train_one(kind: str, seed: int, entry: Baseline, size: int, steps: int, task
 
 
 def curves(runs: list[Run], failures: dict[str, list[str]]) -> Any:
-    from dnn_bench.converge.tasks import deviation
+    from dnn_bench.converge_tasks import deviation
 
     words = ("task", "baseline", "parameters")
     figures = ("end loss", "accuracy", "loss off by", "end loss off by", "parameters")

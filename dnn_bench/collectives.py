@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.baselines.registry import OURS, PEER, Baseline, MissingPeer, get
+from dnn_bench.baselines import OURS, PEER, Baseline, MissingPeer, get
 from dnn_bench.command_line import chosen, console, one_line_errors, parser, save, table
 from dnn_bench.launch import add_place, place_of
 from scheduler.ir.link import FEWEST_SIZES, fit
 
-HERE = "dnn_bench.collectives.transports."
+HERE = "dnn_bench.transports."
 WORDS = ("operation", "transport")  # columns of words in tables
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -66,7 +66,7 @@ def size_of(text: str) -> int:
 def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) -> dict[str, Any]:
     """Measures one transport after the other and prints the tables."""
     from dnn_bench.baselines.trainer import Job
-    from dnn_bench.runner import environment
+    from dnn_bench.runner import results
     from dnn_bench.runner.sets import asked
 
     rows: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
             except RuntimeError as error:
                 problems[entry.name] = ("failed", str(error))
         report = {
-            "kind": "collectives", "environment": environment.describe(),
+            "kind": "collectives", "environment": results.describe_machine(),
             "place": place.describe(),
             "rows": rows, "fits": fits(rows), "problems": problems,
         }  # fmt: skip
