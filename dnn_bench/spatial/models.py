@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from commsched.pipeline.job import Data
-from commsched.training import images, measures
+from commsched.training import data_jobs, images
 from dnn_bench.models.convolutional import DEPTHS, ResNet, conv_norm_relu
 from dnn_bench.spatial.options import Plan
 
@@ -204,15 +204,15 @@ def data_of(plan: Plan) -> Data:
     o, root = plan.options, Path(plan.options.datapath)
     if o.app == CIFAR:
         train, test = (cifar(root, part, o.image_size) for part in ("train", "test"))
-        return Data(train, test, measures.classes(F.cross_entropy))
+        return Data(train, test, data_jobs.classes(F.cross_entropy))
     if o.model == "unet":
         parts = [images.ImagesWithMasks(root / part, o.image_size) for part in ("train", "val")]
         found = parts[0].classes()
-        scored = measures.masks(F.cross_entropy, o.num_classes, images.IGNORED)
+        scored = data_jobs.masks(F.cross_entropy, o.num_classes, images.IGNORED)
     else:
         first = images.ClassFolders(root / "train", o.image_size)
         parts = [first, images.ClassFolders(root / "val", o.image_size, first.names)]  # type: ignore[list-item]
-        found, scored = len(first.names), measures.classes(F.cross_entropy)
+        found, scored = len(first.names), data_jobs.classes(F.cross_entropy)
     if found > o.num_classes:
         raise ValueError(
             f"{root} has {found} classes, and the model {o.num_classes}; use --num-classes {found}"
