@@ -1,11 +1,13 @@
-"""`python -m dnn_bench COMMAND ...`: each command is a module with a `main(arguments) -> exit status`."""
+"""`python -m dnn_bench COMMAND ...`: each command is a function of its arguments that returns
+an exit status.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-# Only the module of the command that was asked for is imported.
+# Module, or module:function where the function is not `main`. Only the module of the command is imported.
 COMMANDS = {
     "first": (
         "dnn_bench.first",
@@ -13,21 +15,21 @@ COMMANDS = {
     ),
     "synthetic": ("dnn_bench.synthetic", "training throughput in Horovod's format; what dist.sh runs"),
     "compare": ("dnn_bench.runner.cli", "baselines side by side on an emulated cluster"),
-    "suite": ("dnn_bench.suite.cli", "comparisons of several models and links, summed up in one table"),
+    "suite": ("dnn_bench.suite", "comparisons of several models and links, summed up in one table"),
     "collectives": (
-        "dnn_bench.collectives.cli",
+        "dnn_bench.collectives",
         "reduce-scatter, all-gather, all-reduce over every transport",
     ),
-    "converge": ("dnn_bench.converge.cli", "real training with every schedule: loss curves and accuracy"),
+    "converge": ("dnn_bench.converge", "real training with every schedule: loss curves and accuracy"),
     "pipeline": ("dnn_bench.pipeline.cli", "pipelines of any schedule, and torch's beside them"),
     "report": ("dnn_bench.report.page", "a page with charts from saved comparisons"),
-    "picture": ("dnn_bench.report.picture", "steps of a saved comparison, one above the other, as SVG"),
+    "picture": ("dnn_bench.report.page:picture", "steps of a saved comparison, one above the other, as SVG"),
     "results": ("dnn_bench.report.results", "the plots of the measurements in docs/results"),
     "spatial": ("dnn_bench.spatial.cli", "training on tiles of large images, with layers and replicas"),
-    "halo": ("dnn_bench.spatial.halo_cli", "the halo exchange of a convolution, alone and with compute"),
-    "emulate": ("dnn_bench.emulate.cli", "one device's compute under the modelled network of many ranks"),
-    "gpu": ("dnn_bench.gpu.cli", "the figures of docs/gpu.md: kernels, steps, host cost, emulated networks"),
-    "cluster": ("dnn_bench.cluster.cli", "run a command on every host of an emulated cluster"),
+    "halo": ("dnn_bench.spatial.cli:halo", "the halo exchange of a convolution, alone and with compute"),
+    "emulate": ("dnn_bench.emulate", "one device's compute under the modelled network of many ranks"),
+    "gpu": ("dnn_bench.gpu", "the figures of docs/gpu.md: kernels, steps, host cost, emulated networks"),
+    "cluster": ("dnn_bench.cluster_cli", "run a command on every host of an emulated cluster"),
 }
 
 
@@ -40,8 +42,8 @@ def main(arguments: list[str]) -> int:
     if arguments[0] not in COMMANDS:
         print(f"dnn_bench: there is no command {arguments[0]!r}\n{usage}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[arguments[0]][0])
-    status: int = module.main(arguments[1:])
+    module, _, function = COMMANDS[arguments[0]][0].partition(":")
+    status: int = getattr(importlib.import_module(module), function or "main")(arguments[1:])
     return status
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dnn_bench import fork_server
-from dnn_bench.baselines.registry import MissingPeer
-from dnn_bench.cluster import Cluster, ClusterError
-from dnn_bench.cluster.cluster import CONGESTION
+from dnn_bench.baselines import MissingPeer
+from dnn_bench.cluster import CONGESTION, Cluster, ClusterError
 from dnn_bench.fork_server import Forked, ForkServer, Output
 from dnn_bench.rank_environment import HeldPort, environment, rank_variables
 

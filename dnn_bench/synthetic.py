@@ -15,10 +15,9 @@ import torch
 
 from commsched.process.launch import detect_launch
 from dnn_bench import baselines, models
-from dnn_bench.baselines.registry import require
-from dnn_bench.baselines.trainer import Job, Trainer
+from dnn_bench.baselines import require
+from dnn_bench.baselines.trainer import Job, Trainer, check_fit
 from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
-from dnn_bench.runner import memory
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -44,7 +43,7 @@ def job_of(options: argparse.Namespace) -> Job:
     if job.data_dir:
         job.sample(1, 0)
     if device == "cpu":
-        memory.check_fit(job, launch.local_size)
+        check_fit(job, launch.local_size)
     return job
 
 

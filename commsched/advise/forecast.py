@@ -1,15 +1,17 @@
-"""What a step would cost: one profile simulated over several links and with fewer bytes."""
+"""What a step would cost: one profile simulated over several links and with fewer bytes; and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
 
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.policies.prediction import simulate_ddp
+from scheduler.render import Panel, compare_svg
 from scheduler.simulate.simulator import Result, simulate
 
 BANDWIDTHS = (2, 10)
@@ -121,3 +123,107 @@ def slowdown_of(busy: Sequence[float], free_cores: bool) -> float:
     """
     share = 0.0 if free_cores else min(0.9, sum(busy) / len(busy))
     return share / (1 - share)
+
+
+# -- a forecast as a table with bars for the terminal, and as one HTML page with the simulated steps ---------
+
+_BAR = 30  # characters
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 sans-serif; max-width: 77rem; margin: 1rem auto; padding: 0 1rem; color: #222 }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }}
+table {{ border-collapse: collapse; width: 100% }}
+td, th {{ padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top }}
+td, th {{ white-space: nowrap }}
+td:first-child, th:first-child {{ text-align: left; padding-left: 0; white-space: normal }}
+.bar {{ display: flex; height: 1rem; width: 100%; min-width: 6rem; margin-top: .2rem }}
+.bar b {{ background: #4c78a8 }} .bar i {{ background: #e45756 }}
+.steps {{ overflow-x: auto }} .steps svg {{ display: block }}
+.key b, .key i {{ display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem }}
+.key b {{ background: #4c78a8; margin-left: 0 }} .key i {{ background: #e45756 }}
+@media (max-width: 40rem) {{ .wide {{ display: none }} }}
+</style>
+<h1>{title}</h1>
+<p>{facts}</p>
+<p class="key"><b></b>compute <i></i>exposed communication</p>
+<table>
+<tr><th>setting<th>step<th class="wide">exposed<th class="wide">of now<th style="width: 40%"></tr>
+{rows}
+</table>
+<h2>One step on this link, simulated</h2>
+<div class="steps">{picture}</div>
+</html>
+"""
+
+
+def lines(forecast: Forecast) -> Iterator[tuple[str, Times]]:
+    """Return the settings in the order of the table: now, then DDP and commsched in each setting."""
+    yield "now: DDP, measured", forecast.measured.now
+    for row in forecast.rows:
+        yield f"commsched, {row.setting}", row.commsched
+    for row in forecast.rows:
+        yield f"DDP, {row.setting}, simulated", row.ddp
+
+
+def facts(forecast: Forecast) -> str:
+    """Describe what was measured, in one paragraph."""
+    measured, link = forecast.measured, forecast.measured.link
+    rate = f"{1 / link.beta / 1e6:.1f} MB per second" if link.beta else "any number of bytes at once"
+    return (
+        f"{measured.script} on {measured.ranks} ranks: {measured.profile.total_bytes / 1e6:.1f} MB of"
+        f" gradients, compute {measured.profile.compute * 1e3:.1f} ms. A reduce-scatter or all-gather starts"
+        f" in {link.alpha * 1e3:.2f} ms and then works through {rate} of its bucket. All times but DDP's own"
+        " are simulated from this; int8 and fp8 count one byte for each element."
+    )
+
+
+def text_rows(forecast: Forecast) -> list[list[str]]:
+    """Return the table's cells: setting, step, exposed communication, share of the step now, bar."""
+    longest = max(times.step for _, times in lines(forecast))
+    now = forecast.measured.now.step
+    return [
+        [name, _ms(times.step), _ms(times.exposed), f"{times.step / now:.0%}", _bar(times, longest)]
+        for name, times in lines(forecast)
+    ]
+
+
+def page(forecast: Forecast) -> str:
+    """Return the HTML page."""
+    longest, now = max(times.step for _, times in lines(forecast)), forecast.measured.now.step
+    rows = "\n".join(_html_row(name, times, now, longest) for name, times in lines(forecast))
+    title = f"commsched advise: {forecast.measured.script}"
+    return _PAGE.format(
+        title=escape(title), facts=escape(facts(forecast)), rows=rows, picture=picture(forecast)
+    )
+
+
+def picture(forecast: Forecast) -> str:
+    """Return the simulated steps with DDP and with commsched as SVG."""
+    names = ("DDP", "commsched")
+    panels = [
+        Panel(f"{name}: {result.period * 1e3:.0f} ms", result.timeline, result.period)
+        for name, result in zip(names, forecast.pictures, strict=True)
+    ]
+    return compare_svg(panels, f"{forecast.measured.script}: one step, simulated")
+
+
+def _html_row(name: str, times: Times, now: float, longest: float) -> str:
+    compute, exposed = (100 * part / longest for part in (times.step - times.exposed, times.exposed))
+    bar = f'<div class="bar"><b style="width: {compute:.2f}%"></b><i style="width: {exposed:.2f}%"></i></div>'
+    return (
+        f"<tr><td>{escape(name)}<td>{_ms(times.step)}<td class=wide>{_ms(times.exposed)}"
+        f"<td class=wide>{times.step / now:.0%}<td>{bar}</tr>"
+    )
+
+
+def _bar(times: Times, longest: float) -> str:
+    whole, exposed = (round(_BAR * part / longest) for part in (times.step, times.exposed))
+    return ("#" * (whole - exposed) + "." * exposed).ljust(_BAR) + "|"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,7 +1,7 @@
 """The command ``commsched``.
 
-Each subcommand is the module of its name, with ``add_arguments(parser)`` and ``run(arguments)``, which
-returns an exit status or None for 0.
+Subcommand ``x`` is in the module that ``COMMANDS`` names, with ``add_x_arguments(parser)`` and
+``run_x(arguments)``, which returns an exit status or None for 0.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Name -> one line of help. Only the module of the called subcommand is imported, which keeps the others fast.
+# Name -> module and one line of help. Only the module of the called subcommand is imported, which keeps the
+# others fast.
 COMMANDS = {
-    "plan": "make a plan for a profile and a link",
-    "simulate": "compare policies on a profile, also over numbers of ranks",
-    "show": "print, check or draw a plan",
-    "profile": "measure a model layer by layer",
-    "partition": "cut a model into the stages of a pipeline",
-    "convert": "write a plan as AshPipe's files, or a plan from them",
-    "advise": "measure a DDP script, and predict its step with commsched",
-    "train": "train a model in the stages of a plan",
-    "doctor": "check this machine: compiler, torch, CUDA, launchers, network, limits",
+    "plan": ("commsched.cli.plan", "make a plan for a profile and a link"),
+    "simulate": ("commsched.cli.simulate", "compare policies on a profile, also over numbers of ranks"),
+    "show": ("commsched.cli.plan", "print, check or draw a plan"),
+    "profile": ("commsched.cli.profile", "measure a model layer by layer"),
+    "partition": ("commsched.cli.partition", "cut a model into the stages of a pipeline"),
+    "convert": ("commsched.cli.partition", "write a plan as AshPipe's files, or a plan from them"),
+    "advise": ("commsched.cli.advise", "measure a DDP script, and predict its step with commsched"),
+    "train": ("commsched.cli.train", "train a model in the stages of a plan"),
+    "doctor": ("commsched.doctor", "check this machine: compiler, torch, CUDA, launchers, network, limits"),
 }
 
 
@@ -38,14 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
+    where, line = COMMANDS[words[0]]
     parser = argparse.ArgumentParser(
-        f"commsched {words[0]}", description=COMMANDS[words[0]], formatter_class=_HelpFormatter
+        f"commsched {words[0]}", description=line, formatter_class=_HelpFormatter
     )
-    module = import_module(f"commsched.cli.{words[0]}")
-    module.add_arguments(parser)
+    module = import_module(where)
+    getattr(module, f"add_{words[0]}_arguments")(parser)
     arguments = parser.parse_args(words[1:])
     try:
-        status: int | None = module.run(arguments)
+        status: int | None = getattr(module, f"run_{words[0]}")(arguments)
     except ValueError as error:
         print(f"commsched {words[0]}: {error}", file=sys.stderr)
         return 2
@@ -60,7 +62,7 @@ def _top_level(words: Sequence[str]) -> int:
         "commsched", description="Schedules communication of data-parallel training."
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, line in COMMANDS.items():
+    for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line)
     parser.parse_args(words or ["--help"])
     return 0

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commsched.cli.output import console, table
+from commsched.cli.options import console, table
 
 if TYPE_CHECKING:
     from commsched.advise.forecast import Forecast
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--nproc-per-node",
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_advise(arguments: argparse.Namespace) -> None:
     if arguments.steps < 3:
         raise ValueError(f"--steps must be at least 3, got {arguments.steps}")
     if not Path(arguments.script).is_file():
@@ -82,17 +82,17 @@ def _run_rank(arguments: argparse.Namespace) -> None:
 
 
 def _report(found: Forecast, arguments: argparse.Namespace) -> None:
-    from commsched.advise import report
+    from commsched.advise import forecast
 
     if arguments.output:
-        draw = report.page if arguments.output.endswith(".html") else report.picture
+        draw = forecast.page if arguments.output.endswith(".html") else forecast.picture
         Path(arguments.output).write_text(draw(found))
     if arguments.json:
         print(json.dumps(found.to_dict()))
         return
     out = console()
     columns = ["", "step", "exposed", "of now", "# compute  . exposed"]
-    out.print(report.facts(found), markup=False, highlight=False)
-    out.print(table("what a step costs", columns, report.text_rows(found)))
+    out.print(forecast.facts(found), markup=False, highlight=False)
+    out.print(table("what a step costs", columns, forecast.text_rows(found)))
     if arguments.output:
         out.print(f"written to {arguments.output}", markup=False)

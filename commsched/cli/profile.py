@@ -7,14 +7,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from commsched.cli.job_options import add_job, job_of, name_of
-from commsched.cli.output import console, milliseconds, table
-from scheduler.formats.graph_txt import Graph, write_graph
+from commsched.cli.options import add_job, console, job_of, milliseconds, name_of, table
+from scheduler.formats.pipedream import Graph, write_graph
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument("--rows", type=int, required=True, metavar="N", help="rows of one micro-batch")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measurements of each layer")
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", metavar="FILE", help="write the profile to FILE, as AshPipe's graph.txt")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_profile(arguments: argparse.Namespace) -> None:
     import torch
 
     from commsched.pipeline.profiling import profile
@@ -59,9 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _traffic() -> tuple[Link, float]:
     """Measure, on all ranks together, a message between two ranks and how much traffic slows computation."""
     import commsched
-    from commsched.pipeline.fabric import DistFabric
-    from commsched.pipeline.profiling import message_link
-    from commsched.pipeline.traffic_cost import traffic_cost
+    from commsched.pipeline.messages import DistFabric
+    from commsched.pipeline.profiling import message_link, traffic_cost
 
     commsched.init()
     fabric = DistFabric()

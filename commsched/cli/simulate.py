@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from commsched.cli import options
-from commsched.cli.output import console, figures, milliseconds, table
+from commsched.cli.options import console, figures, milliseconds, table
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound
 from scheduler.ir.buckets import Bucket
@@ -31,7 +31,7 @@ SEARCH = {"optimal": {"budget": 20_000}}
 """A smaller search than usual for each row of a table; its period is within a fraction of a percent."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser)
     add = parser.add_argument
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object (times in seconds)")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_simulate(arguments: argparse.Namespace) -> None:
     profile = profiles.find(arguments.profile)
     names = policies.names(arguments.gather)
     if arguments.policies:

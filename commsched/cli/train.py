@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from commsched.cli.job_options import add_job
+from commsched.cli.options import add_job
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     _add_stages(parser)
     _add_training(parser)
     _add_ranks(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_train(arguments: argparse.Namespace) -> None:
     from commsched.cli.training import run as train  # imports torch
 
     train(arguments)

@@ -15,15 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import commsched
-from commsched.cli.job_options import job_of, name_of
-from commsched.cli.options import cuts_of
+from commsched.cli.options import cuts_of, job_of, name_of
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
-from commsched.training import results
-from commsched.training.build import pipeline_of, state_of
-from commsched.training.loop import Decay, Settings, Training
+from commsched.training import loop
+from commsched.training.loop import Decay, Settings, Training, pipeline_of, state_of
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.pipelines.planner.convert import read_plan
+from scheduler.pipelines.convert import read_plan
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -86,7 +84,7 @@ def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) ->
             "delays": pipeline.delays,
             "rows": arguments.rows,
         }
-        results.write(arguments.results, facts, epochs)
+        loop.write(arguments.results, facts, epochs)
 
 
 def _by_steps(arguments: argparse.Namespace, pipeline: Pipeline, job: Job, plan: PipelinePlan | None) -> None:

@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from commsched.huggingface.job import check_ranks, joined
-from commsched.integrations.optimizers import accumulating, split_options
-from commsched.integrations.replica import Replica
-from commsched.integrations.unclaimed import UnclaimedGradients
+from commsched.integrations import Replica, UnclaimedGradients, accumulating, split_options
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods
 

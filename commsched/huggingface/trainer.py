@@ -12,8 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from commsched.collectives.initialization import size
 from commsched.huggingface.accelerator import Accelerator, checked_options
-from commsched.huggingface.job import joined
-from commsched.huggingface.late_sum import LateSum
+from commsched.huggingface.job import LateSum, joined
 
 
 class TrainerMixin:

@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.integrations.optimizers import accumulating
-from commsched.integrations.replica import Replica
-from commsched.lightning.packages import fabric as lightning
+from commsched.integrations import Replica, accumulating
 from commsched.lightning.session import Session, strategy_options
+from commsched.lightning.session import fabric as lightning
 
 DDPStrategy: Any = lightning("strategies").DDPStrategy
 BackwardSyncControl: Any = lightning("strategies.strategy")._BackwardSyncControl

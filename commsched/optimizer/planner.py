@@ -526,7 +526,7 @@ _FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
 _CODE = f"""
 import sys
 sys.path.insert(0, {_FOLDER!r})
-from scheduler.policies.planner_process import serve
+from scheduler.policies.prediction import serve
 serve()
 """
 

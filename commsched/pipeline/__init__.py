@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from commsched.pipeline.api import Pipeline as Pipeline
     from commsched.pipeline.chain import Chain as Chain
     from commsched.pipeline.chain import split as split
-    from commsched.pipeline.fabric import ThreadWorld as ThreadWorld
     from commsched.pipeline.job import Job as Job
+    from commsched.pipeline.messages import ThreadWorld as ThreadWorld
     from commsched.pipeline.profiling import profile as profile
 
 _HOME = {
     "Pipeline": "api",
     "Chain": "chain",
     "split": "chain",
-    "ThreadWorld": "fabric",
+    "ThreadWorld": "messages",
     "Job": "job",
     "profile": "profiling",
 }

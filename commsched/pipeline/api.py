@@ -1,9 +1,9 @@
-"""``Pipeline``: a model trained in stages, by any schedule."""
+"""``Pipeline``: a model trained in stages, by any schedule; ``Hybrid``: the first stages on tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from inspect import signature
 from pathlib import Path
@@ -12,32 +12,23 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from commsched.pipeline import checkpoint, start
-from commsched.pipeline.allocator import keep_freed_memory
+from commsched.errors import CommError
+from commsched.pipeline import build, checkpoint
 from commsched.pipeline.build import UpdateMaker, make_stages
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.clipping import Clipping, scale
-from commsched.pipeline.evaluation import EVALUATED, Evaluation
-from commsched.pipeline.fabric import DistFabric, Fabric
-from commsched.pipeline.factory import Make
-from commsched.pipeline.full_state import FullState
-from commsched.pipeline.gradients import added_to
-from commsched.pipeline.health import Health
-from commsched.pipeline.inputs import Inputs, checked_pair
-from commsched.pipeline.interpreter import Interpreter
-from commsched.pipeline.losses import Losses
-from commsched.pipeline.origin import WeightSource
-from commsched.pipeline.sampler import Sampling, StepSampler
-from commsched.pipeline.shares import rows_to_pass
+from commsched.pipeline.checkpoint import FullState
+from commsched.pipeline.exchange import Inputs, checked_pair
+from commsched.pipeline.factory import Make, WeightSource, keep_freed_memory
+from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, Losses
+from commsched.pipeline.messages import DistFabric, Fabric
+from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
+from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
 from commsched.pipeline.stage import Loss
-from commsched.pipeline.terms import Count, Terms
-from commsched.pipeline.ties import checked_ties, share_ties, sum_ties
-from commsched.pipeline.update import Factory, OnStep
+from commsched.pipeline.update import Clipping, Factory, OnStep, added_to, scale
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.placements import Placement
-from scheduler.ir.program import Program
-from scheduler.ir.unroll import reach
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.layout import Placement
+from scheduler.ir.program import Program, delays, reach
+from scheduler.pipelines.build import orders_of, stage_count
 
 
 class Pipeline:
@@ -115,23 +106,23 @@ class Pipeline:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        start.check_functions(loss, optimizer, count)
+        build.check_functions(loss, optimizer, count)
         self.fabric = DistFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
         mine = list(signature(Pipeline).parameters)
-        self.program, chain = start.choose(
+        self.program, chain = build.choose(
             chain, plan, schedule, num_microbatches, mesh, cuts, options, mine, recompute=recompute,
             bucket_bytes=bucket_bytes, **layout,
         )  # fmt: skip
         clips = max_norm is not None or skip_nonfinite
-        self.layout = start.check(self.program, chain, self.fabric, optimizer is None, clips)
+        self.layout = build.check(self.program, chain, self.fabric, optimizer is None, clips)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
         same = f"{master_weights=}, {max_norm=}, {norm_type=}, {skip_nonfinite=}, count={count is not None}"
-        start.fill(chain, self.program, self.fabric, self._lane, device, same)
+        build.fill(chain, self.program, self.fabric, self._lane, device, same)
         self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
         keep_freed_memory()
         self._make_parts(
@@ -159,7 +150,7 @@ class Pipeline:
         tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
         own = optimizer is None
         self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
-        start.share_weights(self.layout, self.fabric, self._lane, self.stages)
+        build.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         share_ties(ties, self.stages, lane, self.rank)
         maker = UpdateMaker(
@@ -372,3 +363,137 @@ class Pipeline:
         """Ends the engines."""
         for update in self._updates.values():
             update.close()
+
+
+# -- ``Hybrid``: the first stages on tiles, the rest on whole images, with replicas and micro-batches --------
+
+#     trainer = spatial.Hybrid(stages, [spatial.Tiles((2, 2)), spatial.Samples()], loss=F.cross_entropy)
+#     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+#     loss = trainer.step(images, target)       # gradients are whole, the same on all ranks of a stage
+#     optimizer.step()
+#
+# ``mirrored=True`` adds a second replica on the same ranks in opposite order (GEMS), so that a rank with
+# little to do in one replica has much to do in the other.
+
+
+class Hybrid:
+    """Trains ``stages`` (modules that take and return a tensor or a tuple of them) where ``placements`` say.
+
+    A `Pipeline` whose layers are the stages and whose optimizer is the caller's. Every rank makes the same
+    one. ``replicas`` share the samples of a batch on ranks of their own; a step takes ``microbatches``
+    micro-batches (twice as many with ``mirrored``), which all replicas of one direction share. Samples need
+    not divide evenly: each counts alike. ``schedule`` is a synchronous one of ``scheduler.pipelines`` and
+    ``options`` are its own; ``virtual=2`` of ``interleaved`` puts stage ``s + len(placements)`` where stage
+    ``s`` is. ``loss(output, target)`` is a mean over samples, or with ``count`` a sum over terms.
+    ``stages`` may be a function that makes them, and ``weights`` may be read: see `Pipeline`. Needs
+    ``commsched.init()``, or a ``fabric``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Make,
+        placements: Sequence[Placement],
+        *,
+        loss: Loss,
+        count: Count | None = None,
+        microbatches: int = 1,
+        replicas: int = 1,
+        mirrored: bool = False,
+        schedule: str = "1f1b",
+        overlap: str = "auto",
+        fuse_halo: int | str = "auto",
+        weights: WeightSource | None = None,
+        timeout: float = 60.0,
+        fabric: Fabric | None = None,
+        **options: Any,
+    ) -> None:
+        needed = stage_count(orders_of(schedule, len(placements), microbatches, options)) if placements else 0
+        chain = Chain(stages, elements=True, weights=weights)
+        self.stages = [stage for stage in chain.model._modules.values() if stage is not None]
+        if len(self.stages) != needed or not needed:
+            raise ValueError(
+                f"every stage needs a placement: schedule {schedule!r} runs {needed} stages on"
+                f" {len(placements)} placements, got {len(self.stages)} stages, {len(placements)} placements;"
+                " pass one placement for each stage (interleaved: for each of the first stages)"
+            )
+        self.pipeline = Pipeline(
+            chain,
+            schedule,
+            microbatches,
+            (len(placements), replicas),
+            loss=loss,
+            count=count,
+            optimizer=None,
+            cuts=range(needed),
+            placements=placements,
+            mirrored=mirrored,
+            tile_options={"overlap": overlap, "fuse_halo": fuse_halo},
+            fabric=DistFabric(timeout) if fabric is None else fabric,
+            **options,
+        )
+
+    @property
+    def program(self) -> Program:
+        """Every rank's actions in their order: what the simulator times and the validator checks."""
+        return self.pipeline.program
+
+    @property
+    def held(self) -> list[int]:
+        """The stages that this rank computes."""
+        return sorted(self.pipeline.stages)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the stages that this rank holds."""
+        yield from dict.fromkeys(p for number in self.held for p in self.stages[number].parameters())
+
+    def train(self, mode: bool = True) -> None:
+        for stage in self.pipeline.stages.values():
+            for module in stage.modules:
+                module.train(mode)
+
+    def step(self, images: Tensor, target: Tensor) -> float:
+        """Forward and backward of a batch that every rank has; the mean loss. Gradients are added to
+        ``.grad`` as the sum over tiles, samples and replicas, the same on all ranks that hold a stage.
+        """
+        loss = self.pipeline.step((images, target))
+        assert loss is not None  # synchronous schedules end each step in its own iteration
+        return loss
+
+    def evaluate(self, images: Tensor, target: Tensor) -> float:
+        """The mean loss in eval mode, without gradients."""
+        return self.pipeline.evaluate((images, target))
+
+    def close(self) -> None:
+        """Ends the connections that sum gradients."""
+        self.pipeline.close()
+
+
+# -- whether a pipeline can go on: after a failure its ranks no longer agree on where they are ---------------
+
+
+class Health:
+    """``endings`` are called at the first failure."""
+
+    def __init__(self, *endings: Callable[[], None]) -> None:
+        self._endings, self._failure = endings, ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    def check(self) -> None:
+        """``CommError`` after a failure."""
+        if self._failure:
+            raise CommError(f"this pipeline has failed before and cannot go on ({self._failure})")
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A failure within ``with`` ends the pipeline."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            for end in self._endings:
+                end()
+            raise

@@ -1,16 +1,16 @@
-"""Models that no rank holds whole: a factory makes them, and a rank keeps the parameters of its own stages.
-
-The factory runs twice. The first time every parameter becomes a shape (a tensor on the meta device) as soon
-as a module registers it; that is enough to cut the model. The second time everything is computed as in one
-process, but the memory of other stages' parameters is given back as soon as the next one is made. So a kept
-parameter starts with the values that it has in one process, whatever random numbers were drawn before.
-"""
+"""Where the parameters of a stage come from: a whole model, a factory of it, or files."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +19,152 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from commsched.pipeline.allocator import giving_back_large_blocks
 from commsched.pipeline.random_state import ONE_AT_A_TIME
+
+# -- origins: a model that is there, or parameters that a rank makes or reads --------------------------------
+
+WeightSource = str | Path | Mapping[str, Tensor]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what calls it as a whole."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        text = (
+            "a graph of the whole model cannot be cut: its stages run as they are; compile its blocks instead"
+        )
+        warnings.warn(text, stacklevel=2)
+        return inner
+    if isinstance(model, nn.DataParallel):
+        inner = model.module
+        assert isinstance(inner, nn.Module)
+        return inner
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "a pipeline sums the gradients of its replicas itself; pass the model without"
+            " DistributedDataParallel, and mesh=(stages, replicas)"
+        )
+    return model
+
+
+class Origin:
+    """``model`` has shapes for parameters where a factory makes it, and where it came on the meta device."""
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module] | Make, weights: WeightSource | None = None
+    ) -> None:
+        self._factory: Factory | None = None
+        self._weights = None if weights is None else Weights(weights)
+        if isinstance(model, (nn.Module, Sequence)):
+            self.model = _unwrapped(as_module(model))
+        else:
+            self._factory = Factory(model)
+            self.model = self._factory.outline()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to fill."""
+        return self._weights is None and not any(t.is_meta for t in _named_tensors(self.model).values())
+
+    def fill(self, names: Collection[str], random: Tensor, device: torch.device | str | None = None) -> None:
+        """Gives these parameters and buffers their values, on ``device`` (None: where they are made).
+        ``random``: the state of torch's generator with which a factory begins.
+        """
+        tensors = _named_tensors(self.model)
+        read = self._names_in_weights({id(tensors[name]) for name in names})
+        missing = [name for name in names if tensors[name].is_meta and id(tensors[name]) not in read]
+        made: dict[int, Tensor] = {}
+        if self._factory and (missing or any(buffer.is_meta for buffer in self.model.buffers())):
+            if self._weights and missing:
+                text = f"{self._weights} has no {_some(missing)}: they start as the model initialises them"
+                warnings.warn(text, stacklevel=2)
+            made = self._made(self._factory, missing, random)
+        self._put(read, made, device)
+        tensors = _named_tensors(self.model)
+        kept = set(self.model.state_dict())
+        missing = [name for name in tensors if tensors[name].is_meta and (name in names or name not in kept)]
+        if missing:
+            raise ValueError(
+                f"the model is on the meta device and {_some(missing)} have no values"
+                + (f", nor has {self._weights}" if self._weights else "")
+                + "; pass a function that makes the model instead of the model"
+                + ("" if self._weights else ", or weights=")
+            )
+
+    def _names_in_weights(self, wanted: Collection[int]) -> dict[int, str]:
+        """By id of a tensor its name in the weights, for those that are there."""
+        if self._weights is None:
+            return {}
+        names: dict[int, list[str]] = {}
+        for name, tensor in _named_tensors(self.model).items():
+            names.setdefault(id(tensor), []).append(name)
+        prefix = getattr(self.model, "base_model_prefix", "")
+        found = {key: self._weights.name_of(names[key], prefix) for key in wanted}
+        return {key: name for key, name in found.items() if name is not None}
+
+    def _made(self, factory: Factory, names: Collection[str], random: Tensor) -> dict[int, Tensor]:
+        """By id, these parameters and all buffers as the factory makes them."""
+        made, outline = _named_tensors(factory.partial(names, random)), _named_tensors(self.model)
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        return {id(outline[name]): made[name] for name in {*names, *buffers}}
+
+    @torch.no_grad()
+    def _put(
+        self, read: Mapping[int, str], made: Mapping[int, Tensor], device: torch.device | str | None
+    ) -> None:
+        new: dict[int, Tensor] = {}
+        for owned in [d for m in self.model.modules() for d in (m._parameters, m._buffers)]:
+            for key, old in owned.items():
+                if old is None or (id(old) not in new and id(old) not in read and id(old) not in made):
+                    continue
+                if id(old) not in new:
+                    value = self._value(old, read[id(old)]) if id(old) in read else made[id(old)]
+                    new[id(old)] = _filled(old, value, device)
+                owned[key] = new[id(old)]  # type: ignore[assignment]
+
+    def _value(self, old: Tensor, name: str) -> Tensor:
+        assert self._weights is not None
+        value = self._weights[name]
+        if value.shape != old.shape:
+            raise ValueError(
+                f"{self._weights}: {name} has the shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
+            )
+        return torch.empty_like(old, device="cpu" if old.is_meta else old.device).copy_(value)
+
+
+def _filled(old: Tensor, value: Tensor, device: torch.device | str | None) -> Tensor:
+    """A tensor that is there gets the value; a shape is replaced by it."""
+    if not old.is_meta:
+        return old.copy_(value)
+    value = value.detach().to(device or value.device)
+    if not isinstance(old, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, old.requires_grad)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; those with several names under each of them."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+# -- factories of models that no rank holds whole ------------------------------------------------------------
+
+# A rank keeps the parameters of its own stages.
+#
+# The factory runs twice. The first time every parameter becomes a shape (a tensor on the meta device) as soon
+# as a module registers it; that is enough to cut the model. The second time everything is computed as in one
+# process, but the memory of other stages' parameters is given back as soon as the next one is made. So a kept
+# parameter starts with the values that it has in one process, whatever random numbers were drawn before.
 
 Make = Callable[[], nn.Module | Sequence[nn.Module]]
 
@@ -279,3 +423,155 @@ def _reads_lost(func: Any, tensor: Tensor) -> ValueError:
         f" {tuple(tensor.shape)} after others were made, and this rank does not hold it; initialise each"
         " parameter at once, or pass a made model"
     )
+
+
+# -- weights in files, read tensor by tensor, and written stage by stage -------------------------------------
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin", "model.pt")
+_MAPPED = (
+    256 << 20
+)  # bytes read from a mapped file before it is mapped anew: the pages count as this process's
+
+
+class Weights:
+    """A model's tensors by name: a mapping; a file of safetensors or of ``torch.save``; or a folder with one,
+    or with several and their index, as Hugging Face writes it. Nothing is read before it is asked for.
+    """
+
+    def __init__(self, source: str | Path | Mapping[str, Tensor]) -> None:
+        self.source = source if isinstance(source, Mapping) else str(source)
+        self._open: dict[Path, Any] = {}
+        self._read = 0  # bytes, since the files were opened
+        if isinstance(source, Mapping):
+            self._open[Path()] = source
+            self._files = dict.fromkeys(source, Path())
+        else:
+            self._files = self._files_of(Path(source))
+
+    def _files_of(self, path: Path) -> dict[str, Path]:
+        if path.is_dir():
+            for index in filter(Path.exists, (path / name for name in _INDEXES)):
+                return {
+                    name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()
+                }
+            whole = next((path / name for name in _WHOLE if (path / name).exists()), None)
+            if whole is None:
+                raise ValueError(
+                    f"weights={str(path)!r}: the folder has none of {', '.join((*_INDEXES, *_WHOLE))}"
+                )
+            path = whole
+        if not path.exists():
+            raise ValueError(f"weights={str(path)!r}: no such file or folder")
+        return dict.fromkeys(self._opened(path).keys(), path)
+
+    def _opened(self, path: Path) -> Any:
+        """The file's tensors by name; ``keys()`` and items are read as they are asked for."""
+        if path not in self._open:
+            if path.suffix != ".safetensors":
+                self._open[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            else:
+                self._open[path] = _safetensors().safe_open(str(path), framework="pt")
+        return self._open[path]
+
+    def name_of(self, names: Iterable[str], prefix: str) -> str | None:
+        """The name that a tensor has here, of those that it has in the model. ``prefix``: the name of the
+        part of the model that files may hold alone, or may call so where the model is that part.
+        """
+        own = f"{prefix}." if prefix else ""
+        for name in names:
+            for candidate in (name, name.removeprefix(own), own + name):
+                if candidate in self._files:
+                    return candidate
+        return None
+
+    def __getitem__(self, name: str) -> Tensor:
+        opened = self._opened(self._files[name])
+        tensor: Tensor = opened[name] if isinstance(opened, Mapping) else opened.get_tensor(name)
+        self._read += tensor.numel() * tensor.element_size()
+        if self._read > _MAPPED and not isinstance(self.source, Mapping):
+            self._open.clear()
+            self._read = 0
+        return tensor
+
+    def __str__(self) -> str:
+        is_mapping = isinstance(self.source, Mapping)
+        return f"weights= (a mapping of {len(self._files)})" if is_mapping else f"weights={self.source!r}"
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ValueError(
+            "weights in safetensors files need the package safetensors: pip install safetensors"
+        ) from error
+    return safetensors
+
+
+def save_shard(
+    folder: Path, tensors: Mapping[str, Tensor], number: int, count: int
+) -> tuple[str, dict[str, int]]:
+    """Writes one of ``count`` files: its name, and the bytes of each tensor in it. A tensor with several
+    names is written once.
+    """
+    name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    names: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        names.setdefault(tensor.data_ptr() or id(tensor), key)
+    whole = {key: tensors[key].detach().to("cpu").contiguous() for key in names.values()}
+    _safetensors().torch.save_file(whole, str(folder / name), metadata={"format": "pt"})
+    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in whole.items()}
+
+
+def save_index(folder: Path, shards: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+    """Writes which tensor stands in which file."""
+    files = {key: name for name, sizes in shards for key in sizes}
+    total = sum(sum(sizes.values()) for _, sizes in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / _INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n")
+
+
+# -- freed memory: while a model is made it goes back to the system, in training it stays --------------------
+
+# A pipeline allocates and frees the same activations for every micro-batch. glibc gives memory at the heap's
+# end back to the system as soon as some megabytes of it are free, and gets it again page by page, as it does
+# with every large block: thousands of page faults a step, which cost more than all of the pipeline's own
+# work.
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
+_NEVER, _NONE = -1, 0  # give nothing back; map no block by itself, which is gone when it is freed
+_LARGE, _MANY = 1 << 18, 1 << 16  # map blocks from this size on by themselves; this many is glibc's default
+_THEIRS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Whether the process keeps what it frees from now on: not without glibc, nor where the user's own
+    variables say something else.
+    """
+    return _set(_TRIM_THRESHOLD, _NEVER) and _set(_MMAP_MAX, _NONE)
+
+
+@contextmanager
+def giving_back_large_blocks() -> Iterator[None]:
+    """Meanwhile large blocks are mapped by themselves. In the heap, parameters that are kept would lie
+    between freed ones, whose memory would stay.
+    """
+    keeps = keep_freed_memory.cache_info().currsize > 0
+    _set(_MMAP_THRESHOLD, _LARGE)
+    _set(_MMAP_MAX, _MANY)
+    try:
+        yield
+    finally:
+        if keeps:
+            _set(_MMAP_MAX, _NONE)
+
+
+def _set(option: int, value: int) -> bool:
+    if any(name in os.environ for name in _THEIRS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(option, value))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from commsched.pipeline.shares import Count
 from commsched.pipeline.stage import Loss
-from commsched.pipeline.terms import Count
 from commsched.pipeline.update import Factory
 
 Batches = Callable[[int], Iterator[tuple[Any, Any]]]

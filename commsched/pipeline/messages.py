@@ -1,20 +1,262 @@
-"""Messages between ranks: tensors, and descriptions by which they can be received."""
+"""Ordered messages between ranks: their carriers, tensors with descriptions, and the stages' mailbox."""
 
 from __future__ import annotations
 
+import itertools
 import pickle
-from collections.abc import Sequence
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.fabric import Lane, from_host, to_host
-from commsched.pipeline.parts import UNCUT, Cuts
-from commsched.transport.channel import Pending
+import comm_core
+from commsched.collectives.current_carrier import carrier, epoch
+from commsched.collectives.private_groups import connected, data_group
+from commsched.env import settings
+from commsched.errors import CommError
+from commsched.pipeline.rows import UNCUT, Cuts
+from commsched.transport.channel import Channel, DistChannel, Pending, SilentChannel, ThreadHub
+from commsched.transport.short_messages import MOST_BYTES, ShortMessages
+from scheduler.ir.actions import Action, Kind
+
+# -- carriers of messages, and transports for engines --------------------------------------------------------
+
+# Between processes, short messages go over sockets and long ones over gloo, as in spatial parallelism;
+# between threads, all go through queues.
+
+_CHANNEL = 77  # of data_group: all pipelines share its connections
+_LANES, _MOST_LANES = 16, 1 << 15  # of one pipeline, and before their numbers come round again
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+
+
+class Lane(Protocol):
+    """Messages between ranks; those from one rank to another arrive in the order in which they are sent."""
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending: ...
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending: ...
+
+
+class Fabric(Protocol):
+    """The ranks that a pipeline runs on, and their connections."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
+        """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
+        ``traffic``: what is less urgent lets them go first. ``short=False``: short ones go as long ones do.
+        """
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        """For an engine over these ranks, each of which must call."""
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        """For what the tiles of a stage exchange; each of these ranks must call."""
+
+    def abort(self) -> None:
+        """This rank gives up: the others need not wait for it."""
+
+
+def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """The buffers that are not empty, as vectors."""
+    return [buffer.view(-1) for buffer in buffers if buffer.numel()]
+
+
+class DistLane:
+    """Over sockets, and for long messages over the gloo group of all ranks, a channel for each pair and
+    direction. Both ends know a message's size, and so which way it comes.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        short: ShortMessages | None,
+        name: str,
+        timeout: float,
+        number: int,
+        traffic: comm_core.Traffic | None,
+    ) -> None:
+        self.group, self.short, self.name, self.timeout, self.number = group, short, name, timeout, number
+        self.rank, self.traffic = group.rank(), traffic
+        self._pairs: dict[tuple[int, int], DistChannel] = {}
+
+    def _pair(self, sender: int, receiver: int) -> DistChannel:
+        pair = sender, receiver
+        if pair not in self._pairs:
+            # A receive that waits for its sender does not use the link.
+            traffic = self.traffic if sender == self.rank else None
+            self._pairs[pair] = DistChannel(self.group, pair, self.timeout, traffic, self.number)
+        return self._pairs[pair]
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        if self.short is not None and _is_short(buffers):
+            # It needs no turn on the link: it is in the socket before anybody could go first.
+            return self.short.send(peer, self.number, flat(buffers), self.name)
+        parcels = [(1, buffer) for buffer in flat(buffers)]
+        pending = self._pair(self.rank, peer).exchange(parcels, [], self.name)
+        if self.traffic is not None:
+            # Its turn on the link ends when it has left, long before anybody waits for it here.
+            pending.watch()
+        return pending
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        if self.short is not None and _is_short(buffers):
+            return self.short.receive(peer, self.number, flat(buffers), self.name)
+        parcels = [(0, buffer) for buffer in flat(buffers)]
+        return self._pair(peer, self.rank).exchange([], parcels, self.name)
+
+
+def _is_short(buffers: Sequence[Tensor]) -> bool:
+    return sum(buffer.nbytes for buffer in buffers) <= MOST_BYTES
+
+
+class DistFabric:
+    """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        launch = carrier().launch
+        self.rank, self.size = launch.rank, launch.size
+        self.timeout = settings().timeout if timeout is None else timeout
+        self._number = next(_numbers[epoch()])
+        self._name = f"pipeline {self._number}"
+        self._lanes = itertools.count()
+        self._group, self._short = None, None
+        if self.size > 1:
+            self._group = data_group(channel=_CHANNEL)
+            name, everyone = f"{self._name}/short", range(self.size)
+            connections = connected(comm_core.tcp_connections, name, everyone, self.timeout)
+            self._short = ShortMessages(self.rank, connections, self.timeout)
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
+        if self._group is None or self._short is None:
+            return NoLane()
+        number = (_LANES * self._number + next(self._lanes)) % _MOST_LANES
+        way = self._short if short else None
+        return DistLane(self._group, way, f"{self._name}: {name}", self.timeout, number, traffic)
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
+        transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
+        transport.set_timeout(self.timeout)
+        return transport
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        if self._group is None:
+            return SilentChannel()
+        return DistChannel(self._group, ranks, self.timeout)
+
+    def abort(self) -> None:
+        if self._short is not None:
+            self._short.abort()
+
+
+class NoLane:
+    """One rank alone."""
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        raise ValueError(f"there is no rank {peer}: this job has one rank")
+
+    receive = send
+
+
+class ThreadWorld:
+    """Ranks that are threads of one process, for tests and for trying things out."""
+
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._hubs: dict[str, ThreadHub] = {}
+        self._transports: dict[tuple[str, tuple[int, ...]], list[comm_core.Transport]] = {}
+
+    def fabric(self, rank: int) -> ThreadFabric:
+        return ThreadFabric(self, rank)
+
+    def hub(self, name: str, size: int) -> ThreadHub:
+        with self._lock:
+            hub = self._hubs.setdefault(name, ThreadHub(size, self.timeout))
+            self._break()
+            return hub
+
+    def transports(self, name: str, ranks: tuple[int, ...]) -> list[comm_core.Transport]:
+        with self._lock:
+            if (name, ranks) not in self._transports:
+                self._transports[name, ranks] = [
+                    comm_core.DirectTransport(channel, place, len(ranks))
+                    for place, channel in enumerate(comm_core.local_channels(len(ranks)))
+                ]
+            self._break()
+            return self._transports[name, ranks]
+
+    def abort(self) -> None:
+        """Whoever waits for a message, now or later, gets an error."""
+        with self._lock:
+            self._aborted = True
+            self._break()
+
+    def _break(self) -> None:
+        """Under the lock: what is asked for after the end is born broken, or its rank would wait in vain."""
+        if self._aborted:
+            for hub in self._hubs.values():
+                hub.broken.set()
+            for transports in self._transports.values():
+                for transport in transports:
+                    transport.abort("another rank has ended")
+
+
+class ThreadLane:
+    def __init__(self, hub: ThreadHub, name: str, rank: int) -> None:
+        self.channel, self.name = hub.channel(rank), name
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self.channel.exchange([(peer, buffer) for buffer in flat(buffers)], [], self.name)
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self.channel.exchange([], [(peer, buffer) for buffer in flat(buffers)], self.name)
+
+
+class ThreadFabric:
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
+        self._made = 0
+
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
+        self._made += 1
+        return ThreadLane(self.world.hub(f"{self._made} {name}", self.size), name, self.rank)
+
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        # A number per rank would differ between ranks: only lanes are made by all of them alike.
+        transport = self.world.transports(f"{self._made} {name}", tuple(ranks))[list(ranks).index(self.rank)]
+        transport.set_timeout(self.timeout)
+        return transport
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        hub = self.world.hub(f"{self._made} {name} {list(ranks)}", len(ranks))
+        return hub.channel(list(ranks).index(self.rank))
+
+    def abort(self) -> None:
+        self.world.abort()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Contiguous and in host memory, where messages travel from."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def from_host(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+# -- messages between ranks: tensors, and descriptions by which they can be received -------------------------
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -138,3 +380,209 @@ def receive_object(lane: Lane, peer: int) -> Any:
     data = torch.empty(int(size), dtype=torch.uint8)
     lane.receive(peer, [data]).wait()
     return pickle.loads(data.numpy().tobytes())
+
+
+# -- the mailbox: activations forward, gradients backward ----------------------------------------------------
+
+# Shapes are agreed on when they first occur: the first message of a kind brings a description with it, after
+# which the receiver can post its buffers ahead and nothing but the tensors travels.
+
+_POSTED_AHEAD = 3
+
+Sent = tuple[Action, Pending]
+
+
+class Outbox:
+    """Sends without waiting. A message stays in memory until ``answered`` tells that the other side has it,
+    or ``settle`` waits until it has left.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._known: dict[tuple[int, Hashable], tuple[Description, list[Any]]] = {}
+        self._sent: defaultdict[int, list[Sent]] = defaultdict(list)  # by peer, in order
+
+    def forward(
+        self,
+        action: Action,
+        key: Hashable,
+        leaves: Sequence[Any],
+        spec: Any,
+        grads: Sequence[bool],
+        cuts: Sequence[Cuts],
+    ) -> Description:
+        """Sends leaves; the description is of the gradients that will come back."""
+        peer, outline = _peer(action), _outline(leaves, grads)
+        if (peer, key) not in self._known:
+            described = Description.of(leaves, spec, grads, cuts)
+            back = Description(None, tuple(leaf for leaf in described.leaves if leaf.grad))
+            self._known[peer, key] = back, outline
+            self._sent[peer] += [(action, part) for part in send_object(self.lane, peer, described)]
+        back, known = self._known[peer, key]
+        if known != outline:
+            raise ValueError(
+                f"stage {action.stage} put out {outline} for micro-batch {action.index} of step"
+                f" {action.shift}, and {known} for an earlier micro-batch of the same input shapes; shapes at"
+                " a cut may only depend on the shapes of the batch"
+            )
+        self.send(action, leaves)
+        return back
+
+    def send(self, action: Action, leaves: Sequence[Any]) -> None:
+        buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        peer = _peer(action)
+        try:
+            self._sent[peer].append((action, self.lane.send(peer, buffers)))
+        except CommError as error:
+            raise _naming(action, error) from None
+
+    def back(self, peer: int, key: Hashable) -> Description | None:
+        """The gradients that answer a message, where one like it has been sent."""
+        known = self._known.get((peer, key))
+        return None if known is None else known[0]
+
+    def answered(self, answer: Action) -> None:
+        """A gradient came: its sender has the activations, and all that was sent to it before them."""
+        sent = self._sent[_peer(answer)]
+        place = answer.stage, answer.index, answer.shift
+        for number, (action, _) in reversed(list(enumerate(sent))):
+            if action.kind is Kind.SENDF and (action.stage, action.index, action.shift) == place:
+                for _, pending in sent[: number + 1]:
+                    _wait(pending, answer)
+                del sent[: number + 1]
+                return
+
+    def settle(self, period: int | None = None) -> None:
+        """Waits for the messages of all steps up to this one."""
+        for peer, sent in self._sent.items():
+            for action, pending in sent:
+                if period is None or action.shift <= period:
+                    _wait(pending, action)
+            self._sent[peer] = [] if period is None else [one for one in sent if one[0].shift > period]
+
+    @property
+    def held(self) -> int:
+        """How many messages are kept in memory."""
+        return sum(map(len, self._sent.values()))
+
+
+@dataclass
+class Posted:
+    action: Action
+    described: Description
+    buffers: list[Tensor]
+    pending: Pending
+
+
+Known = Callable[[Action], "Description | None"]
+
+
+class Inbox:
+    """Receives in each sender's order, a few messages ahead of their use.
+
+    ``key(action)`` says which messages have the same shapes; where it is None, ``describe(action)`` tells the
+    shapes as soon as they are known here (a gradient's, when its forward is done). ``waited``: seconds that
+    ``take`` has needed so far.
+    """
+
+    def __init__(
+        self, rank: int, lane: Lane, timeout: float, describe: Known, key: Callable[[Action], Hashable]
+    ) -> None:
+        self.rank, self.lane, self.timeout = rank, lane, timeout
+        self._describe, self._key = describe, key
+        self._known: dict[tuple[int, Hashable], Description] = {}
+        self._expected: defaultdict[int, deque[Action]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
+        self.arrived: dict[Action, tuple[Description, list[Tensor]]] = {}
+        self.waited = 0.0
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._expected[_peer(action)].append(action)
+
+    def pump(self) -> None:
+        """Posts what can be posted."""
+        for peer in self._expected:
+            self._pump(peer)
+
+    def _pump(self, peer: int) -> None:
+        expected, posted = self._expected[peer], self._posted[peer]
+        while expected and len(posted) < _POSTED_AHEAD:
+            action = expected[0]
+            described = self._description(action, peer)
+            if described is None:
+                return
+            expected.popleft()
+            buffers = described.buffers()
+            posted.append(Posted(action, described, buffers, self.lane.receive(peer, buffers)))
+
+    def _description(self, action: Action, peer: int) -> Description | None:
+        key = self._key(action)
+        return self._describe(action) if key is None else self._known.get((peer, key))
+
+    def take(self, action: Action) -> tuple[Description, list[Tensor]]:
+        """The message, as soon as it is there; ``CommError`` after the time-out."""
+        peer, start = _peer(action), perf_counter()
+        try:
+            while action not in self.arrived:
+                self._next(peer)
+        except CommError as error:
+            raise CommError(
+                f"rank {self.rank} waits for {action} (step {action.shift}, stage {action.stage}, micro-batch"
+                f" {action.index}) and nothing came from rank {peer} within {self.timeout:g} s"
+                f" (COMMSCHED_TIMEOUT) or its connection is lost; look for the first error on rank {peer}"
+                f" ({error})"
+            ) from error
+        self.waited += perf_counter() - start
+        return self.arrived.pop(action)
+
+    def _next(self, peer: int) -> None:
+        """One more message from this rank."""
+        posted = self._posted[peer]
+        if not posted:
+            self._pump(peer)
+        if posted:
+            first = posted.popleft()
+            first.pending.wait()
+            self.arrived[first.action] = first.described, first.buffers
+            return
+        if not self._expected[peer]:
+            raise CommError(f"the program has no further message from rank {peer}")
+        action = self._expected[peer][0]
+        key = self._key(action)
+        if key is None:
+            raise CommError(f"{action} comes before the forward that it answers")
+        self._known[peer, key] = receive_object(self.lane, peer)
+
+    def drain(self) -> None:
+        """Takes in everything that is expected."""
+        for peer in list(self._expected):
+            while self._expected[peer] or self._posted[peer]:
+                self._next(peer)
+
+
+def _outline(leaves: Sequence[Any], grads: Sequence[bool]) -> list[Any]:
+    """The shapes and types that all micro-batches must share; quicker to make than a description."""
+    return [
+        (tuple(leaf.shape), leaf.dtype, grad) if isinstance(leaf, Tensor) else leaf
+        for leaf, grad in zip(leaves, grads, strict=True)
+    ]
+
+
+def _wait(pending: Pending, action: Action) -> None:
+    """Waits until a message has left; an error names the action."""
+    try:
+        pending.wait()
+    except CommError as error:
+        raise _naming(action, error) from None
+
+
+def _naming(action: Action, error: CommError) -> CommError:
+    """The error, with the message that it concerns."""
+    place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
+    return CommError(f"{action} ({place}): {error}")
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
+from math import inf, nan
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 
-from commsched.pipeline.fabric import Fabric, Lane
+from commsched.pipeline.messages import Fabric, Lane
+from commsched.pipeline.random_state import set_random_state
 from commsched.pipeline.rows import Share, held, rows_of, shape_key, size_of
 from commsched.transport.channel import Pending
 from scheduler.ir.layout import Layout
@@ -162,3 +165,192 @@ def end_stage(layout: Layout, rank: int) -> int | None:
     if rank in layout.ranks[0]:
         return 0
     return last if rank in layout.ranks[last] else None
+
+
+# -- the number of terms of a step's mean loss ---------------------------------------------------------------
+
+# The loss may be a sum over tokens or pixels, of which ranks have different numbers.
+
+Count = Callable[[Any], Any]
+"""Targets -> the number of terms that the loss adds up for them."""
+
+
+class Terms(dict[int, float]):
+    """``terms[period]``: the terms of a step on all replicas, by which its loss is divided.
+
+    Every rank counts the terms of a whole batch. Of a local batch, a replica of the last stage has its own
+    targets only. Its first tile sends its count to the other ranks of the stage when the step is given. They
+    wait for it where the last stage first reads the period, and add up the counts in the order of ranks.
+    """
+
+    def __init__(self, count: Count, layout: Layout, fabric: Fabric) -> None:
+        self._count, self._rank, last = count, fabric.rank, layout.stages - 1
+        self._readers = layout.ranks[last]
+        tellers = self._readers[:: layout.tile_count(last)]
+        self._announced = Announcements(fabric.lane("terms"), fabric.rank, tellers, self._readers)
+
+    def take(self, period: int, targets: Any, local: bool) -> None:
+        """Counts a batch's terms, or those of this rank's part of it. ``ValueError`` for a batch without."""
+        if not local:
+            self[period] = _checked(self._counted(targets), period)
+            return
+        if self._rank in self._readers:
+            self._announced.announce(period, torch.tensor([self._counted(targets)], dtype=torch.float64))
+
+    def __missing__(self, period: int) -> float:
+        self[period] = _checked(float(sum(self._announced.read(period))), period)
+        return self[period]
+
+    def forget(self, period: int) -> None:
+        """The period is over. A replica without rows in an evaluation has not read its counts."""
+        self._announced.read(period)
+        self.pop(period, None)
+
+    def settle(self) -> None:
+        """Waits for all counts."""
+        for period in self._announced.unread:
+            self[period]
+        self._announced.settle()
+
+    def _counted(self, targets: Any) -> float:
+        count = self._count(targets)
+        try:
+            terms = float(count)
+        except (TypeError, ValueError, RuntimeError):
+            terms = nan
+        if not 0 <= terms < inf:
+            got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else repr(count)
+            raise ValueError(
+                "count(targets) must return one number that is not negative, how many terms the loss adds up"
+                f" for these targets; got {got}"
+            )
+        return terms
+
+
+def _checked(terms: float, period: int) -> float:
+    if not terms:
+        what = f"step {period}" if period >= 0 else "this evaluation"
+        raise ValueError(
+            f"count(targets) is 0 for all targets of {what}, so its loss is no mean: leave out batches"
+            " without a term"
+        )
+    return terms
+
+
+# -- a batch sampler for ``DataLoader`` that yields just the rows that this rank passes to a local step ------
+
+
+class StepSampler(Sampler[list[int]]):
+    """Yields, for each step, the indices of this rank's rows; one index on ranks that read no batch.
+
+    ``rows(n)``: this rank's rows of a step of ``n`` rows; ``local``: these are not all of them. The position
+    counts the steps that the pipeline has taken, not the batches that a loader has fetched ahead: new
+    iterators begin there, and checkpoints hold it. After an epoch's last step the next epoch begins, in
+    another order if ``shuffle``.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[int], list[int]],
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        local: bool,
+    ) -> None:
+        self._rows, self._size, self._batch_size, self.local = rows, len(dataset), batch_size, local
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._data = {"rows": self._size, "batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        self._data |= {"drop_last": drop_last, "local": local}
+        self.epoch, self.position = 0, 0
+        self._random: list[Tensor] | None = None
+        if batch_size < 1 or not len(self):
+            raise ValueError(
+                f"batch_size must be at least 1, and with drop_last=True at most the data set's {self._size}"
+                f" rows; got {batch_size} and {self._size} rows"
+            )
+        self._rows(min(batch_size, self._size))
+        self._rows(self._step_size(len(self) - 1))
+
+    def _step_size(self, number: int) -> int:
+        return min(self._batch_size, self._size - number * self._batch_size)
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return (self._size if self._drop_last else self._size + self._batch_size - 1) // self._batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._random is not None:
+            # A loader draws a seed for its workers; in mid-epoch the run that was stopped did not.
+            set_random_state(self._random, torch.device("cpu"))
+            self._random = None
+        order = torch.arange(self._size)
+        if self._shuffle:
+            order = torch.randperm(
+                self._size, generator=torch.Generator().manual_seed(self._seed + self.epoch)
+            )
+        for number in range(self.position, len(self)):
+            step = order[number * self._batch_size :][: self._step_size(number)]
+            yield step[self._rows(len(step)) or [0]].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch; within this epoch, stays where the pipeline is."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def advance(self) -> None:
+        """The pipeline has taken a step."""
+        self.position += 1
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state(self) -> dict[str, Any]:
+        """Data and position, for a checkpoint."""
+        return {"data": self._data, "epoch": self.epoch, "position": self.position}
+
+    def resume(self, state: dict[str, Any], random: list[Tensor]) -> None:
+        """Goes on at a checkpoint's position, whose random numbers were ``random``."""
+        if state["data"] != self._data:
+            raise ValueError(
+                f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same"
+                " data with the same arguments"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._random = random if self.position else None
+
+
+class Sampling:
+    """A pipeline's sampler, if it has one, and a checkpoint's position that waits for one."""
+
+    def __init__(self) -> None:
+        self._sampler: StepSampler | None = None
+        self._waiting: tuple[dict[str, Any], list[Tensor]] | None = None
+
+    def use(self, sampler: StepSampler) -> StepSampler:
+        """Takes it in the place of any earlier one."""
+        self._sampler = sampler
+        if self._waiting is not None:
+            sampler.resume(*self._waiting)
+            self._waiting = None
+        return sampler
+
+    def check(self, local: bool) -> None:
+        """``ValueError`` where a step is not the kind of step that the sampler yields."""
+        if self._sampler is not None and local is not self._sampler.local:
+            raise ValueError(
+                f"this pipeline's sampler was made with local={self._sampler.local}, so call"
+                f" step(batch, local={self._sampler.local}); got local={local}"
+            )
+
+    def advance(self) -> None:
+        if self._sampler is not None:
+            self._sampler.advance()
+
+    def state(self) -> dict[str, Any] | None:
+        return None if self._sampler is None else self._sampler.state()
+
+    def resume(self, state: dict[str, Any] | None, random: list[Tensor]) -> None:
+        self._waiting = None if state is None else (state, random)
+        if self._sampler is not None:
+            self.use(self._sampler)

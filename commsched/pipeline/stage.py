@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from commsched.pipeline.parts import Cut
 from commsched.pipeline.random_state import random_state, set_random_state
-from commsched.pipeline.versions import Version, Versions
-from commsched.pipeline.weight_gradients import split_backward
+from commsched.pipeline.rows import Cut
 
 if TYPE_CHECKING:
-    from commsched.pipeline.tiled_module import TiledModule
+    from commsched.pipeline.tiled import TiledModule
 
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
@@ -274,3 +273,236 @@ def flattened(output: Any, last: Any) -> tuple[list[Any], Any]:
     if type(output) is tuple and _is_flat(last, len(output)) and all(isinstance(x, Tensor) for x in output):
         return list(output), last
     return tree_flatten(output)
+
+
+# -- weight versions of one stage on one rank ----------------------------------------------------------------
+
+# A version is a set of tensors of its own; the module gets the version it is to compute with by exchanging
+# its parameters, so nothing that is in flight is ever written to. A step writes into the tensors of a version
+# that nothing needs any more, or into new ones.
+
+Slot = tuple[dict[str, nn.Parameter | None], str]
+"""A module's dictionary of parameters, and the key of one."""
+
+
+class Version:
+    """The weights after ``number`` steps. ``pending``: buckets whose all-gather has not been taken in."""
+
+    def __init__(self, number: int, leaves: list[nn.Parameter]) -> None:
+        self.number, self.leaves = number, leaves
+        self.pending: set[int] = set()
+
+    @property
+    def data(self) -> list[Tensor]:
+        return [leaf.data for leaf in self.leaves]
+
+
+class Versions:
+    """The trainable parameters of a stage, by name, in all versions that something may still need.
+
+    ``modules``: the stage's, and copies that share its parameters. ``own_parameters``: the first version is
+    the caller's own parameters and no copies of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], own_parameters: bool = False) -> None:
+        self.slots: dict[str, list[Slot]] = {}
+        by_id: dict[int, str] = {}
+        leaves: list[nn.Parameter] = []
+        self.places: dict[str, int] = {}  # of every name in the leaves
+        # Shared parameters have one name and several slots.
+        every = [found for module in modules for found in module.named_modules(remove_duplicate=False)]
+        for prefix, part in every:
+            for key, parameter in part._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                path = f"{prefix}.{key}" if prefix else key
+                name = by_id.setdefault(id(parameter), path)
+                if name not in self.slots:
+                    self.slots[name] = []
+                    leaves.append(parameter)
+                self.slots[name].append((part._parameters, key))
+                self.places[path] = self.places.get(name, len(leaves) - 1)
+        self.names = tuple(self.slots)
+        if not own_parameters:
+            # Hooks and gradients of the caller's parameters stay out of the pipeline.
+            leaves = [nn.Parameter(leaf.detach().contiguous()) for leaf in leaves]
+        first = Version(0, leaves)
+        self.live: dict[int, Version] = {0: first}
+        self.newest = first
+        self._free: list[list[nn.Parameter]] = []
+        self._in_use: Version | None = None
+        self.most = 1
+        self.use(first)
+
+    def use(self, version: Version) -> None:
+        """Makes the module compute with this version."""
+        if version is self._in_use:
+            return
+        for slots, leaf in zip(self.slots.values(), version.leaves, strict=True):
+            for parameters, key in slots:
+                parameters[key] = leaf
+        self._in_use = version
+
+    def advance(self, needed: Callable[[int], bool]) -> Version:
+        """The tensors for the next version. They are the newest version's own where ``needed`` says that
+        nothing will compute with it again; otherwise they hold a copy of it.
+        """
+        for number in [n for n in self.live if n != self.newest.number and not needed(n)]:
+            self._free.append(self.live.pop(number).leaves)
+        old = self.newest
+        if needed(old.number):
+            leaves = self._free.pop() if self._free else [_like(leaf) for leaf in old.leaves]
+            new = Version(old.number + 1, leaves)
+            if leaves:
+                torch._foreach_copy_(new.data, old.data)
+        else:
+            del self.live[old.number]
+            new = Version(old.number + 1, old.leaves)
+        self.live[new.number] = self.newest = new
+        self.most = max(self.most, len(self.live))
+        return new
+
+    def reset(self, number: int) -> None:
+        """The newest version becomes number ``number``, and the only one."""
+        self.live = {number: self.newest}
+        self.newest.number = number
+        self.use(self.newest)
+
+
+def _like(leaf: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(leaf))
+
+
+# -- a backward in two halves (zero bubble) ------------------------------------------------------------------
+
+# The gradients of the inputs now, those of the parameters later. The first half runs the graph towards the
+# inputs only and keeps what arrives at the nodes where a parameter joins; the second half runs from each of
+# these nodes to its parameters alone, so nothing is computed twice.
+
+Grads = tuple["Tensor | None", ...]
+
+
+def split_backward(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Grads, Callable[[], Grads]]:
+    """The inputs' gradients, and a function that computes the parameters' once."""
+    order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
+    if any(type(node).__name__ == "CompiledFunctionBackward" for node in order):
+        # torch.compile's backward of a block gives all gradients at once, and gives its memory back.
+        every = torch.autograd.grad(outputs, [*inputs, *parameters], grads, allow_unused=True)
+        kept = _owned(every[len(inputs) :], [*every[: len(inputs)], *grads])
+        return every[: len(inputs)], lambda: kept
+    joints = _joints(order, inputs, parameters)
+    if joints is None:
+        return _whole_backward_later(outputs, grads, inputs, parameters)
+    arrived: dict[Node, Any] = {}
+    hooks = [joint.register_prehook(_keeper(arrived, joint)) for joint in joints]
+    try:
+        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    def weights() -> Grads:
+        results: dict[int, Tensor] = {}
+        came = []
+        for joint, places in joints.items():
+            if joint not in arrived:
+                continue
+            sent = [(GradientEdge(joint, n), g) for n, g in enumerate(arrived.pop(joint)) if g is not None]
+            came += [grad for _, grad in sent]
+            wanted = [parameters[place] for place in places]
+            values = torch.autograd.grad(
+                [edge for edge, _ in sent], wanted, [grad for _, grad in sent], allow_unused=True
+            )
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    results[place] = value
+        return _owned([results.get(place) for place in range(len(parameters))], came)
+
+    return found, weights
+
+
+def _whole_backward_later(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Grads, Callable[[], Grads]]:
+    """For graphs without such nodes: computes the gradients on the way to the inputs twice."""
+    found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    return found, lambda: _owned(torch.autograd.grad(outputs, parameters, grads, allow_unused=True), grads)
+
+
+def _owned(found: Sequence[Tensor | None], others: Sequence[Tensor]) -> Grads:
+    """The gradients with memory of their own, for later ones are added in place: autograd hands one tensor to
+    several parameters, hands on what came in, and expands instead of writing.
+    """
+    taken = {_storage(tensor) for tensor in others}
+    result: list[Tensor | None] = []
+    for grad in found:
+        if grad is not None and grad.layout is torch.strided:
+            storage = grad.untyped_storage()
+            if storage.data_ptr() in taken or storage.nbytes() != grad.nbytes:
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            taken.add(_storage(grad))
+        result.append(grad)
+    return tuple(result)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _keeper(arrived: dict[Node, Any], joint: Node) -> Callable[[Any], None]:
+    def keep(grads: Any) -> None:
+        arrived[joint] = grads
+
+    return keep
+
+
+def _joints(
+    order: Sequence[Node], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> dict[Node, list[int]] | None:
+    """Of the nodes under the outputs those on the way to the inputs at which parameters join, and which ones;
+    None where a parameter joins at several places, or none of this way leads to the inputs.
+    """
+    input_nodes = {_accumulator(tensor) for tensor in inputs}
+    places = {_accumulator(tensor): place for place, tensor in enumerate(parameters)}
+    leads: set[Node] = set()  # to the inputs
+    below: dict[Node, set[int]] = defaultdict(set)  # parameters that a node off that way leads to
+    joints: dict[Node, list[int]] = {}
+    seen: set[int] = set()
+    for node in order:  # those nearer to the leaves first
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node in input_nodes or any(after in leads for after in following):
+            leads.add(node)
+            found = sorted({p for after in following if after not in leads for p in below[after]})
+            if found:
+                if seen & set(found):
+                    return None
+                seen |= set(found)
+                joints[node] = found
+        elif node in places:
+            below[node] = {places[node]}
+        else:
+            below[node] = {p for after in following for p in below[after]}
+    reached = {places[node] for node in order if node in places}
+    return joints if leads and seen == reached else None
+
+
+def _nodes(roots: Sequence[Node]) -> list[Node]:
+    """All nodes under the roots, each after all that it leads to."""
+    done: list[Node] = []
+    visited: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            done.append(node)
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [(after, False) for after, _ in node.next_functions if after is not None]
+    return done
+
+
+def _accumulator(leaf: Tensor) -> Node:
+    return torch.autograd.graph.get_gradient_edge(leaf).node

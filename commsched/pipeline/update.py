@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -27,13 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.sharded_step import HALVES, by_element, take_written
+from commsched.optimizer.sharded_step import HALVES, by_element, take_written, total_norm
 from commsched.optimizer.whole_step import OptimizerView, groups_of_leaves
 from commsched.pipeline.chain import reads
-from commsched.pipeline.fabric import from_host
-from commsched.pipeline.reduction import Replicas, Scattered, Shard
-from commsched.pipeline.stage import Stage
-from commsched.pipeline.versions import Version
+from commsched.pipeline.messages import Fabric, from_host, to_host
+from commsched.pipeline.reduction import Replicas, Scattered, Shard, summed_over
+from commsched.pipeline.stage import Stage, Version
 
 Factory = Callable[[list[Any]], Optimizer]
 """Makes an optimizer of parameters; if its first argument is called ``named_parameters``, of pairs of name
@@ -355,3 +354,95 @@ class Stepped(Update):
         for handle in self._handles:
             handle.remove()
         super().close()
+
+
+# -- updates without an optimizer: a stage's gradients are summed over its ranks and left to the caller ------
+
+
+@contextmanager
+def added_to(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Adds the gradients that the body leaves to those that the parameters had before."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
+        parameter.grad = None
+    yield
+    for parameter, grad in before.items():
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+class Gradients(Update):
+    """No optimizer: the sums are left in the ``.grad`` of the stage's parameters, the same on all its ranks.
+    The caller steps the weights between two steps of the pipeline.
+    """
+
+    def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
+        if self.scattered is not None:
+            leaves, used = self.stage.versions.newest.leaves, self.scattered.used
+            for place in self.scattered.places:
+                sums = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
+                self.grads[place] = sums if used[place] else None
+        self.stage.versions.advance(lambda version: False)
+
+    def finish(self) -> None:
+        if self.grads and self.scattered is not None:
+            for bucket in range(len(self.scattered.parts)):
+                self.scattered.write(bucket, self.grads)
+        for leaf, grad in zip(self.stage.versions.newest.leaves, self.grads):
+            leaf.grad = grad
+        self.grads = []
+
+
+# -- clipping by the norm over all stages, and steps that all stages skip ------------------------------------
+
+
+class Clipping:
+    """Called before the steps of a period, when all gradients are there. Every rank computes the same norm
+    from one number of each rank.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.rank, self.size, self.lane = fabric.rank, fabric.size, fabric.lane("norms")
+        self.max_norm, self.norm_type, self.skip_nonfinite = max_norm, norm_type, skip_nonfinite
+
+    def __call__(self, updates: Collection[Update]) -> bool:
+        """Clips the gradients of this rank's stages; whether the step is to be skipped."""
+        counted = [grad for update in updates for grad in update.counted_grads()]
+        finite = True
+        if self.max_norm is not None:
+            total = self.norm(counted, self.norm_type)
+            scale([grad for update in updates for grad in update.all_grads()], self.max_norm, total)
+            finite = bool(total.isfinite())
+        if self.skip_nonfinite and (self.max_norm is None or not finite):
+            # A norm may also overflow.
+            finite = bool(self.norm(counted, torch.inf).isfinite())
+        return self.skip_nonfinite and not finite
+
+    def norm(self, grads: Iterable[Tensor], norm_type: float) -> Tensor:
+        """The norm of all ranks' gradients, in double precision."""
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        if len({value.device for value in values}) > 1:
+            values = [to_host(value) for value in values]
+        return total_norm(
+            [value for value in values if value.numel()], norm_type, self._everyones, torch.device("cpu")
+        )
+
+    def _everyones(self, mine: Tensor) -> Tensor:
+        row = torch.zeros(self.size, dtype=torch.float64)
+        row[self.rank] = mine
+        summed_over(self.lane, self.rank, range(self.size), [row])
+        return row
+
+
+def scale(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """Multiplies the gradients, each once, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
+    if factor != 1.0:
+        for grad in {id(grad): grad for grad in grads}.values():
+            grad.mul_(factor)

@@ -21,19 +21,19 @@ from commsched.spatial.run import run
 from commsched.spatial.shard import shard, unshard
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
-from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.layout import Samples, Tiles
 
 if TYPE_CHECKING:
-    from commsched.pipeline.explain_stages import StagesReport as StagesReport
-    from commsched.pipeline.explain_stages import explain_stages as explain_stages
-    from commsched.pipeline.hybrid import Hybrid as Hybrid
+    from commsched.pipeline.api import Hybrid as Hybrid
+    from commsched.pipeline.tiled import StagesReport as StagesReport
+    from commsched.pipeline.tiled import explain_stages as explain_stages
     from commsched.spatial.dtensor import from_dtensor as from_dtensor
 
 # Imported on first use: pipelines import this package, and `torch.distributed.tensor` takes a second.
 _HOME = {
-    "Hybrid": "commsched.pipeline.hybrid",
-    "StagesReport": "commsched.pipeline.explain_stages",
-    "explain_stages": "commsched.pipeline.explain_stages",
+    "Hybrid": "commsched.pipeline.api",
+    "StagesReport": "commsched.pipeline.tiled",
+    "explain_stages": "commsched.pipeline.tiled",
     "from_dtensor": "commsched.spatial.dtensor",
 }
 

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commsched.spatial.fetch import fetch
-from commsched.spatial.folded import gathered
+from commsched.spatial.fetch import Dim, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
-from commsched.spatial.layout import local_owned, recut, trimmed
-from commsched.spatial.mesh import Mesh, current_mesh
-from commsched.spatial.plan import Dim, make_plan
-from commsched.spatial.replicated import everyone, sum_in_order
+from commsched.spatial.layout import gathered, local_owned, recut, trimmed
+from commsched.spatial.mesh import Mesh, current_mesh, everyone, sum_in_order
 from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, cut_axes
 
 

@@ -1,14 +1,166 @@
-"""Run an exchange plan and its transpose as linear functions."""
+"""Fetch pixels of other ranks: the plan of an exchange, its run as a linear function, halos in flight."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
 
-from commsched.spatial.linear import TRANSPOSED, apply
-from commsched.spatial.mesh import Mesh
-from commsched.spatial.plan import Piece, Plan, Slices
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled
+from torch.autograd import Function
+
+from commsched.spatial.intervals import Fill, Interval, Run, Split, Want, Window, want_length
+from commsched.spatial.mesh import TRANSPOSED, Mesh, apply
 from commsched.transport.channel import Parcel, Pending
+
+# -- exchange plans: which rank sends which rectangle to which -----------------------------------------------
+
+# Computed from splits and wants alone, without communication, so all ranks get the same plan.
+
+Slices = tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One tensor dimension of a fetch, over all ranks.
+
+    ``parts[r]`` is the part of ``split`` that rank ``r`` holds and ``wants[r]`` the pixels it asks for.
+    """
+
+    dim: int
+    split: Split
+    parts: tuple[int, ...]
+    wants: tuple[Want, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle: ``src`` in the sender's tile, ``dst`` in the receiver's buffer, read backwards along
+    ``flips``."""
+
+    src: Slices
+    dst: Slices
+    flips: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(hi - lo for lo, hi in self.src)
+
+    @property
+    def pixels(self) -> int:
+        return prod(self.shape)
+
+
+Exchange = tuple[tuple[int, tuple[Piece, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's share of a fetch. ``sends`` and ``recvs``: peers in rank order, each with its pieces."""
+
+    rank: int
+    dims: tuple[int, ...]
+    held: tuple[int, ...]
+    wanted: tuple[int, ...]
+    own: tuple[Piece, ...]
+    sends: Exchange
+    recvs: Exchange
+    filled: bool
+    remote: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether the result is one unflipped rectangle of this rank's own tile."""
+        one = len(self.own) == 1 and not self.own[0].flips and self.own[0].shape == self.wanted
+        return one and not self.sends and not self.recvs
+
+    def sent_pixels(self) -> int:
+        return sum(piece.pixels for _, pieces in self.sends for piece in pieces)
+
+
+def pieces(have: Slices, origin: tuple[int, ...], wants: tuple[Want, ...]) -> tuple[Piece, ...]:
+    """Rectangles of ``wants`` that lie in the box ``have``; ``origin`` is where the sender's tile begins."""
+    found = (list(_overlaps(box, want)) for box, want in zip(have, wants))
+    return tuple(_piece(combination, origin) for combination in product(*found))
+
+
+def _overlaps(have: Interval, want: Want) -> Iterator[tuple[Interval, Interval, bool]]:
+    position = 0
+    for part in want:
+        if isinstance(part, Run):
+            lo, hi = max(have[0], part.lo), min(have[1], part.hi)
+            if lo < hi:
+                at = position + (part.hi - hi if part.flip else lo - part.lo)
+                yield (lo, hi), (at, at + hi - lo), part.flip
+        position += len(part)
+
+
+def _piece(combination: Iterable[tuple[Interval, Interval, bool]], origin: tuple[int, ...]) -> Piece:
+    parts = list(combination)
+    src = tuple((lo - start, hi - start) for ((lo, hi), _, _), start in zip(parts, origin))
+    return Piece(
+        src, tuple(dst for _, dst, _ in parts), tuple(i for i, (_, _, flip) in enumerate(parts) if flip)
+    )
+
+
+def _have(axis: Dim, source: int, target: int) -> Interval:
+    """The pixels that ``source`` sends to ``target``: all it holds along a dimension that both cut alike,
+    else those that it owns and ``target`` does not hold.
+    """
+    part, other = axis.parts[source], axis.parts[target]
+    if part == other:
+        return axis.split.held(part)
+    (lo, hi), held = axis.split.owned(part), axis.split.held(other)
+    if held[0] == held[1]:
+        return lo, hi
+    return (max(lo, held[1]), hi) if part > other else (lo, min(hi, held[0]))
+
+
+@lru_cache(maxsize=4096)
+def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Plan:
+    """The share of ``rank``. Only ranks with the same entry of ``groups`` exchange pixels."""
+    origins = [tuple(axis.split.held(axis.parts[r])[0] for axis in dims) for r in range(len(groups))]
+
+    def between(source: int, target: int) -> tuple[Piece, ...]:
+        wants = tuple(axis.wants[target] for axis in dims)
+        have = tuple(_have(axis, source, target) for axis in dims)
+        return pieces(have, origins[source], wants)
+
+    peers = [r for r, group in enumerate(groups) if group == groups[rank] and r != rank]
+    sends = tuple((peer, found) for peer in peers if (found := between(rank, peer)))
+    recvs = tuple((peer, found) for peer in peers if (found := between(peer, rank)))
+    boxes = [axis.split.held(axis.parts[rank]) for axis in dims]
+    wanted = tuple(want_length(axis.wants[rank]) for axis in dims)
+    filled = any(isinstance(part, Fill) for axis in dims for part in axis.wants[rank])
+    return Plan(
+        rank=rank,
+        dims=tuple(axis.dim for axis in dims),
+        held=tuple(hi - lo for lo, hi in boxes),
+        wanted=wanted,
+        own=between(rank, rank),
+        sends=sends,
+        recvs=recvs,
+        filled=filled,
+        remote=not all(_covered(dims, target) for target in range(len(groups))),
+    )
+
+
+def _covered(dims: tuple[Dim, ...], target: int) -> bool:
+    """Whether ``target`` already holds all it wants. An empty box wants nothing."""
+    wants = [axis.wants[target] for axis in dims]
+    if any(want_length(want) == 0 for want in wants):
+        return True
+    runs = ((axis.split.held(axis.parts[target]), part) for axis, want in zip(dims, wants) for part in want)
+    return all(lo <= part.lo and part.hi <= hi for (lo, hi), part in runs if isinstance(part, Run))
+
+
+# -- a plan and its transpose as linear functions ------------------------------------------------------------
 
 
 def fetch(
@@ -201,3 +353,235 @@ def _sliced(whole: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
 
 
 TRANSPOSED.update({fetched: delivered, delivered: fetched, assembled: _sliced, _sliced: assembled})
+
+
+# -- the interior is computed while halos are in flight, then the border strips ------------------------------
+
+# The backward sends border gradients first.
+
+Region = dict[int, Interval]  # per dimension
+
+
+@dataclass
+class Halo:
+    """One fetch in progress, and later the exchange of its gradients."""
+
+    plan: Plan
+    mesh: Mesh
+    fill: float
+    module: str
+    recvs: list[Parcel] = field(default_factory=list)
+    pending: Pending | None = None
+    returning: tuple[list[Parcel], Pending | None] | None = None
+    own: list[tuple[Slices, Tensor]] = field(default_factory=list)
+
+
+class Enter(Function):
+    """Sends the pixels that others need. Its backward runs last and adds the received border gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
+        ctx.halo = halo
+        halo.recvs, halo.pending = ask(x, halo.plan, halo.mesh, halo.module)
+        if halo.pending is not None:
+            halo.pending.watch()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        halo: Halo = ctx.halo
+        if halo.returning is None:
+            return grad, None
+        recvs, pending = halo.returning
+        if pending is not None:
+            pending.wait()
+        total = add_arrived(grad.clone(), halo.plan, halo.own, recvs)
+        halo.returning, halo.own = None, []
+        return total, None
+
+
+class Boxes(Function):
+    """The inputs of the border strips, once the halo is here: boxes of the buffer that a fetch would have
+    made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Halo, boxes: tuple[Slices, ...]) -> tuple[Tensor, ...]:
+        ctx.halo, ctx.boxes = halo, boxes
+        if halo.pending is not None:
+            halo.pending.wait()
+        buffers = [buffer for _, buffer in halo.recvs]
+        halo.recvs, halo.pending = [], None
+        return tuple(boxes_of(x, halo.plan, halo.fill, buffers, box) for box in boxes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        halo: Halo = ctx.halo
+        if is_grad_enabled():  # create_graph=True: one differentiable exchange without overlap
+            whole = _summed(grads, ctx.boxes, halo.plan)
+            return apply(delivered, whole, halo.plan, halo.mesh, halo.module), None, None
+        parts = list(zip(ctx.boxes, grads))
+        halo.returning = return_to_owners(parts, halo.plan, halo.mesh, halo.module)
+        if (pending := halo.returning[1]) is not None:
+            pending.watch()
+        halo.own = own_contributions(parts, halo.plan)
+        return None, None, None
+
+
+def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Plan) -> Tensor:
+    """Sum the gradients of the boxes into the gradient of the whole buffer."""
+    total: Any = 0
+    for grad, box in zip(grads, boxes):
+        pads = [0] * (2 * grad.ndim)
+        for dim, (lo, hi), length in zip(plan.dims, box, plan.wanted):
+            pads[2 * (-1 - dim)], pads[2 * (-1 - dim) + 1] = lo, length - hi
+        total = total + F.pad(grad, pads)
+    result: Tensor = total
+    return result
+
+
+class Join(Function):
+    """One tensor from its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], places: tuple[Region, ...], *parts: Tensor) -> Tensor:
+        ctx.places = places
+        out = parts[0].new_empty(shape)
+        for region, part in zip(places, parts):
+            _narrowed(out, region).copy_(part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_narrowed(grad, region) for region in ctx.places)
+
+
+def _narrowed(x: Tensor, region: Region) -> Tensor:
+    for dim, (lo, hi) in region.items():
+        x = x.narrow(dim, lo, hi - lo)
+    return x
+
+
+def interior(window: Window, held: Interval, outputs: Interval) -> Interval:
+    """The outputs whose windows lie within the rank's tile."""
+    lo = -(-(held[0] + window.before) // window.stride)
+    hi = (held[1] - window.span + window.before) // window.stride + 1
+    lo, hi = min(max(lo, outputs[0]), outputs[1]), min(max(hi, outputs[0]), outputs[1])
+    return (lo, hi) if lo < hi else (outputs[0], outputs[0])
+
+
+def frame(outputs: Region, inner: Region) -> list[Region]:
+    """``outputs`` without ``inner``, as strips: for each dimension before and after the inner part."""
+    strips = []
+    dims = list(outputs)
+    for i, dim in enumerate(dims):
+        fixed = {d: inner[d] if k < i else outputs[d] for k, d in enumerate(dims) if d != dim}
+        for part in ((outputs[dim][0], inner[dim][0]), (inner[dim][1], outputs[dim][1])):
+            strip = {d: part if d == dim else fixed[d] for d in dims}
+            if all(lo < hi for lo, hi in strip.values()):
+                strips.append(strip)
+    return strips
+
+
+@dataclass(frozen=True)
+class Division:
+    """An operation's outputs on this rank, divided into interior and strips, by dimension and in global
+    positions."""
+
+    windows: Mapping[int, Window]
+    held: Region
+    outputs: Region
+    inner: Region
+
+    @classmethod
+    def of(cls, windows: Mapping[int, Window], held: Region, outputs: Region) -> Division | None:
+        """The division, or None if the interior or the border strips are empty."""
+        inner = {dim: interior(windows[dim], held[dim], outputs[dim]) for dim in outputs}
+        if inner == outputs or any(lo == hi for lo, hi in inner.values()):
+            return None
+        return cls(windows, held, outputs, inner)
+
+    def interior_pixels(self, local: Tensor) -> int:
+        """Outputs of the interior over all samples, channels left out."""
+        rest = local.numel() // max(prod(local.shape[dim] for dim in self.inner) * local.shape[1], 1)
+        return rest * prod(hi - lo for lo, hi in self.inner.values())
+
+    def interior_input(self) -> Region:
+        """The pixels that the interior reads, relative to the rank's tile."""
+        needs = {dim: self.windows[dim].need(*span) for dim, span in self.inner.items()}
+        return {dim: (lo - self.held[dim][0], hi - self.held[dim][0]) for dim, (lo, hi) in needs.items()}
+
+    def strip_input(self, strip: Region, dims: tuple[int, ...]) -> Slices:
+        """The pixels that a strip reads, relative to the buffer of a fetch for all outputs."""
+        found = []
+        for dim in dims:
+            origin = self.windows[dim].need(*self.outputs[dim])[0]
+            lo, hi = self.windows[dim].need(*strip[dim])
+            found.append((lo - origin, hi - origin))
+        return tuple(found)
+
+    def place(self, region: Region) -> Region:
+        return {
+            dim: (lo - self.outputs[dim][0], hi - self.outputs[dim][0]) for dim, (lo, hi) in region.items()
+        }
+
+
+def overlapped(x: Tensor, halo: Halo, division: Division, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """``compute`` on the interior while the halo travels, then on the strips."""
+    entered = Enter.apply(x, halo)
+    parts = [compute(_narrowed(entered, division.interior_input()))]
+    strips = frame(division.outputs, division.inner)
+    boxes = tuple(division.strip_input(strip, halo.plan.dims) for strip in strips)
+    parts += [compute(box) for box in Boxes.apply(entered, halo, boxes)]
+    shape = list(parts[0].shape)
+    for dim, (lo, hi) in division.outputs.items():
+        shape[dim] = hi - lo
+    places = tuple(division.place(region) for region in (division.inner, *strips))
+    result: Tensor = Join.apply(tuple(shape), places, *parts)
+    return result
+
+
+# -- let autograd save a fetched buffer as the tile, which exists anyway, plus the pixels received -----------
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs has been changed in "
+            f"place: it is at version {tensor._version}, expected {version}"
+        )
+
+
+def _hooks_decide() -> bool:
+    """Whether the user's hooks may be active. torch 2.6 cannot tell: autograd keeps whole buffers there."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or bool(top(True))
+
+
+def compact(
+    buffer: Tensor, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]
+) -> AbstractContextManager[Any]:
+    """Within this context autograd keeps ``buffer`` as a recipe; other tensors as they are.
+
+    If saved-tensor hooks of the user are active (activation checkpointing, offloading), they apply instead.
+    """
+    if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
+        return nullcontext()
+    source, version = tile.detach(), tile._version
+    address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions
+
+    def rebuilt() -> Tensor:
+        _check_version(source, version)
+        return place(own_pixels(source, plan, fill), plan, received)
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.data_ptr() == address and tensor.shape == shape:
+            return rebuilt
+        return tensor.detach(), tensor._version
+
+    def unpack(kept: Any) -> Tensor:
+        if not callable(kept):
+            _check_version(*kept)
+        tensor: Tensor = kept() if callable(kept) else kept[0]
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

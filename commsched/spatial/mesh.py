@@ -1,15 +1,21 @@
-"""The grid of ranks that share one image, and the state of one rank in it."""
+"""The grid of ranks that share one image, the state of one rank in it, and values that the ranks share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from hashlib import blake2b
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.spatial.intervals import Split
 from commsched.transport.channel import Channel
 
@@ -200,3 +206,144 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         yield mesh
     finally:
         _current.reset(token)
+
+
+# -- linear functions of tensors on several ranks: the gradient of each is another one -----------------------
+
+_SHARED = 3
+TRANSPOSED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+"""By function the one that computes its gradient, from the gradient of its result and its first three further
+arguments.
+"""
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        ctx.function, ctx.args, ctx.count = function, args[:_SHARED], len(args)
+        return function(x, *args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return apply(TRANSPOSED[ctx.function], grad, *ctx.args), *(None,) * (1 + ctx.count)
+
+
+def apply(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """``function(x, *args)``, differentiable any number of times."""
+    result: Tensor = _Linear.apply(x, function, *args)
+    return result
+
+
+# -- replicated values: sums over tiles, and their use together with tiles or parameters ---------------------
+
+
+def everyone(
+    x: Tensor, mesh: Mesh, axes: tuple[int, ...], what: str, module: str | None = None
+) -> list[Tensor]:
+    """``x`` of every rank along ``axes``, in rank order (not differentiable)."""
+    peers = mesh.peers(axes)
+    if len(peers) == 1:
+        return [x]
+    module = mesh.module if module is None else module
+    mesh.count(module, x.nbytes * (len(peers) - 1))
+    flat = x.detach().contiguous().view(-1)
+    found = exchanged(flat, mesh.channel, peers, f"{module}: {what}")
+    return [x if peer == mesh.rank else other.view(x.shape) for peer, other in zip(peers, found)]
+
+
+def exchanged(mine: Tensor, channel: Channel, peers: Sequence[int], operation: str) -> list[Tensor]:
+    """The vectors of all these ranks, of which this is one."""
+    found = {peer: torch.empty_like(mine) for peer in peers if peer != channel.rank}
+    channel.exchange([(peer, mine) for peer in found], list(found.items()), operation).wait()
+    return [found.get(peer, mine) for peer in peers]
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def total(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """The sum over ``axes``, added in rank order: parts become a replicated value, whose gradient all ranks
+    share.
+    """
+    return sum_in_order(everyone(x, mesh, axes, "sum over tiles", module))
+
+
+def spread(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A replicated value that tiles use: its gradient is the sum of the contributions of all tiles."""
+    return x.view_as(x)
+
+
+def once(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A parameter that meets a replicated value: its gradient counts on the first rank along ``axes`` only,
+    so that the sum over tiles is right.
+    """
+    return x.view_as(x)
+
+
+def _counted(grad: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """A replicated gradient where it counts, zeros elsewhere."""
+    return grad.clone() if all(mesh.coord[axis] == 0 for axis in axes) else torch.zeros_like(grad)
+
+
+def _shared(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
+    """The value of the first rank along ``axes``, on all of them."""
+    return everyone(x, mesh, axes, "share", module)[0].clone()
+
+
+TRANSPOSED.update({total: spread, spread: total, once: _counted, _counted: _shared, _shared: _counted})
+
+
+# -- random numbers that are the same on every rank: those of the mesh's first rank --------------------------
+
+
+class SharedGenerators:
+    """The first rank's default generators, on every rank of a mesh while the model runs.
+
+    Models also draw into plain tensors (``torch.empty(n).bernoulli_()``), which are no tiles: with equal
+    generators those numbers are equal. A rank whose generators differed gets its own back afterwards; ranks
+    whose generators were equal keep them equal.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._state = device, random_state(device)
+        self._replaced = False
+
+    def digest(self) -> bytes:
+        """Eight bytes that differ where states do."""
+        return blake2b(torch.cat(self._state).numpy().tobytes(), digest_size=8).digest()
+
+    def share(self, mesh: Mesh, module: str) -> None:
+        """Copy the first rank's generator state; collective."""
+        axes, mine = tuple(range(len(mesh.grid))), torch.cat(self._state)
+        first = everyone(mine, mesh, axes, "state of the random generators", module)[0]
+        self._replaced = not torch.equal(first, mine)
+        if self._replaced:
+            set_random_state(list(first.split([len(part) for part in self._state])), self._device)
+
+    def restore(self) -> None:
+        if self._replaced:
+            set_random_state(self._state, self._device)
+
+
+def draws(mesh: Mesh) -> bool:
+    """Whether this rank draws a number that the first rank draws for all.
+
+    Every process does, so that equal generators stay equal. Threads of one process share one generator.
+    """
+    return mesh.rank == 0 or mesh.channel.own_generator
+
+
+def shared_seed(mesh: Mesh, device: torch.device) -> int:
+    """A number from the default generator of the mesh's first rank."""
+    axes = tuple(range(len(mesh.grid)))
+    if device.type == "meta":  # dry runs draw no numbers
+        everyone(torch.empty(1, dtype=torch.int64, device="meta"), mesh, axes, "seed")
+        return 0
+    drawn = torch.zeros(1, dtype=torch.int64)
+    if draws(mesh):
+        drawn.random_(-(1 << 62), 1 << 62)
+    return int(everyone(drawn, mesh, axes, "seed")[0])

@@ -1,24 +1,104 @@
-"""Training by epochs: each rank reads its rows, test data are scored, checkpoints continue to the bit."""
+"""Training by epochs: pipelines for jobs, the loop, its checkpoints, and figures of the run."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
-from commsched.pipeline import Pipeline
+import commsched
+from commsched.collectives.current_carrier import carrier
+from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
-from commsched.training.checkpoints import Checkpoints
-from commsched.training.results import Epoch, described
+from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.pipelines.schedules import bundle_ranks, bundle_ranks_across
+
+# -- pipelines for jobs: of a plan, of a schedule's name, or of one stage, which takes any model -------------
+
+_WHOLE = "0."
+"""Before the names of a model that is the only element of a chain."""
+
+
+def pipeline_of(
+    job: Job,
+    plan: PipelinePlan | None = None,
+    *,
+    schedule: str = "1f1b",
+    stages: int | None = None,
+    replicas: int | Sequence[int] = 1,
+    microbatches: int = 1,
+    cuts: Sequence[int | str] | None = None,
+    across: bool = False,
+    on_step: Any = None,
+) -> Pipeline:
+    """This rank's part. ``stages`` by default as many as ranks and replicas leave. ``across``: a bundle's
+    fronts and rears are on different hosts.
+    """
+    common: dict[str, Any] = {
+        "loss": job.loss,
+        "count": job.count,
+        "optimizer": job.optimizer,
+        "on_step": on_step,
+    }
+    if plan is not None:
+        return Pipeline(job.model, plan=plan, **common)
+    size = commsched.size()
+    if stages is None:
+        stages = len(replicas) if isinstance(replicas, Sequence) else size // replicas
+        if isinstance(replicas, int) and stages * replicas != size:
+            raise ValueError(f"{size} ranks do not divide into {replicas} replicas; set --stages, --replicas")
+    if stages > 1 and schedule == "bundle":
+        common |= _bundles(across)
+    if stages > 1:
+        return Pipeline(job.model, schedule, microbatches, (stages, replicas), cuts=cuts, **common)
+    if cuts and list(cuts) != [0]:
+        raise ValueError(f"one stage has no cuts, got {list(cuts)}; set --stages, or start more ranks")
+    # The whole model is one layer: it need not be traced. Without stages every schedule is this one.
+    whole = Chain([job.model], elements=True)
+    return Pipeline(whole, "gpipe", microbatches, (1, replicas), **common)
+
+
+def _bundles(across: bool) -> dict[str, Any]:
+    """The ranks of fronts and rears, and the groups of ranks that sum gradients on their own host first."""
+    nodes = commsched.allgather_object(carrier().launch.node)
+    hosts = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
+    if len({len(host) for host in hosts}) > 1 or hosts != sorted(hosts) or len(nodes) % 2:
+        raise ValueError(
+            f"bundles need equally many ranks on each host, an even number in all; the hosts have {hosts}"
+        )
+    count, each = len(hosts), len(hosts[0])
+    if across:
+        return {"ranks": bundle_ranks_across(count, each), "hosts": hosts}
+    if each % 2:
+        raise ValueError(
+            f"each host needs a front and a rear, and has {each} ranks; use --across for fronts and rears on"
+            " different hosts"
+        )
+    return {"ranks": bundle_ranks(count, (each // 2, each // 2)), "hosts": hosts}
+
+
+def state_of(pipeline: Pipeline) -> dict[str, Tensor]:
+    """The whole model's state_dict, as the job's own model has it; every rank must call."""
+    state = pipeline.state_dict()
+    if pipeline.layout.stages > 1 or not all(name.startswith(_WHOLE) for name in state):
+        return state
+    return {name.removeprefix(_WHOLE): value for name, value in state.items()}
+
+
+# -- the loop: each rank reads its rows, test data are scored, checkpoints continue to the bit ---------------
 
 
 @dataclass(frozen=True)
@@ -194,3 +274,129 @@ class _TestRows(Sampler[list[int]]):
         for step, local in zip(self._steps, self.local, strict=True):
             mine = self._pipeline.rows(len(step)) or [0] if local else range(len(step))
             yield [step[row] for row in mine]
+
+
+# -- checkpoint files ----------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """``folder`` may be shared by all ranks, or every machine has its own: a rank reads its own files, and
+    rank 0 tells which step counts. Every rank calls ``save`` and ``load``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._rank = folder, commsched.rank()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08}.rank-{self._rank}.pt"
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """A process that is killed here leaves the checkpoint before complete."""
+        unfinished = self._path(step).with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        os.replace(unfinished, self._path(step))
+        commsched.barrier()
+        if self._rank == 0:
+            unfinished = self._folder / "latest.unfinished"
+            unfinished.write_text(f"{step}\n")
+            os.replace(unfinished, self._folder / "latest")
+        commsched.barrier()
+        for path in self._folder.glob(f"step-*.rank-{self._rank}.*"):
+            if path != self._path(step):
+                path.unlink()
+
+    def load(self) -> dict[str, Any] | None:
+        """This rank's state of the latest step, or None where nothing has been saved."""
+        latest = self._folder / "latest"
+        step = int(latest.read_text()) if self._rank == 0 and latest.exists() else None
+        step = commsched.broadcast_object(step)
+        if step is None:
+            return None
+        path = self._path(step)
+        if not path.exists():
+            raise ValueError(
+                f"rank {self._rank} has no {path}, and the latest checkpoint is of step {step}; start as many"
+                " ranks on the same machines as before, or choose an empty folder"
+            )
+        # Files of this program's own, with structures that are no tensors.
+        state: dict[str, Any] = torch.load(path, weights_only=False)
+        return state
+
+
+# -- figures of a training run as JSON, and its curves as an SVG picture that needs no other library ---------
+
+Epoch = dict[str, Any]
+"""Of an epoch: ``epoch`` (from 1 on), ``loss``, ``steps``, ``seconds``, ``rows_per_second``, ``test``."""
+
+_WIDE, _HIGH, _EDGE, _TOP = 380, 260, 50, 40
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756")
+
+
+def described(epoch: Epoch, epochs: int) -> str:
+    """One line for the terminal."""
+    scores = "".join(f", test {name} {value:.4f}" for name, value in epoch["test"].items())
+    return (
+        f"epoch {epoch['epoch']}/{epochs}: loss {epoch['loss']:.4f}{scores}, {epoch['seconds']:.1f} s,"
+        f" {epoch['rows_per_second']:.1f} rows per second"
+    )
+
+
+def write(folder: Path, facts: Mapping[str, Any], epochs: Sequence[Epoch]) -> None:
+    """Writes ``results.json`` and ``curves.svg``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps({**facts, "epochs": list(epochs)}, indent=1) + "\n")
+    (folder / "curves.svg").write_text(curves(epochs))
+
+
+def curves(epochs: Sequence[Epoch]) -> str:
+    """A panel for the losses, and one for the other scores of the test data."""
+    numbers = [epoch["epoch"] for epoch in epochs]
+    losses = {"training": [epoch["loss"] for epoch in epochs]}
+    scores: dict[str, list[float]] = {}
+    for epoch in epochs:
+        for name, value in epoch["test"].items():
+            (losses if name == "loss" else scores).setdefault("test" if name == "loss" else name, []).append(
+                value
+            )
+    panels = [("loss", losses), *([("test data", scores)] if scores else [])]
+    drawn = [_panel(title, lines, numbers, _WIDE * place) for place, (title, lines) in enumerate(panels)]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE * len(panels)}" height="{_HIGH}"'
+            ' font-family="sans-serif" font-size="11">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            *drawn,
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel(title: str, lines: Mapping[str, Sequence[float]], numbers: Sequence[int], left: int) -> str:
+    values = [value for line in lines.values() for value in line]
+    low, high = min(0.0, *values), max(values)
+    high = high if high > low else low + 1.0
+    room, tall = _WIDE - 2 * _EDGE, _HIGH - 2 * _TOP
+    span = max(1, numbers[-1] - numbers[0])
+
+    def at(number: int, value: float) -> tuple[float, float]:
+        x = left + _EDGE + (number - numbers[0]) / span * room
+        return x, _TOP + (high - value) / (high - low) * tall
+
+    parts = [f'<text x="{left + _EDGE}" y="16" font-size="13">{escape(title)}</text>']
+    for value in (low, (low + high) / 2, high):
+        x, y = at(numbers[0], value)
+        parts.append(f'<line x1="{x}" x2="{x + room}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    for number in sorted({numbers[0], numbers[-1]}):
+        x, y = at(number, low)
+        parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">epoch {number}</text>')
+    for place, (name, line) in enumerate(lines.items()):
+        colour = _COLOURS[place % len(_COLOURS)]
+        spots = [at(number, value) for number, value in zip(numbers, line, strict=True)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in spots]
+        label = f"{name} {line[-1]:.4g}"
+        parts.append(f'<text x="{left + _EDGE + 110 * place}" y="32" fill="{colour}">{escape(label)}</text>')
+    return "\n".join(parts)

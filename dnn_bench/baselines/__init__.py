@@ -8,6 +8,146 @@
 Importing this package does not import torch, so that listing the names is quick.
 """
 
-from dnn_bench.baselines.registry import LIMIT, OURS, PEER, ROUNDED, Baseline, MissingPeer, get, names, start
+from __future__ import annotations
 
-__all__ = ["LIMIT", "OURS", "PEER", "ROUNDED", "Baseline", "MissingPeer", "get", "names", "start"]
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from scheduler import policies
+
+if TYPE_CHECKING:
+    from dnn_bench.baselines.trainer import Job, Trainer
+
+HERE = "dnn_bench.baselines."
+LIMIT, PEER, OURS = "limit", "peer", "commsched"
+ROUNDED = "rounded"  # sends gradients in fewer bits, which exact baselines are not compared with
+WHOLE = 4000  # MB: one bucket for all
+# nn.Embedding(sparse=True), trained by SGD without momentum: torch's momentum of a sparse gradient is a
+# sparse tensor to which every step adds all rows of its gradient, so that steps take ever longer.
+SPARSE = {"momentum": 0.0, "sparse_embeddings": True}
+AS_THEY_COME = ("horovod", "ddp", "fsdp2")  # peers with their default settings
+
+
+class MissingPeer(ValueError):
+    """A baseline that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One thing to compare: every rank makes the class that `trainer` names, with `options`."""
+
+    name: str
+    kind: str
+    trainer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs: str = "torch"  # the package without which it cannot run
+    launcher: str = "torch"  # "torch": RANK and MASTER_ADDR in the environment; "horovod": horovodrun
+    environment: dict[str, str] = field(default_factory=dict)
+    plans_itself: bool = False  # from times of its own
+    exact: bool = True  # its parameters can be compared with one process's
+    changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
+    sums_rows: bool = False  # rounds a row of a sparse gradient once, not once for each of its uses
+
+    def adapt(self, job: Job) -> Job:
+        """Return the job as this baseline trains it."""
+        return replace(job, **self.changes)
+
+    def compared(self, job: Job) -> Job:
+        """Return the job as the process trains it that this baseline is compared with."""
+        return replace(self.adapt(job), sparse_embeddings=False) if self.sums_rows else self.adapt(job)
+
+
+def _entries() -> list[Baseline]:
+    return [
+        Baseline("local", LIMIT, HERE + "peers.Local", exact=False),
+        Baseline("floor", LIMIT, HERE + "peers.Floor", exact=False),
+        Baseline("wire", LIMIT, HERE + "peers.Wire", exact=False),
+        _ddp("ddp", None),
+        *(_ddp(f"ddp_{size}mb", size) for size in (1, 4, 8)),
+        _horovod("horovod", None),
+        _horovod("horovod_4mb", 4),
+        replace(_horovod("horovod_sparse", None), changes=SPARSE),
+        Baseline("fsdp2", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": True}),
+        Baseline("fsdp2_keep", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": False}),
+        Baseline("zero1", PEER, HERE + "peers.Zero1"),
+        *(
+            Baseline(schedule, OURS, HERE + "peers.Commsched", {"schedule": schedule})
+            for schedule in policies.names()
+        ),
+        _auto("auto"),
+        _auto("auto_dense", row_sparse=False),
+        replace(_auto("auto_sparse"), changes=SPARSE, sums_rows=True),
+        _rounded("ddp_bf16", "DDP", "bf16"),
+        # With several buckets its callbacks start collectives in an order that differs by rank.
+        _rounded("ddp_powersgd", "DDP", "powersgd", bucket_cap_mb=WHOLE),
+        replace(_horovod("horovod_fp16", None), kind=ROUNDED, options={"compression": "fp16"}, exact=False),
+        *(_rounded(f"auto_{name}", "Commsched", name) for name in ("bf16", "int8", "fp8")),
+    ]
+
+
+def _ddp(name: str, size: float | None) -> Baseline:
+    return Baseline(name, PEER, HERE + "peers.DDP", {"bucket_cap_mb": size})
+
+
+def _auto(name: str, **options: Any) -> Baseline:
+    return Baseline(name, OURS, HERE + "peers.Commsched", options, plans_itself=True)
+
+
+def _rounded(name: str, trainer: str, compression: str, **options: Any) -> Baseline:
+    options["compression"] = compression
+    return Baseline(name, ROUNDED, f"{HERE}peers.{trainer}", options, exact=False)
+
+
+def _horovod(name: str, size: float | None) -> Baseline:
+    # A rank that waits its turn is stopped, which Horovod's own clock must not take for a dead peer.
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    if size is not None:
+        environment["HOROVOD_FUSION_THRESHOLD"] = str(round(size * 2**20))
+    return Baseline(name, PEER, HERE + "peers.Horovod", {}, "horovod", "horovod", environment)
+
+
+SIZED = {"ddp": _ddp, "horovod": _horovod}
+
+
+def names() -> list[str]:
+    """Every baseline's name; besides these, `ddp_<N>mb` and `horovod_<N>mb` exist for any size."""
+    return [entry.name for entry in _entries()]
+
+
+def get(name: str) -> Baseline:
+    """The baseline of this name, in any case."""
+    wanted = name.lower().replace("-", "_")
+    for entry in _entries():
+        if entry.name.replace("_", "") == wanted.replace("_", ""):
+            return entry
+    sized = re.fullmatch(r"(ddp|horovod)_(\d+(?:\.\d+)?)mb", wanted)
+    if sized and float(sized[2]) > 0:
+        return SIZED[sized[1]](wanted, float(sized[2]))
+    raise ValueError(
+        f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N)"
+    )
+
+
+def require(baseline: Baseline, job: Job | None = None) -> None:
+    """Raise `MissingPeer` if the baseline's package is not installed or its changes do not suit the model."""
+    if importlib.util.find_spec(baseline.needs) is None:
+        how = "; COMMSCHED_WITH_HOROVOD=1 docker/install.sh builds it" if baseline.needs == "horovod" else ""
+        raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed{how}")
+    if job is not None and baseline.changes:
+        try:
+            baseline.adapt(job).outline()
+        except ValueError as error:
+            raise MissingPeer(str(error)) from None
+
+
+def start(baseline: str | Baseline, job: Job) -> Trainer:
+    """This rank's trainer; every rank of the job calls it."""
+    baseline = get(baseline) if isinstance(baseline, str) else baseline
+    require(baseline)
+    module, _, kind = baseline.trainer.rpartition(".")
+    make = getattr(importlib.import_module(module), kind)
+    trainer: Trainer = make(baseline.adapt(job), **baseline.options)
+    return trainer

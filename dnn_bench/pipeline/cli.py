@@ -20,10 +20,10 @@ from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import PLACEMENTS
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import delays
 from scheduler.pipelines.build import generate, virtual_option
-from scheduler.pipelines.planner.convert import read_plan
-from scheduler.pipelines.schedules.bundle import bundle_ranks, bundle_ranks_across
+from scheduler.pipelines.convert import read_plan
+from scheduler.pipelines.schedules import bundle_ranks, bundle_ranks_across
 
 WORKER = "dnn_bench.pipeline.worker"
 

@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import commsched
-from commsched.pipeline import Job, Pipeline, profile
-from commsched.pipeline.profiling import message_link
+from commsched.pipeline import Job, Pipeline, profile, split
+from commsched.pipeline.interpreter import Span, handling
+from commsched.pipeline.profiling import message_link, traffic_cost
 from commsched.pipeline.rows import border, cut
-from commsched.pipeline.spans import Span, handling
-from commsched.pipeline.traffic_cost import traffic_cost
 from dnn_bench.pipeline.jobs import job_of
-from dnn_bench.pipeline.peers import Peer, timed
-from dnn_bench.pipeline.results import Ratio, Result
-from scheduler.ir.cluster import Cluster
 from scheduler.ir.layout import Layout
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.report import examine
 
@@ -225,6 +227,193 @@ def main() -> None:
     finally:
         if answer:
             (Path(folder) / f"rank.{os.environ['RANK']}.json").write_text(json.dumps(answer))
+
+
+# -- torch.distributed.pipelining on the same model, cuts, batches and micro-batches -------------------------
+
+SCHEDULES: dict[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+}
+_SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+"""Those that take a list of stages."""
+
+
+class Peer:
+    """One rank of torch's pipeline. ``cuts``: as many stages as ranks, or a multiple of that;
+    ``example``: inputs of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        schedule: str,
+        cuts: tuple[int, ...],
+        microbatches: int,
+        example: Tensor,
+        rank: int,
+        size: int,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"torch.distributed.pipelining has no {schedule}; it has {', '.join(SCHEDULES)}")
+        modules = split(copy.deepcopy(job.model), cuts=cuts)
+        mine, device = range(rank, len(cuts), size), torch.device("cpu")
+        flat = _flat(modules, example)
+        stages = [pipelining.PipelineStage(flat[i], i, len(cuts), device) for i in mine]
+        self.first, self.last = rank == 0, rank == size - 1
+        name = SCHEDULES[schedule]
+        kind: Callable[..., Any] = getattr(pipelining, name)
+        given: Any = stages if name in _SEVERAL else stages[0]
+        self.schedule = kind(given, n_microbatches=microbatches, loss_fn=job.loss)
+        weights = {id(p): p for i in mine for p in modules[i].parameters() if p.requires_grad}
+        self.shared = _shared(modules, rank, size)
+        self.optimizer = job.optimizer(list(weights.values()))
+
+    def step(self, batch: tuple[Any, Any]) -> float | None:
+        """One optimizer step; the mean loss on the last rank."""
+        inputs, targets = batch
+        losses: list[torch.Tensor] = []
+        self.optimizer.zero_grad()
+        arguments = (inputs,) if self.first else ()
+        if self.last:
+            self.schedule.step(*arguments, target=targets, losses=losses)
+        else:
+            self.schedule.step(*arguments)
+        for weight, among in self.shared:
+            dist.all_reduce(weight.grad, group=among)
+        self.optimizer.step()
+        return float(torch.stack(losses).detach().mean()) if self.last else None
+
+
+class _Flat(nn.Module):
+    """A stage as torch wants it, which sends nothing but tensors: it returns a tuple of those that the next
+    stage reads, and takes those that ``before`` has.
+    """
+
+    def __init__(self, stage: nn.Module, before: Any, last: bool) -> None:
+        super().__init__()
+        self.stage, self.last = stage, last
+        self.leaves, self.shape = tree_flatten(before)
+
+    def forward(self, *arguments: Tensor) -> Any:
+        if self.leaves:
+            arrived = iter(arguments)
+            arguments = tree_unflatten([next(arrived) if _travels(x) else x for x in self.leaves], self.shape)
+        output = self.stage(*arguments)
+        return output if self.last else tuple(filter(_travels, tree_flatten(output)[0]))
+
+
+def _travels(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() > 0
+
+
+def _flat(modules: list[Any], example: Tensor) -> list[_Flat]:
+    """The stages, each with what an example of the one before returned."""
+    flat, before = [], ()
+    for stage in modules:
+        flat.append(_Flat(stage, before, stage is modules[-1]))
+        with torch.no_grad():
+            before = stage(*(before or (example,)))
+    return flat
+
+
+def _shared(modules: list[Any], rank: int, size: int) -> list[tuple[Any, Any]]:
+    """This rank's parameters that stages of other ranks use too, which torch leaves to its users, and among
+    whom each is to be summed. Every rank calls.
+    """
+    holders: dict[int, set[int]] = {}
+    weights: dict[int, Any] = {}
+    for number, module in enumerate(modules):
+        for weight in module.parameters():
+            holders.setdefault(id(weight), set()).add(number % size)
+            weights[id(weight)] = weight
+    several = [(key, sorted(ranks)) for key, ranks in holders.items() if len(ranks) > 1]
+    groups = [(weights[key], ranks, dist.new_group(ranks)) for key, ranks in several]
+    return [(weight, group) for weight, ranks, group in groups if rank in ranks]
+
+
+def timed(peer: Peer, batches: Any, warmup: int, steps: int) -> tuple[float, list[float]]:
+    """Seconds of a step, and the losses (on the last rank)."""
+    losses = []
+    start = 0.0
+    for number in range(warmup + steps):
+        if number == warmup:
+            dist.barrier()
+            start = time.perf_counter()
+        losses.append(peer.step(next(batches)))
+    dist.barrier()
+    return (time.perf_counter() - start) / steps, [value for value in losses if value is not None]
+
+
+# -- the result of a pipeline's measurement ------------------------------------------------------------------
+
+
+class Ratio(NamedTuple):
+    """The median of ratios, and between which bounds the true one lies with 95 % confidence, whatever the
+    scatter looks like (with fewer than six ratios these are the smallest and the largest, which says less).
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, others: Sequence[float], ours: Sequence[float]) -> Ratio:
+        """Of times taken in turn: within a round, since machines change their speed from one to the next."""
+        found = sorted(other / mine for other, mine in zip(others, ours, strict=True))
+        # How many of n lie below the true median is binomial: about n / 2, with a deviation of sqrt(n) / 2.
+        outside = max(0, math.floor((len(found) - 1 - 1.96 * math.sqrt(len(found))) / 2))
+        return cls(statistics.median(found), found[outside], found[-1 - outside])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass
+class Result:
+    """Seconds of a step and bubbles, measured and simulated. ``reached``: throughput over that of a pipeline
+    without bubbles, whose slowest rank always computes. ``ratio``: throughput over the peer's. ``gain``: over
+    that of the other placement, measured and simulated. ``handling``: what the slowest rank needs between two
+    actions.
+    """
+
+    model: str
+    schedule: str
+    delays: tuple[int, ...]
+    period: float
+    simulated: float
+    bubble: float
+    simulated_bubble: float
+    reached: float
+    rows: int
+    losses: list[float]
+    peer: float | None = None
+    ratio: Ratio | None = None
+    gain: Ratio | None = None
+    simulated_gain: float | None = None
+    difference: float | None = None
+    handling: float = 0.0
+
+    def described(self) -> str:
+        lines = [
+            f"{self.schedule} of {self.model}: {self.period * 1e3:.2f} ms per step,"
+            f" {self.rows / self.period:.1f} rows per second; delays {' '.join(map(str, self.delays))}",
+            f"  simulated {self.simulated * 1e3:.2f} ms ({self.simulated / self.period - 1:+.1%})",
+            f"  bubble {self.bubble:.1%}, simulated {self.simulated_bubble:.1%};"
+            f" {self.reached:.3f} of the rate without any; {self.handling * 1e3:.2f} ms between two actions",
+            f"  losses {self.losses[0]:.6f} ... {self.losses[-1]:.6f}",
+        ]
+        if self.peer is not None:
+            torchs = f"torch.distributed.pipelining {self.peer * 1e3:.2f} ms"
+            lines.append(f"  {torchs}: {self.ratio} times its throughput")
+        if self.gain is not None:
+            gain = f"{self.gain} times the throughput of the other placement"
+            lines.append(f"  {gain}, simulated {self.simulated_gain:.3f}")
+        if self.difference is not None:
+            lines.append(f"  largest relative difference of a loss {self.difference:.1e}")
+        return "\n".join(lines)
 
 
 if __name__ == "__main__":

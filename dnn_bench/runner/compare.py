@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,15 +10,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.registry import AS_THEY_COME, LIMIT, OURS, PEER, ROUNDED, MissingPeer, require
-from dnn_bench.baselines.trainer import Job
+from dnn_bench.baselines import (
+    AS_THEY_COME,
+    LIMIT,
+    OURS,
+    PEER,
+    ROUNDED,
+    Baseline,
+    MissingPeer,
+    require,
+)
+from dnn_bench.baselines.trainer import Job, check_fit
 from dnn_bench.launch import Place
-from dnn_bench.runner import environment, memory, predict, results
+from dnn_bench.runner import results
 from dnn_bench.runner.results import FAILED, MISSING, OK, WRONG, Row, fastest, paired_ratio
 from dnn_bench.runner.sets import Crew, RankFailed, RankSet
-from dnn_bench.runner.watcher import Watcher, bars
 
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
@@ -56,13 +66,13 @@ class Comparison:
     watcher: Watcher
     rows: list[Row] = field(default_factory=list)
     interrupted: bool = False
-    measured: predict.Measured = field(default_factory=lambda: defaultdict(list))
+    measured: results.Measured = field(default_factory=lambda: defaultdict(list))
     crew: Crew | None = None  # whose ranks may stay for the next comparison; without one, none do
 
     def run(self) -> dict[str, Any]:
         with ExitStack() as stack:
             self._crew = self.crew or stack.enter_context(Crew())
-            self._need = memory.check_fit(self.job, self.place.size)
+            self._need = check_fit(self.job, self.place.size)
             new = [entry for entry in self.entries if entry.name not in self._crew]
             timings = len(self.entries) * self.effort.repetitions
             self._spare = timings  # measurements that may be taken again: at most, all takes twice as long
@@ -191,7 +201,7 @@ class Comparison:
         blocks, stolen = self._undisturbed(row, ranks, "block", self.effort.warmup, self.effort.iterations)
         row.repetitions.append(blocks)
         row.stolen.append(stolen)
-        if more := predict.MEASURED.get(row.name):
+        if more := results.MEASURED.get(row.name):
             self.measured[row.name].append(self._undisturbed(row, ranks, *more)[0])
 
     def _ask_for_its_prediction(self, row: Row, ranks: RankSet) -> None:
@@ -207,7 +217,7 @@ class Comparison:
 
         # The link decides how long the wire takes; that processors wake up late meanwhile counts as stolen.
         tries = 1 if row.name == "wire" else min(TRIES, 1 + self._spare)
-        return environment.least_disturbed(lambda: ranks.call(command, *arguments), tries, again)
+        return results.least_disturbed(lambda: ranks.call(command, *arguments), tries, again)
 
     def _worth_a_trace(self, row: Row) -> bool:
         if row.name == "wire" or row.kind == ROUNDED:
@@ -233,7 +243,7 @@ class Comparison:
         """Everything measured so far, as JSON-ready data."""
         order = [entry.name for entry in self.entries]
         self.rows.sort(key=lambda row: order.index(row.name))
-        predictions = predict.predictions(self.measured, self.rows, self.place.size)
+        predictions = results.predictions(self.measured, self.rows, self.place.size)
         predictions["doubts"] += results.disturbances(self.rows)
         samples = self.place.size * self.job.rank_batch
         bounds = predictions["bounds"]
@@ -241,10 +251,47 @@ class Comparison:
             "version": VERSION,
             "kind": "compare",
             "interrupted": self.interrupted,
-            "environment": environment.describe(),
+            "environment": results.describe_machine(),
             "job": {**asdict(self.job), "batch": self.job.rank_batch},
             "place": self.place.describe(),
             "effort": {**asdict(self.effort), "interleaved": together},
             **predictions,
             "baselines": results.summarise(self.rows, samples=samples, bounds=bounds, rate=self.place.rate),
         }
+
+
+# -- shows the progress of comparisons on standard error: bars on a terminal, otherwise lines ----------------
+
+
+def bars(width: int) -> Progress:
+    """Bars whose descriptions have this width; invisible where standard error is no terminal."""
+    errors = Console(stderr=True)
+    columns = (
+        TextColumn(f"{{task.description:<{width}}}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+class Watcher:
+    """Gets the steps of a comparison; `total` is their number, `more` a further try of the last one."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.total, self.done = progress, 0, 0
+        self.task = progress.add_task("starting", total=None)
+
+    def begin(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.progress.reset(self.task, total=total)
+
+    def step(self, what: str) -> None:
+        self.done += 1
+        self.more(what)
+
+    def more(self, what: str) -> None:
+        # A step is announced when it begins.
+        self.progress.update(self.task, completed=self.done - 1, description=what)
+        if not self.progress.console.is_terminal:
+            print(f"[{self.done}/{self.total}] {what}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import nn
 
-from dnn_bench.baselines.limits import Exchange
+from dnn_bench.baselines.peers import Exchange
 from dnn_bench.baselines.trainer import Trainer
 from scheduler.ir.profile import Layer, Profile
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from dnn_bench.baselines.registry import Baseline, require
+from dnn_bench.baselines import Baseline, require
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.launch import Place, Process, ThisMachine
 

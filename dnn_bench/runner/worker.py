@@ -32,8 +32,8 @@ COMMANDS = {
     "profile": "dnn_bench.runner.measure.profile_of",
     "prediction": "dnn_bench.runner.measure.prediction",
     "trace": "dnn_bench.runner.measure.trace_iteration",
-    "collectives": "dnn_bench.collectives.transports.measure",
-    "train": "dnn_bench.converge.tasks.train",
+    "collectives": "dnn_bench.transports.measure",
+    "train": "dnn_bench.converge_tasks.train",
 }
 
 
@@ -46,7 +46,7 @@ def function(name: str) -> Callable[..., Any]:
 
 def make_job(description: dict[str, Any]) -> Job:
     from dnn_bench.baselines.trainer import Job
-    from dnn_bench.converge.tasks import TaskJob
+    from dnn_bench.converge_tasks import TaskJob
 
     return TaskJob(**description) if "task" in description else Job(**description)
 

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched import spatial
-from commsched.spatial.mesh import Mesh
-from commsched.spatial.replicated import everyone
+from commsched.spatial.mesh import Mesh, everyone
 from commsched.spatial.tile import Tile
 from commsched.transport.channel import Channel, Parcel, SilentChannel
+from scheduler.ir.layout import Tiles
 from scheduler.ir.link import Link
-from scheduler.ir.placements import Tiles
 from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.pipelines.build import generate
 from scheduler.simulate.simulator import simulate

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import ClassVar
 
 from scheduler.ir.codec import JsonFile
-from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.ir.layout import Placement, Samples, Tiles
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ prologue. A variant is a new function with a registry entry.
 from __future__ import annotations
 
 from scheduler.ir.layout import Layout
-from scheduler.ir.weight_versions import delays
+from scheduler.ir.program import delays
 from scheduler.pipelines.build import generate, get, names, register
 
 __all__ = ["Layout", "delays", "generate", "get", "names", "register"]

@@ -5,50 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.buckets import MIB, Bucket, fuse_by_bytes
-from scheduler.ir.layout import Layout
-from scheduler.ir.placements import Placed, Placement, Samples, place
+from scheduler.ir.layout import Layout, Placed, Placement, Samples, place
 from scheduler.ir.profile import Border, Layer, Profile
-from scheduler.ir.program import Program
-from scheduler.ir.weight_versions import live
-from scheduler.pipelines.passes.mirrored import in_both_directions
-from scheduler.pipelines.passes.steps import with_steps
-from scheduler.pipelines.passes.traffic import Traffic
-from scheduler.pipelines.schedules.orders import Order
+from scheduler.ir.program import Program, live
+from scheduler.pipelines import schedules
+from scheduler.pipelines.passes import Traffic, in_both_directions, with_steps
+from scheduler.pipelines.schedules import Order
 
 Generator = Callable[..., Sequence[Order]]
 
 BUCKET = 4 * MIB
 """Bytes of a bucket, unless told otherwise."""
 
-# Modules and functions by name; imported on first use.
-_MODULES: dict[str, str] = {
-    "gpipe": "gpipe",
-    "1f1b": "one_f_one_b",
-    "interleaved": "interleaved",
-    "zero_bubble": "zero_bubble",
-    "pipedream": "pipedream",
-    "2bw": "two_bw",
-    "wpipe": "wpipe",
-    "ashpipe": "ashpipe",
-    "bundle": "bundle",
+_OWN: dict[str, Generator] = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "interleaved": schedules.interleaved,
+    "zero_bubble": schedules.zero_bubble,
+    "pipedream": schedules.pipedream,
+    "2bw": schedules.two_bw,
+    "wpipe": schedules.wpipe,
+    "ashpipe": schedules.ashpipe,
+    "bundle": schedules.bundle,
 }
 _ADDED: dict[str, Generator] = {}
 
 
 def names() -> list[str]:
     """The names that ``get`` knows."""
-    return [*_MODULES, *_ADDED]
+    return [*_OWN, *_ADDED]
 
 
 def register(name: str, generator: Generator) -> None:
     """Adds a generator of your own under a new name."""
-    if name in _MODULES or name in _ADDED:
+    if name in _OWN or name in _ADDED:
         raise ValueError(f"pipeline schedule {name!r} exists already; choose another name")
     _ADDED[name] = generator
 
@@ -58,10 +53,9 @@ def get(name: str) -> Generator:
     wanted = name.lower().replace("-", "_")
     if wanted in _ADDED:
         return _ADDED[wanted]
-    if wanted not in _MODULES:
+    if wanted not in _OWN:
         raise ValueError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(names())}")
-    module = _MODULES[wanted]
-    return getattr(import_module(f"scheduler.pipelines.schedules.{module}"), module)
+    return _OWN[wanted]
 
 
 def generate(

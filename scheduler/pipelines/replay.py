@@ -6,8 +6,7 @@ Tables show these slots, and tests execute programs in one process in this order
 from __future__ import annotations
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.program import COMPUTE_LANE, Program
-from scheduler.ir.unroll import unroll
+from scheduler.ir.program import COMPUTE_LANE, Program, unroll
 from scheduler.simulate.simulator import run
 from scheduler.simulate.task_graph import OTHER, GraphBuilder, Task, TaskGraph
 

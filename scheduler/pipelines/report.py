@@ -13,10 +13,8 @@ import numpy as np
 
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Profile
-from scheduler.ir.program import COMPUTE_LANE, Program
-from scheduler.ir.weight_versions import delays
-from scheduler.simulate.durations import Wires
-from scheduler.simulate.memory import memory_by_rank
+from scheduler.ir.program import COMPUTE_LANE, Program, delays
+from scheduler.simulate.costs import Wires, memory_by_rank
 from scheduler.simulate.simulator import Result, lower, run
 from scheduler.simulate.task_graph import COMPUTE
 

@@ -2,8 +2,9 @@
 
     policies.plan(profile, link, "dear", gather="parameters", ranks=4)
 
-Each of the package's own is a module with a function of its name, which takes a ``Problem`` and returns a
-data-parallel ``Program``. A policy of a user's own is called as ``policy(profile, link, **options)``.
+Each of the package's own is a function of its name in ``published`` or ``optimal``, which takes a ``Problem``
+and returns a data-parallel ``Program``. A policy of a user's own is called as
+``policy(profile, link, **options)``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from scheduler.ir.program import Program
 
 Policy = Callable[..., Program]
 
-# Imported on first use, so that a plan by one policy does not pay for the others.
-_OWN = ("sequential", "wfbp", "mgwfbp", "bytescheduler", "dear", "pipedap", "optimal")
+_PUBLISHED = ("sequential", "wfbp", "mgwfbp", "bytescheduler", "dear", "pipedap")
+# The module with the function of a policy's name; imported on first use.
+_OWN = {**dict.fromkeys(_PUBLISHED, "published"), "optimal": "optimal"}
 _ALL_REDUCE = {"wfbp", "mgwfbp", "bytescheduler"}  # no place between RS and AG for the update of shards
 _LIGHT = {"sequential", "wfbp", "mgwfbp"}  # plan without the search's kernels
 _ADDED: dict[str, Policy] = {}
@@ -77,7 +79,7 @@ def _plan_by_own(
             f"policy {name!r} all-reduces gradients, and gather='parameters' updates between RS and AG;"
             " use sequential, dear, pipedap or optimal, or gather='gradients'"
         )
-    return getattr(import_module(f"scheduler.policies.{name}"), name)(problem, **options)
+    return getattr(import_module(f"scheduler.policies.{_OWN[name]}"), name)(problem, **options)
 
 
 def _key(name: str) -> str:

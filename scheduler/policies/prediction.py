@@ -1,15 +1,19 @@
-"""The simulated times of a data-parallel program, beside those of DDP and of the best possible schedule."""
+"""Predict the step of a data-parallel program, and make plans and predictions in a child process."""
 
 from __future__ import annotations
 
+import pickle
+import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
+from scheduler import policies
 from scheduler.bounds import lower_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import Problem
-from scheduler.policies.wfbp import wfbp
+from scheduler.policies.published import wfbp
 from scheduler.simulate.simulator import Result, simulate
 
 
@@ -49,3 +53,26 @@ def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0
     layers[first] = replace(layers[first], forward=layers[first].forward + before)
     waiting = replace(profile, layers=tuple(layers))
     return simulate(wfbp(Problem(waiting, link, ranks=ranks)), waiting, link, slowdown=slowdown)
+
+
+# -- plans and predictions in a child process ----------------------------------------------------------------
+
+# Plans and predictions in a child process: a training process should not keep the 120 MB that numba takes.
+#
+# The parent pickles ("plan", profile, link, policy, options) or ("predict", program, profile, link, dense) to
+# stdin. The answer on stdout is a pickled ``Program``, ``Prediction`` or ``ValueError``.
+
+
+def serve() -> None:
+    """Read one request from stdin and write its answer to stdout."""
+    task, *arguments = pickle.load(sys.stdin.buffer)
+    answer: Any
+    try:
+        answer = _plan(*arguments) if task == "plan" else predict(*arguments)
+    except ValueError as error:
+        answer = error
+    pickle.dump(answer, sys.stdout.buffer)
+
+
+def _plan(profile: Any, link: Any, policy: str, options: dict[str, Any]) -> Any:
+    return policies.plan(profile, link, policy, **options)

@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from scheduler.ir.actions import Action
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Links
+from scheduler.ir.link import Cluster, Links
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
-from scheduler.simulate.lower_data_parallel import lower_data_parallel
-from scheduler.simulate.lower_pipeline import lower_pipeline
+from scheduler.simulate.lowering import lower_data_parallel, lower_pipeline
 from scheduler.simulate.task_graph import COMPUTE, HIDDEN_LANE, LINK, TaskGraph
 
 MOST_ITERATIONS = 128
@@ -177,7 +175,7 @@ def run(
 def _execute(
     graph: TaskGraph, iterations: int, slowdown: float, factor: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    from scheduler.simulate.event_kernel import run_events
+    from scheduler.simulate.kernels import run_events
 
     start, end, done = run_events(iterations, graph.arrays, factor, float(slowdown))
     if done < start.size:

@@ -18,7 +18,7 @@ from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 
 if TYPE_CHECKING:
-    from scheduler.simulate.step_kernel import Load, Step
+    from scheduler.simulate.kernels import Load, Step
 
 _CODES = (Kind.RS, Kind.AG, Kind.AR)
 
@@ -61,7 +61,7 @@ class StepModel:
 
     def kernel_input(self) -> tuple[Step, Load]:
         """Return the arguments of the compiled functions."""
-        from scheduler.simulate.step_kernel import Load, Step
+        from scheduler.simulate.kernels import Load, Step
 
         update_from = self.backward if self.gathers_late else 0.0
         step = Step(self.forward, self.backward, self.update_in_compute, update_from, self.gathers_late)
@@ -69,6 +69,6 @@ class StepModel:
 
     def period(self, order: np.ndarray) -> float:
         """Return the seconds per iteration; ``order``: each bucket's RS before its AG, or its AR, once."""
-        from scheduler.simulate.step_kernel import step_period
+        from scheduler.simulate.kernels import step_period
 
         return float(step_period(*self.kernel_input(), order))

@@ -17,7 +17,7 @@ import pytest
 from dnn_bench import baselines, fork_server
 from dnn_bench.baselines import Baseline
 from dnn_bench.baselines.trainer import Job
-from dnn_bench.runner import environment, results
+from dnn_bench.runner import results
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import ThisMachine
 from tests.support.commands import run_module
@@ -125,7 +125,7 @@ def test_an_interruption_keeps_what_was_measured(how: type[BaseException]) -> No
 def test_a_machine_that_is_always_disturbed_takes_twice_as_long_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "stolen_share", lambda before, after: 0.3)
+    monkeypatch.setattr(results, "stolen_share", lambda before, after: 0.3)
     watcher = Watcher()
     found = compare(LOCAL, baselines.get("wire"), watcher=watcher)
     # The wire is timed once: no processor decides its time.
@@ -164,9 +164,9 @@ def train_small_click_model() -> None:
     from dnn_bench import baselines
     from dnn_bench.baselines import reference
     from dnn_bench.baselines.trainer import Job
-    from dnn_bench.models import registry
+    from dnn_bench import models
 
-    registry._MODELS["dlrm_tiny"] = registry._clicks(batch=32, fields=4, vocab=500)
+    models._MODELS["dlrm_tiny"] = models._clicks(batch=32, fields=4, vocab=500)
     baseline, job = baselines.get("horovod_sparse"), Job("dlrm_tiny")
     trainer = baselines.start(baseline, job)
     found = reference.check(trainer, reference.train_alone(baseline.adapt(job), trainer.size))

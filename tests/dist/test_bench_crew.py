@@ -12,7 +12,7 @@ from dnn_bench.baselines.trainer import Job
 from dnn_bench.runner import compare as module
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.sets import Crew
-from dnn_bench.runner.memory import estimate
+from dnn_bench.baselines.trainer import estimate
 from dnn_bench.launch import ThisMachine
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

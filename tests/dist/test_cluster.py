@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dnn_bench import cluster as emulated
 from dnn_bench.baselines import MissingPeer
-from dnn_bench.cluster import Cluster, ClusterError, system
-from dnn_bench.cluster.cluster import CONGESTION_FILE
+from dnn_bench.cluster import CONGESTION_FILE, Cluster, ClusterError
 from dnn_bench.launch import Hosts
 from tests.support.checkout import make_path, make_script
 from tests.support.needs import needs, needs_root, skip_without_horovod
@@ -54,8 +54,9 @@ else:
 """
 HOLD = """
 import re, sys, time
-from dnn_bench.cluster import Cluster, system
-system.PREFIX, system.NAME = sys.argv[1], re.compile(sys.argv[2])
+from dnn_bench import cluster as emulated
+from dnn_bench.cluster import Cluster
+emulated.PREFIX, emulated.NAME = sys.argv[1], re.compile(sys.argv[2])
 with Cluster(hosts=2, link="100mbit", ssh=False) as cluster:
     process = cluster.run(0, ["sleep", "3600"])
     print(cluster.identity, process.pid, flush=True)
@@ -72,13 +73,13 @@ def output(process: subprocess.Popen[str]) -> str:
 @pytest.fixture(autouse=True)
 def clusters_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep clusters of other tests, which remove the remains of dead owners, away from this test's."""
-    pattern = system.NAME.pattern
-    monkeypatch.setattr(system, "PREFIX", f"cst{os.getpid()}")
-    monkeypatch.setattr(system, "NAME", re.compile(pattern.replace("csb", system.PREFIX)))
+    pattern = emulated.NAME.pattern
+    monkeypatch.setattr(emulated, "PREFIX", f"cst{os.getpid()}")
+    monkeypatch.setattr(emulated, "NAME", re.compile(pattern.replace("csb", emulated.PREFIX)))
 
 
 def own_namespaces(identity: str) -> list[str]:
-    return [name for name in system.namespaces() if name.startswith(f"{identity}-")]
+    return [name for name in emulated.namespaces() if name.startswith(f"{identity}-")]
 
 
 def heed_signals() -> None:
@@ -97,7 +98,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 def hold_cluster() -> tuple[subprocess.Popen[str], str, psutil.Process]:
     owner = subprocess.Popen(
-        [sys.executable, "-c", HOLD, system.PREFIX, system.NAME.pattern],
+        [sys.executable, "-c", HOLD, emulated.PREFIX, emulated.NAME.pattern],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": ROOT},
@@ -195,7 +196,7 @@ def test_a_signal_to_the_owner_takes_the_cluster_down(number: signal.Signals) ->
     owner.wait(timeout=400)
     assert own_namespaces(identity) == []
     assert not is_alive(process)
-    assert not (system.STATE / identity).exists() and not (system.ETC / f"{identity}-h0").exists()
+    assert not (emulated.STATE / identity).exists() and not (emulated.ETC / f"{identity}-h0").exists()
 
 
 def test_what_a_killed_owner_left_is_removed_at_the_next_start() -> None:
@@ -206,17 +207,17 @@ def test_what_a_killed_owner_left_is_removed_at_the_next_start() -> None:
     with Cluster(hosts=1, ssh=False):
         assert own_namespaces(identity) == []
     assert not is_alive(process)
-    assert not (system.STATE / identity).exists()
+    assert not (emulated.STATE / identity).exists()
 
 
 def test_an_adjusted_clock_makes_no_owner_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, identity, process = hold_cluster()
     shifted = psutil.Process(owner.pid).create_time() + 1
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: shifted)
-    assert identity not in system.remove_leftovers() and is_alive(process)
+    assert identity not in emulated.remove_leftovers() and is_alive(process)
     owner.kill()
     owner.wait(timeout=400)
-    assert identity in system.remove_leftovers()
+    assert identity in emulated.remove_leftovers()
 
 
 def test_a_process_with_the_owners_old_number_does_not_protect_leftovers() -> None:
@@ -224,9 +225,9 @@ def test_a_process_with_the_owners_old_number_does_not_protect_leftovers() -> No
     owner.kill()
     owner.wait(timeout=400)
     reused = identity.replace(str(owner.pid), str(os.getpid()))
-    (system.STATE / reused).mkdir()
-    assert set(system.remove_leftovers()) >= {identity, reused}
-    assert not (system.STATE / reused).exists()
+    (emulated.STATE / reused).mkdir()
+    assert set(emulated.remove_leftovers()) >= {identity, reused}
+    assert not (emulated.STATE / reused).exists()
 
 
 def test_a_refused_link_is_a_clear_error_and_leaves_nothing() -> None:

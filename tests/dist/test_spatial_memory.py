@@ -27,7 +27,7 @@ def measure_the_peak() -> None:
     import torch.distributed as dist
 
     from commsched import spatial
-    from commsched.spatial.meter import PeakMeter
+    from commsched.spatial.explain import PeakMeter
     from dnn_bench.models.convolutional import ResNet
 
     size, grid = int(os.environ["SIZE"]), (2, 2)

@@ -16,9 +16,9 @@ import torch
 
 from dnn_bench.launch import end, spawn_rank
 from dnn_bench.rank_environment import HeldPort
-from scheduler.formats.graph_txt import Graph
+from scheduler.formats.pipedream import Graph
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.pipelines.planner.convert import write_files
+from scheduler.pipelines.convert import write_files
 from tests.support import small_data
 from tests.support.cases import PROGRAMS
 from tests.support.commands import run_module

@@ -11,7 +11,7 @@ import torch
 
 from comm_core.cuda import BucketCopy, Region, gpu_launcher, one_after_another
 from comm_core.cuda.tables import COPIES, SHORT
-from dnn_bench.gpu.cost import tensors_of
+from dnn_bench.gpu import tensors_of
 from tests.support.checkout import ROOT
 
 pytestmark = [

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dnn_bench import emulate
 from dnn_bench.baselines.trainer import Job
-from dnn_bench.emulate import cli
-from dnn_bench.emulate.cli import Emulation
+from dnn_bench.emulate import Emulation
 from scheduler.ir.link import Link
 from tests.support.launch import run_ranks, start_ranks
 
@@ -348,7 +348,7 @@ def test_events_show_the_overlap() -> None:
 def test_the_emulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "e.json"
     words = "--model bert_tiny --network 10gbe --ranks 8 --iterations 6 --warmup 2 --json"
-    assert cli.main([*words.split(), str(file)]) == 0
+    assert emulate.main([*words.split(), str(file)]) == 0
     found = json.loads(file.read_text())
     assert all(row["measured"] >= 0.97 * found["bound"] for row in found["rows"])
     assert "EMULATED" in capsys.readouterr().out

@@ -11,10 +11,9 @@ import torch
 
 from dnn_bench import models
 from dnn_bench.baselines import trainer as module
-from dnn_bench.baselines.limits import Local
-from dnn_bench.baselines.trainer import Job
+from dnn_bench.baselines.peers import Local
+from dnn_bench.baselines.trainer import Job, estimate
 from dnn_bench.runner.measure import profile_of
-from dnn_bench.runner.memory import estimate
 
 pytestmark = pytest.mark.models
 TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commsched.spatial.pixels import Pixels
+from commsched.spatial.run import Pixels
 
 pytestmark = pytest.mark.models
 

@@ -20,7 +20,7 @@ import psutil
 from commsched.pipeline import Chain
 from dnn_bench import models
 from dnn_bench.pipeline.jobs import job_of
-from scheduler.formats.graph_txt import Graph, write_graph
+from scheduler.formats.pipedream import Graph, write_graph
 from scheduler.ir.profile import Layer, Profile
 from tests.support import small_data
 from tests.support.checkout import make_script

@@ -18,7 +18,7 @@ from torch import Tensor
 from commsched.spatial import Mesh, ThreadHub, Tile, scatter
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
-from commsched.spatial.replicated import everyone, sum_in_order
+from commsched.spatial.mesh import everyone, sum_in_order
 from commsched.transport.channel import Channel
 from tests.support.thread_ranks import run_threads
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from commsched import spatial
 from commsched.pipeline.build import bare_profile
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.fabric import Fabric
+from commsched.pipeline.messages import Fabric
 from dnn_bench.spatial.models import MODELS, cut_stages, target_of
-from scheduler.ir.placements import Placement
+from scheduler.ir.layout import Placement
 from scheduler.ir.program import Program
 from scheduler.pipelines import generate
 

@@ -11,7 +11,7 @@ from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import Device, StreamBackend
 from commsched.backends.interface import Scaling, StepWork
 from commsched.optimizer.buckets import Buffers, build_layout
-from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
+from dnn_bench.emulate import HostLink, OneProcess, emulated_ranks
 from scheduler.ir.buckets import Bucket, Piece
 
 SIZE = 2

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.program import COMPUTE_LANE, Program
-from scheduler.ir.unroll import unroll, version
+from scheduler.ir.program import COMPUTE_LANE, Program, unroll, version
 
 Use = tuple[int, int, int]
 """Stage, micro-batch and period."""

@@ -2,17 +2,9 @@
 
 from commsched.spatial.ops import (  # noqa: F401 - they register themselves
     contract,
-    conv,
-    create,
-    dropout,
-    folds,
     gradients,
-    loss,
-    norm,
-    pad,
     pointwise,
-    pool,
     reduce,
-    resize,
     shape,
+    windows,
 )

@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commsched.spatial.fetch import delivered
 from commsched.spatial.layout import fit, held_wants, local_owned, owned_cuts, plan_for
-from commsched.spatial.linear import apply
-from commsched.spatial.mesh import Mesh
+from commsched.spatial.mesh import Mesh, apply
 from commsched.spatial.tile import Cuts, Tile, cut_axes, handles_all, tree_map
 
 _T = torch.Tensor

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from commsched.pipeline import Pipeline
-from dnn_bench.pipeline import peers
+from dnn_bench.pipeline import worker
 from dnn_bench.pipeline.jobs import job_of
 from tests.support.cases import Me, case, main
 from tests.support.oracle import terms_of
@@ -83,10 +83,10 @@ def losses_are_those_of_torchs_pipelines(me: Me) -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("torch", me.store), rank=me.rank, world_size=me.size
     )
-    for schedule in peers.SCHEDULES:
+    for schedule in worker.SCHEDULES:
         pipeline = Pipeline(copy.deepcopy(job.model), schedule, 4, loss=job.loss, optimizer=job.optimizer)
         example = next(job.batches(4))[0].double()
-        peer = peers.Peer(job, schedule, pipeline.layout.cuts, 4, example, me.rank, me.size)
+        peer = worker.Peer(job, schedule, pipeline.layout.cuts, 4, example, me.rank, me.size)
         for step, (inputs, targets) in zip(range(1, 5), job.batches(16)):
             ours, its = (one.step((inputs.double(), targets)) for one in (pipeline, peer))
             allowed = rounding(torch.float64, terms_of(job.model, step))

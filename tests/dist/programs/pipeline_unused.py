@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
 from commsched.pipeline.update import Stepped
-from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.ir.layout import Placement, Samples, Tiles
 from tests.support.cases import Me, case, main
 from tests.support.pipeline_runs import RATE, ROUNDING, WIDTH, assert_close, batches, momentum, replayed
 

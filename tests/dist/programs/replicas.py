@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
-from commsched.integrations import replica as replicas
-from commsched.integrations.optimizers import accumulating
-from commsched.integrations.replica import Replica
-from commsched.integrations.unclaimed import UnclaimedGradients
+from commsched import integrations as replicas
+from commsched.integrations import accumulating
+from commsched.integrations import Replica
+from commsched.integrations import UnclaimedGradients
 from tests.support.cases import Me, case, main
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.advise.forecast import Measurement, Times, forecast, slowdown_of
-from commsched.advise.observation import ALONE, WARM_UP, Enough, Observation, observe
-from commsched.advise.report import page, picture, text_rows
+from commsched.advise.forecast import Measurement, Times, forecast, page, picture, slowdown_of, text_rows
+from commsched.advise.measuring import ALONE, WARM_UP, Enough, Observation, observe
 from commsched.cli import main
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile

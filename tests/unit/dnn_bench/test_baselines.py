@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from dnn_bench import baselines
-from dnn_bench.baselines import reference
+from dnn_bench.baselines import reference, require
 from dnn_bench.baselines.peers import blocks
-from dnn_bench.baselines.registry import require
-from dnn_bench.baselines.trainer import Job
-from dnn_bench.runner import memory
+from dnn_bench.baselines.trainer import Job, check_fit, estimate
 from scheduler import policies
 
 JOB = Job("mlp_tiny", batch=16)
@@ -259,7 +257,7 @@ def test_fsdp_shards_block_by_block() -> None:
 
 
 def test_memory_estimate_of_a_model_that_can_be_counted_by_hand() -> None:
-    need = memory.estimate(JOB)
+    need = estimate(JOB)
     assert need.parameters == 4 * (8 * (256 * 256 + 256) + 2570)
     activations = (
         9 * 256 * 4
@@ -272,7 +270,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_an_estimate() -> None:
     with pytest.raises(
         ValueError, match=r"batch of 4096 needs about \d+\.\d GB on 2 ranks.*of about \d+ would fit"
     ):
-        memory.check_fit(job, 2, available=16 * 10**9)
+        check_fit(job, 2, available=16 * 10**9)
     with pytest.raises(ValueError, match="the model itself does not fit"):
-        memory.check_fit(job, 2, available=2 * 10**9)
-    assert memory.check_fit(JOB, 2, available=16 * 10**9).parameters > 0
+        check_fit(job, 2, available=2 * 10**9)
+    assert check_fit(JOB, 2, available=16 * 10**9).parameters > 0

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from dnn_bench.cluster import Cluster, ClusterError, Link, cli, system
-from dnn_bench.cluster.link import links
+from dnn_bench import cluster as emulated
+from dnn_bench import cluster_cli
+from dnn_bench.cluster import Cluster, ClusterError, Link, links
 
 
 @pytest.mark.parametrize(
@@ -66,16 +67,16 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ClusterError, match="needs ip, tc: apt-get install iproute2 on Debian"):
-        system.require(["ip", "tc"])
+        emulated.require(["ip", "tc"])
 
 
 def test_only_own_names_are_recognised() -> None:
-    assert system.NAME.fullmatch("csb-123-17-0-h11")
-    assert system.NAME.fullmatch("csb-123-17-0")
+    assert emulated.NAME.fullmatch("csb-123-17-0-h11")
+    assert emulated.NAME.fullmatch("csb-123-17-0")
     for name in ("csb-x-17-0-h1", "mycsb-123-17-0-h1", "csb-123-17-0-h1-old", "t1"):
-        assert system.NAME.fullmatch(name) is None
+        assert emulated.NAME.fullmatch(name) is None
 
 
 def test_command_line_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--hosts", "2", "--"]) == 2
+    assert cluster_cli.main(["--hosts", "2", "--"]) == 2
     assert "which command?" in capsys.readouterr().err

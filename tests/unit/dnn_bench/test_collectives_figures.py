@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dnn_bench.collectives import cli
-from dnn_bench.collectives import transports as measure
-from dnn_bench.collectives.transports import Collectives
+from dnn_bench import collectives
+from dnn_bench import transports as measure
+from dnn_bench.transports import Collectives
 
 
 def sample(operation: str, size: int, seconds: float) -> dict[str, object]:
@@ -16,7 +16,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     """1 GB in 0.5 s on 4 ranks: algorithm 2 GB/s; bus 2 * 2 * 3/4 for all-reduce, 2 * 3/4 for its halves."""
     size = 10**9
     ranks = [[sample("all_reduce", size, t), sample("all_gather", size, t)] for t in (0.5, 0.4, 0.3, 0.2)]
-    reduce, gather = cli.combine("x", ranks)
+    reduce, gather = collectives.combine("x", ranks)
     assert reduce["algorithm_bandwidth"] == gather["algorithm_bandwidth"] == 2e9
     assert (reduce["bus_bandwidth"], gather["bus_bandwidth"]) == (3e9, 1.5e9)
     assert reduce["seconds"] == 0.5 and reduce["cpu"] == 0.25  # the slowest rank's
@@ -24,10 +24,10 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 def test_the_fit_finds_the_line() -> None:
     sizes = [2**k for k in (10, 14, 18, 20, 22)]
-    rows = cli.combine("x", [[sample("all_gather", n, 1e-3 + 2e-9 * n) for n in sizes]] * 2)
-    (fit,) = cli.fits(rows)
+    rows = collectives.combine("x", [[sample("all_gather", n, 1e-3 + 2e-9 * n) for n in sizes]] * 2)
+    (fit,) = collectives.fits(rows)
     assert fit["alpha"] == pytest.approx(1e-3, rel=1e-6) and fit["beta"] == pytest.approx(2e-9, rel=1e-6)
-    assert cli.fits(rows[:4]) == []
+    assert collectives.fits(rows[:4]) == []
 
 
 class Alone(Collectives):
@@ -60,7 +60,7 @@ def test_wrong_results_are_found_before_timing(operation: str) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("64k", 65536), ("16M", 2**24), ("100", 100), ("1gb", 2**30)])
 def test_sizes(text: str, size: int) -> None:
-    assert cli.size_of(text) == size
+    assert collectives.size_of(text) == size
 
 
 @pytest.mark.parametrize(
@@ -68,5 +68,5 @@ def test_sizes(text: str, size: int) -> None:
     [(["--sizes", "big"], "bytes such as 64k"), (["--transports", "tcp"], "unknown transport 'tcp'")],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--local", "2", *arguments]) == 2
+    assert collectives.main(["--local", "2", *arguments]) == 2
     assert message in capsys.readouterr().err

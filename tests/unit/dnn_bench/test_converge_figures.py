@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dnn_bench.converge import cli
-from dnn_bench.converge.tasks import (
+from dnn_bench import converge
+from dnn_bench.converge_tasks import (
     GLOBAL_BATCH,
     TASKS,
     Run,
@@ -80,7 +80,7 @@ def test_a_digest_names_the_bits() -> None:
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
+    assert converge.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 

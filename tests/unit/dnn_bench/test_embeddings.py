@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from dnn_bench import baselines
-from dnn_bench.baselines import reference
-from dnn_bench.baselines.registry import require
+from dnn_bench import baselines, models
+from dnn_bench.baselines import reference, require
 from dnn_bench.baselines.trainer import Job, make_embeddings_sparse
-from dnn_bench.models import registry
 
 SPARSE = replace(baselines.get("horovod_sparse"), needs="torch")
 
@@ -41,7 +39,7 @@ def test_a_model_without_such_embeddings_is_refused_before_anything_starts() -> 
 @pytest.fixture
 def click_job(monkeypatch: pytest.MonkeyPatch) -> Job:
     """Train a small click model as `horovod_sparse` does."""
-    monkeypatch.setitem(registry._MODELS, "dlrm_tiny", registry._clicks(batch=64, fields=4, vocab=100))
+    monkeypatch.setitem(models._MODELS, "dlrm_tiny", models._clicks(batch=64, fields=4, vocab=100))
     return SPARSE.adapt(Job("dlrm_tiny"))
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnn_bench.emulate import cli
-from dnn_bench.emulate.cli import WIRES, all_policies, link_of
-from dnn_bench.emulate.network import HostLink, OneProcess, emulated_ranks
-from dnn_bench.gpu import cli as gpu_cli
+from dnn_bench import emulate
+from dnn_bench import gpu as gpu_cli
+from dnn_bench.emulate import WIRES, HostLink, OneProcess, all_policies, emulated_ranks, link_of
 from dnn_bench.models import build
 from scheduler.ir.link import Link
 
@@ -44,7 +43,7 @@ def test_collectives_take_the_links_time_and_sum_over_equal_ranks() -> None:
 def test_every_policy_on_a_small_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "emulated.json"
     words = "--model mlp_tiny --batch-size 8 --network alpha=1e-4,beta=1e-8 --ranks 2 --device cpu"
-    assert cli.main([*words.split(), "--warmup", "1", "--iterations", "3", "--json", str(file)]) == 0
+    assert emulate.main([*words.split(), "--warmup", "1", "--iterations", "3", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("EMULATED: mlp_tiny on CPU") and "ddp-like" in shown
     found = json.loads(file.read_text())
@@ -74,7 +73,7 @@ def test_what_cannot_be_done_is_said(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["--model", "mlp_tiny", *words]) == 2
+    assert emulate.main(["--model", "mlp_tiny", *words]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from dnn_bench.runner.environment import least_disturbed, stolen_share
+from dnn_bench.runner.results import least_disturbed, stolen_share
 
 
 class Times(NamedTuple):

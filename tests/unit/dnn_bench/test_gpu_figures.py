@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dnn_bench.gpu import cli, cost
-from dnn_bench.gpu.cli import markdown
+from dnn_bench import gpu
+from dnn_bench.gpu import markdown
 
 WHERE = {
     "when": "2030-01-01T00:00+00:00",
@@ -109,7 +109,7 @@ def test_host_time_counts_nested_calls_once_and_leaves_arithmetic_out(
     def spend(seconds: float) -> None:
         now[0] += seconds
 
-    clock = cost.HostTime()
+    clock = gpu.HostTime()
     arithmetic, inner = clock.counting(lambda: spend(10.0), sign=-1), clock.counting(lambda: spend(1.0))
 
     def outer() -> None:
@@ -131,18 +131,18 @@ def test_a_later_run_keeps_the_parts_that_it_does_not_measure(
 ) -> None:
     file = tmp_path / "gpu.json"
     measured = dict(REPORT)
-    monkeypatch.setattr(cli, "measured", lambda part, options: [measured[part]])
+    monkeypatch.setattr(gpu, "measured", lambda part, options: [measured[part]])
     for part in ("kernels", "steps"):
-        assert cli.main(["--device", "cpu", "--parts", part, "--json", str(file)]) == 0
+        assert gpu.main(["--device", "cpu", "--parts", part, "--json", str(file)]) == 0
     assert json.loads(file.read_text()).keys() == {"environment", "kernels", "steps"}
     text = file.with_suffix(".md").read_text()
     assert "### Kernels" in text and "### One worker" in text and text in capsys.readouterr().out
     again = [{"model": "bert", "plain": 0.2, "wrapped": 0.2, "ratio": 1.0}]
     measured["steps"] = again
-    assert cli.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
+    assert gpu.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["steps"] == [REPORT["steps"][0], *again]
     other = json.loads(file.read_text())
     other["environment"]["device"] = "another GPU"
     file.write_text(json.dumps(other))
-    assert cli.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
+    assert gpu.main(["--device", "cpu", "--parts", "steps", "--json", str(file)]) == 0
     assert json.loads(file.read_text()).keys() == {"environment", "steps"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dnn_bench.report import picture
+from dnn_bench.report import page
 from dnn_bench.runner.measure import Spans, recording
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,16 +37,16 @@ def report() -> dict[str, Any]:
 
 
 def test_operations_share_one_link_and_end_with_the_step() -> None:
-    link = [(e.name, e.start, e.end) for e in picture.events(TRACE) if e.lane == "link"]
+    link = [(e.name, e.start, e.end) for e in page.events(TRACE) if e.lane == "link"]
     assert link == [("AG1", 0.0, 0.1), ("RS1", 0.5, 0.7), ("RS0", 0.7, 0.9), ("AG0", 0.9, 1.0)]
-    compute = [e.name for e in sorted(picture.events(TRACE), key=lambda e: e.start) if e.lane == "compute"]
+    compute = [e.name for e in sorted(page.events(TRACE), key=lambda e: e.start) if e.lane == "compute"]
     assert compute == ["F0", "F1", "B1", "B0", "STEP"]
 
 
 def test_the_command_draws_steps_on_one_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, out = tmp_path / "out.json", tmp_path / "step.svg"
     saved.write_text(json.dumps(report()))
-    assert picture.main([str(saved), "--out", str(out)]) == 0
+    assert page.picture([str(saved), "--out", str(out)]) == 0
     root = ElementTree.fromstring(out.read_text())
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] and texts[0].startswith("One training step of mlp on 2 ranks, link 250mbit, measured on")
@@ -54,9 +54,9 @@ def test_the_command_draws_steps_on_one_axis(tmp_path: Path, capsys: pytest.Capt
     assert {"AR: all-reduce of a bucket", "AG: all-gather of a bucket", "0 ms", "1000"} <= set(texts)
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert titles.count("B0: 500.000 to 700.000 ms") == 2 and "AR1: 800.000 to 1000.000 ms" in titles
-    assert picture.main([str(saved), "--out", str(out), "--baseline", "ddp_4mb"]) == 0
+    assert page.picture([str(saved), "--out", str(out), "--baseline", "ddp_4mb"]) == 0
     assert ">PyTorch DDP, 4 MB buckets: 1000 ms<" in out.read_text()
-    assert picture.main([str(saved), "--out", str(out), "--baseline", "local"]) == 2
+    assert page.picture([str(saved), "--out", str(out), "--baseline", "local"]) == 2
     assert "no timeline of 'local', only of: ddp, ddp_4mb, auto" in capsys.readouterr().err
 
 

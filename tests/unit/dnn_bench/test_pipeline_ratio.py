@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dnn_bench.pipeline.results import Ratio, Result
+from dnn_bench.pipeline.worker import Ratio, Result
 
 
 def test_drift_of_the_machine_cancels() -> None:

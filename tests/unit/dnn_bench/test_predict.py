@@ -2,8 +2,7 @@
 
 import pytest
 
-from dnn_bench.runner.predict import doubts, fit_link, merge_profiles
-from dnn_bench.runner.results import Row
+from dnn_bench.runner.results import Row, doubts, fit_link, merge_profiles
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from commsched.training import images
 from dnn_bench.spatial.cli import build
-from dnn_bench.spatial.files import cifar
-from dnn_bench.spatial.models import MODELS, cut_stages, even_balance
+from dnn_bench.spatial.models import MODELS, cifar, cut_stages, even_balance
 from dnn_bench.spatial.options import read
 
 

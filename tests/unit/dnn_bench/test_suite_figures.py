@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from dnn_bench.suite import cli
-from dnn_bench.suite.cli import Wanted
-from dnn_bench.suite.figures import accuracy, cell_of, link_for, means, slowest
+from dnn_bench import suite
+from dnn_bench.suite import Wanted, accuracy, cell_of, link_for, means, slowest
 
 KINDS = {"local": "limit", "floor": "limit", "wire": "limit", "auto": "commsched", "dear": "commsched"}
 KINDS |= {"pipedap": "commsched", "wfbp": "commsched"}
@@ -85,7 +84,7 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     measured["doubts"] = ["the link's times scatter"]
     (tmp_path / "mlp_2hosts_1.json").write_text(json.dumps(measured))
     (tmp_path / "mlp_2hosts_2.json").write_text(json.dumps({**measured, "interrupted": True}))
-    assert cli.main(["--out", str(tmp_path), "--summary"]) == 0
+    assert suite.main(["--out", str(tmp_path), "--summary"]) == 0
     lines = capsys.readouterr().out.splitlines()
     cell = "| mlp | 2 | 1 | 1gbit "
     assert (
@@ -112,5 +111,5 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_bad_names_are_refused_before_anything_starts(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert suite.main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err

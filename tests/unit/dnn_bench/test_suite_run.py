@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from dnn_bench.runner.compare import Effort
-from dnn_bench.runner.watcher import Watcher
-from dnn_bench.suite import cli
-from dnn_bench.suite.cli import Wanted
+from dnn_bench import suite
+from dnn_bench.runner.compare import Effort, Watcher
+from dnn_bench.suite import Wanted
 
 LOCAL = {"vgg_tiny": [{"name": "local", "time": 2.0}]}  # what comparisons find, where they find anything
 
@@ -48,17 +47,17 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
-    monkeypatch.setattr(cli, "Cluster", FakeCluster)
-    monkeypatch.setattr(cli, "Comparison", FakeComparison)
-    monkeypatch.setattr(cli, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
-    monkeypatch.setattr(cli, "compute_seconds", lambda job, hosts: 1.0)
-    monkeypatch.setattr(cli, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
+    monkeypatch.setattr(suite, "Cluster", FakeCluster)
+    monkeypatch.setattr(suite, "Comparison", FakeComparison)
+    monkeypatch.setattr(suite, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
+    monkeypatch.setattr(suite, "compute_seconds", lambda job, hosts: 1.0)
+    monkeypatch.setattr(suite, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
     return limit
 
 
 def measure(cells: list[Wanted], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What is said of each cell that is measured."""
-    cli.measure(cells, [], Effort())
+    suite.measure(cells, [], Effort())
     lines = " ".join(capsys.readouterr().err.split()).split("[")[1:]
     return [line.partition("] ")[2].strip() for line in lines]
 
@@ -96,14 +95,14 @@ def test_an_interrupted_cell_is_kept_and_measured_again(
 ) -> None:
     interrupted_after[0] = 2
     arguments = ["--models", "mlp", "--ratios", "0.5,1,2", "--baseline", "ddp", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 130
+    assert suite.main(arguments) == 130
     assert "the same command goes on from here" in capsys.readouterr().out
     cells = [Wanted("mlp", 2, ratio, tmp_path) for ratio in (0.5, 1.0, 2.0)]
     assert [cell.path.exists() for cell in cells] == [True, True, False]
     assert [cell.missing for cell in cells] == [False, True, True]
     assert FakeCluster.events[-1] == "end"
     interrupted_after[0] = 1000
-    assert cli.main(arguments) == 0
+    assert suite.main(arguments) == 0
     assert [cell.missing for cell in cells] == [False] * 3
     assert "1 of 3 cells are there already" in capsys.readouterr().err
 
@@ -122,5 +121,5 @@ def test_the_bar_begins_anew_with_every_comparison() -> None:
 def test_a_damaged_cell_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mlp_2hosts_1.json"
     path.write_text("{")
-    assert cli.main(["--out", str(tmp_path), "--summary"]) == 2
+    assert suite.main(["--out", str(tmp_path), "--summary"]) == 2
     assert f"{path} is no report of a comparison" in capsys.readouterr().err

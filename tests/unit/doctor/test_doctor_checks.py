@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from commsched import cli
-from commsched.doctor import CHECKS, NOTE, OK, PROBLEM, Finding, Machine, checks, examine
-from commsched.doctor.machine import Ran
+from commsched import cli, doctor
+from commsched.doctor import CHECKS, NOTE, OK, PROBLEM, Finding, Machine, Ran, examine
 
 CPU = {"version": "2.13.0+cpu", "cuda": "", "gpus": 0, "nccl": ""}
 GPU = {"version": "2.15.0+cu132", "cuda": "13.2", "gpus": 1, "nccl": "2.29.3"}
-BBR = {checks.CONGESTION: "bbr"}
+BBR = {doctor.CONGESTION: "bbr"}
 
 
 class FakeMachine(Machine):
@@ -30,8 +29,8 @@ class FakeMachine(Machine):
             "nvcc": Ran(0, "Cuda compilation tools, release 13.0, V13.0.48"),
         } | given.get("programs", {})
         self.files: dict[str, str] = {
-            checks.CONGESTION: "cubic",
-            checks.PORTS: "32768\t60999",
+            doctor.CONGESTION: "cubic",
+            doctor.PORTS: "32768\t60999",
         } | given.get("files", {})
         self.addresses = given.get("addresses", {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
         self.given = given
@@ -77,99 +76,99 @@ SMI = {"nvidia-smi": Ran(0, "NVIDIA H100, 580.1\n")}
 Check = Callable[[Machine], Finding]
 CASES: list[tuple[Check, dict[str, Any], str, str, str]] = [
     (
-        checks.torch,
+        doctor.torch,
         {"torch": "ModuleNotFoundError: No module named 'torch'"},
         PROBLEM,
         "No module",
         "install",
     ),
-    (checks.torch, {"torch": CPU | {"version": "2.5.1"}}, PROBLEM, "2.5.1, CPU build", "2.6 or newer"),
-    (checks.torch, {"torch": CPU | {"version": "2.16.0a0+git1"}}, NOTE, "2.16.0a0", "newer than 2.15"),
-    (checks.torch, {"torch": CPU | {"version": "2.15.1"}}, OK, "2.15.1", ""),
-    (checks.torch, {"torch": CPU | {"version": "mine"}}, NOTE, "mine", "cannot be read"),
+    (doctor.torch, {"torch": CPU | {"version": "2.5.1"}}, PROBLEM, "2.5.1, CPU build", "2.6 or newer"),
+    (doctor.torch, {"torch": CPU | {"version": "2.16.0a0+git1"}}, NOTE, "2.16.0a0", "newer than 2.15"),
+    (doctor.torch, {"torch": CPU | {"version": "2.15.1"}}, OK, "2.15.1", ""),
+    (doctor.torch, {"torch": CPU | {"version": "mine"}}, NOTE, "mine", "cannot be read"),
     (
-        checks.extension,
+        doctor.extension,
         {"extension": Ran(1, "x\nImportError: undefined symbol: _ZN3c10")},
         PROBLEM,
         "built for another torch",
         "pip install --no-build-isolation",
     ),
     (
-        checks.extension,
+        doctor.extension,
         {"extension": Ran(1, "No module named 'comm_core._C'")},
         PROBLEM,
         "is not built",
         "build",
     ),
-    (checks.extension, {"extension": Ran(-11, "Segmentation fault")}, PROBLEM, "Segmentation fault", "build"),
-    (checks.compiler, {"environ": {"CXX": "clang++ -m64"}}, NOTE, "clang++ is not on PATH", "GCC 10"),
+    (doctor.extension, {"extension": Ran(-11, "Segmentation fault")}, PROBLEM, "Segmentation fault", "build"),
+    (doctor.compiler, {"environ": {"CXX": "clang++ -m64"}}, NOTE, "clang++ is not on PATH", "GCC 10"),
     (
-        checks.compiler,
+        doctor.compiler,
         {"environ": {"CXX": "icc"}, "extension": Ran(1, "")},
         PROBLEM,
         "icc is not on PATH",
         "CXX",
     ),
-    (checks.compiler, {"programs": {"g++": Ran(1, "unknown option")}}, NOTE, "not take -std=c++20", "GCC 10"),
-    (checks.cuda, {"programs": SMI}, NOTE, "torch is a CPU build", "CUDA build"),
-    (checks.cuda, {"programs": SMI, "torch": GPU | {"gpus": 0}}, PROBLEM, "cannot use them", "driver"),
-    (checks.cuda, {"programs": SMI, "torch": GPU}, NOTE, "nvcc 13.0; kernels are not compiled in", "CuPy"),
+    (doctor.compiler, {"programs": {"g++": Ran(1, "unknown option")}}, NOTE, "not take -std=c++20", "GCC 10"),
+    (doctor.cuda, {"programs": SMI}, NOTE, "torch is a CPU build", "CUDA build"),
+    (doctor.cuda, {"programs": SMI, "torch": GPU | {"gpus": 0}}, PROBLEM, "cannot use them", "driver"),
+    (doctor.cuda, {"programs": SMI, "torch": GPU}, NOTE, "nvcc 13.0; kernels are not compiled in", "CuPy"),
     (
-        checks.cuda,
+        doctor.cuda,
         {"programs": SMI, "torch": GPU, "extension": Ran(0, "True")},
         OK,
         "kernels are compiled in",
         "",
     ),
-    (checks.cuda, {"programs": {"nvidia-smi": Ran(9, "no driver")}}, OK, "no GPU", ""),
-    (checks.nccl, {"torch": GPU}, OK, "2.29.3", ""),
-    (checks.nccl, {"torch": GPU | {"nccl": ""}}, PROBLEM, "without NCCL", "install torch"),
-    (checks.mpi, {"programs": {"mpirun": None}}, NOTE, "not on PATH", "openmpi-bin"),
-    (checks.mpi, {"programs": {"mpirun": Ran(1, "no plugins")}}, NOTE, "no plugins", "torchrun"),
-    (checks.horovod, {"without_horovod": 1}, NOTE, "not installed", "COMMSCHED_WITH_HOROVOD=1"),
+    (doctor.cuda, {"programs": {"nvidia-smi": Ran(9, "no driver")}}, OK, "no GPU", ""),
+    (doctor.nccl, {"torch": GPU}, OK, "2.29.3", ""),
+    (doctor.nccl, {"torch": GPU | {"nccl": ""}}, PROBLEM, "without NCCL", "install torch"),
+    (doctor.mpi, {"programs": {"mpirun": None}}, NOTE, "not on PATH", "openmpi-bin"),
+    (doctor.mpi, {"programs": {"mpirun": Ran(1, "no plugins")}}, NOTE, "no plugins", "torchrun"),
+    (doctor.horovod, {"without_horovod": 1}, NOTE, "not installed", "COMMSCHED_WITH_HOROVOD=1"),
     (
-        checks.horovod,
+        doctor.horovod,
         {"horovod": Ran(1, "undefined symbol: _ZN")},
         PROBLEM,
         "undefined symbol",
         "pip uninstall",
     ),
-    (checks.ports, {"no_ports": 1}, PROBLEM, "Permission denied", "allow"),
+    (doctor.ports, {"no_ports": 1}, PROBLEM, "Permission denied", "allow"),
     (
-        checks.ports,
-        {"files": {checks.PORTS: "60000\t60100"}},
+        doctor.ports,
+        {"files": {doctor.PORTS: "60000\t60100"}},
         NOTE,
         "60000 to 60100",
         "widen",
     ),
-    (checks.interfaces, {"addresses": {"lo": "127.0.0.1"}}, NOTE, "loopback only", "other hosts"),
-    (checks.interfaces, {"files": {"/sys/class/net/eth0/speed": "25000"}}, OK, "(25000 Mbit/s)", ""),
-    (checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, PROBLEM, "eth0 10.0.0.1", "ib0"),
-    (checks.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "eth0"}}, OK, "eth0 is used", ""),
-    (checks.host_name, {"address": ""}, PROBLEM, "does not resolve", "/etc/hosts"),
-    (checks.host_name, {"address": "127.0.1.1"}, NOTE, "cannot reach", "/etc/hosts"),
+    (doctor.interfaces, {"addresses": {"lo": "127.0.0.1"}}, NOTE, "loopback only", "other hosts"),
+    (doctor.interfaces, {"files": {"/sys/class/net/eth0/speed": "25000"}}, OK, "(25000 Mbit/s)", ""),
+    (doctor.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, PROBLEM, "eth0 10.0.0.1", "ib0"),
+    (doctor.interfaces, {"environ": {"GLOO_SOCKET_IFNAME": "eth0"}}, OK, "eth0 is used", ""),
+    (doctor.host_name, {"address": ""}, PROBLEM, "does not resolve", "/etc/hosts"),
+    (doctor.host_name, {"address": "127.0.1.1"}, NOTE, "cannot reach", "/etc/hosts"),
     (
-        checks.host_name,
+        doctor.host_name,
         {"address": "127.0.1.1", "addresses": {"lo": "127.0.0.1"}},
         OK,
         "127.0.1.1",
         "",
     ),
-    (checks.congestion, {"files": BBR}, NOTE, "bbr", "cubic"),
-    (checks.threads, {"environ": {}}, NOTE, "every rank takes all cores", "OMP_NUM_THREADS"),
-    (checks.threads, {"environ": {"OMP_NUM_THREADS": "8"}}, NOTE, "more threads than cores", "torchrun"),
-    (checks.threads, {"environ": {"OMP_NUM_THREADS": "two"}}, PROBLEM, "no number", "OMP_NUM_THREADS"),
+    (doctor.congestion, {"files": BBR}, NOTE, "bbr", "cubic"),
+    (doctor.threads, {"environ": {}}, NOTE, "every rank takes all cores", "OMP_NUM_THREADS"),
+    (doctor.threads, {"environ": {"OMP_NUM_THREADS": "8"}}, NOTE, "more threads than cores", "torchrun"),
+    (doctor.threads, {"environ": {"OMP_NUM_THREADS": "two"}}, PROBLEM, "no number", "OMP_NUM_THREADS"),
     (
-        checks.threads,
+        doctor.threads,
         {"environ": {"OMP_NUM_THREADS": "3"}, "files": {"/sys/fs/cgroup/cpu.max": "250000 100000"}},
         NOTE,
         "limited to the time of 2.5 cores",
         "OMP_NUM_THREADS",
     ),
-    (checks.limits, {"NOFILE": 256}, NOTE, "open files 256", "ulimit -n 4096"),
-    (checks.limits, {"MEMLOCK": 65536, "torch": GPU}, NOTE, "locked memory 0 MiB", "ulimit -l unlimited"),
-    (checks.limits, {"MEMLOCK": 65536}, OK, "locked memory", ""),
-    (checks.limits, {"shared": 64 << 20, "torch": GPU}, NOTE, "/dev/shm 64 MiB", "--shm-size"),
+    (doctor.limits, {"NOFILE": 256}, NOTE, "open files 256", "ulimit -n 4096"),
+    (doctor.limits, {"MEMLOCK": 65536, "torch": GPU}, NOTE, "locked memory 0 MiB", "ulimit -l unlimited"),
+    (doctor.limits, {"MEMLOCK": 65536}, OK, "locked memory", ""),
+    (doctor.limits, {"shared": 64 << 20, "torch": GPU}, NOTE, "/dev/shm 64 MiB", "--shm-size"),
 ]
 
 
@@ -192,11 +191,11 @@ def test_a_good_machine_has_nothing_to_do() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("commsched.cli.doctor.Machine", FakeMachine)
+    monkeypatch.setattr("commsched.doctor.Machine", FakeMachine)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "ok       torch               2.13.0+cpu, CPU build"
     bad = FakeMachine(address="", files=BBR)
-    monkeypatch.setattr("commsched.cli.doctor.Machine", lambda: bad)
+    monkeypatch.setattr("commsched.doctor.Machine", lambda: bad)
     assert cli.main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("problem  host name           node1 does not resolve")

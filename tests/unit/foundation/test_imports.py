@@ -15,7 +15,7 @@ ALLOWED = {
     "commsched": {"scheduler", "comm_core"},
     "dnn_bench": {"commsched", "scheduler", "comm_core"},
 }
-# The folders of the scheduler, and which of the others each may import.
+# The folders and files of the scheduler, and which of the others each may import.
 FLOORS = {
     "ir": set(),
     "simulate": {"ir"},

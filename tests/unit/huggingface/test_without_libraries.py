@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 import commsched.huggingface
-from commsched.huggingface.late_sum import LateSum
+from commsched.huggingface.job import LateSum
 
 
 @pytest.mark.parametrize("name", commsched.huggingface.__all__)

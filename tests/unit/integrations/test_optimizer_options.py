@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commsched.integrations.optimizers import split_options
+from commsched.integrations import split_options
 
 
 def test_the_librarys_arguments_are_told_apart() -> None:

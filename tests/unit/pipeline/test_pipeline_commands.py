@@ -13,10 +13,10 @@ from torch import nn
 
 from commsched.cli import main
 from commsched.pipeline import Job, Pipeline, ThreadWorld, profile
-from commsched.pipeline.fabric import ThreadFabric
+from commsched.pipeline.interpreter import Span, handling
 from commsched.pipeline.job import load_job
+from commsched.pipeline.messages import ThreadFabric
 from commsched.pipeline.profiling import message_link
-from commsched.pipeline.spans import Span, handling
 from dnn_bench import models
 from dnn_bench.pipeline import cli
 from dnn_bench.pipeline.jobs import job_of, paced

@@ -12,20 +12,19 @@ import pytest
 
 from commsched.pipeline import Pipeline
 from commsched.pipeline.exchange import Exchange
-from commsched.pipeline.traffic_cost import traffic_cost
+from commsched.pipeline.profiling import traffic_cost
 from commsched.pipeline.update import Stepped
 from scheduler.ir.actions import Action
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
-from scheduler.simulate.lower_pipeline import lower_pipeline
+from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
 from tests.support.pipeline_runs import batches, chain_model, loss_of, on_threads, sgd, train
 
 FREED = """
 import ctypes, sys
-from commsched.pipeline.allocator import keep_freed_memory
+from commsched.pipeline.factory import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

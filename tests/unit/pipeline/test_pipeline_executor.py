@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from torch import Tensor
 
-from commsched.pipeline.fabric import ThreadLane
+from commsched.pipeline.messages import ThreadLane
 from commsched.transport.channel import Pending
 from tests.support.pipeline_runs import (
     ROUNDING,

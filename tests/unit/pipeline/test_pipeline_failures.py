@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from comm_core import EngineError
 from commsched.errors import CommError
 from commsched.pipeline import Chain, Pipeline, ThreadWorld
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
-from scheduler.pipelines.planner.partition import partition
+from scheduler.pipelines.partition import partition
 from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from commsched.cli import training as command
 from commsched.pipeline import Chain
-from commsched.pipeline.start import planned
+from commsched.pipeline.build import planned
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
-from scheduler.pipelines.planner.convert import read_plan
-from scheduler.pipelines.planner.partition import partition
+from scheduler.pipelines.convert import read_plan
+from scheduler.pipelines.partition import partition
 from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, stage_of_parameters, train
 
 LINEAR = 8 * (WIDTH * WIDTH + WIDTH)

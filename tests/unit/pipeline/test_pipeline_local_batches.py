@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from commsched.pipeline import Pipeline
 from commsched.pipeline.rows import cut
 from commsched.pipeline.shares import rows_to_pass
-from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.layout import Samples, Tiles
 from scheduler.pipelines.build import generate
 from tests.support.pipeline_runs import (
     batches,

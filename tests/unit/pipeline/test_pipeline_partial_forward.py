@@ -18,10 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from commsched.pipeline.absent import Absent
-from commsched.pipeline.chain import Chain
-from commsched.pipeline.forward_mode import ForwardMode
-from commsched.pipeline.stage_forward import ModuleForward
+from commsched.pipeline.chain import Chain, ModuleForward
+from commsched.pipeline.forward_mode import Absent, ForwardMode
 from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
 from tests.support.stage_runs import in_stages
 

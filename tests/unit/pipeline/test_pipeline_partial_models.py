@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
-from commsched.pipeline.factory import Factory
-from commsched.pipeline.weights import Weights
+from commsched.pipeline.factory import Factory, Weights
 from tests.support.pipeline_runs import on_threads, sgd
 from tests.unit.pipeline.test_pipeline_partial_forward import Blocks, loss_of, tokens
 

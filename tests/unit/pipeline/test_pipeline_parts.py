@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from commsched.pipeline import Chain, Pipeline, split
-from commsched.pipeline.parts import common
 from commsched.pipeline.reduction import by_masters
-from commsched.pipeline.rows import Share
-from commsched.pipeline.versions import Versions
-from commsched.pipeline.weight_gradients import split_backward
+from commsched.pipeline.rows import Share, common
+from commsched.pipeline.stage import Versions, split_backward
 from dnn_bench import models
 from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, momentum, on_threads, train
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from commsched.errors import CommError
 from commsched.pipeline import Pipeline
-from commsched.pipeline.hybrid import Hybrid
-from scheduler.ir.placements import Placement, Samples, Tiles
+from commsched.pipeline.api import Hybrid
+from scheduler.ir.layout import Placement, Samples, Tiles
 from tests.support.pipeline_runs import (
     WIDTH,
     assert_close,

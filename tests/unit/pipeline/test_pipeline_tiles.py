@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from commsched.pipeline import Chain, Pipeline
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Link
-from scheduler.ir.placements import Placement, Samples, Tiles
+from scheduler.ir.layout import Placement, Samples, Tiles
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
-from scheduler.pipelines.planner.partition import partition
+from scheduler.pipelines.partition import partition
 from scheduler.validate import validate
 from tests.support.pipeline_runs import momentum, on_threads
 

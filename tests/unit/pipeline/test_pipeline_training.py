@@ -85,7 +85,7 @@ def test_unequal_replicas_equal_none(schedule: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2), (1,)])
 def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
-    from scheduler.pipelines.schedules.bundle import bundle_ranks
+    from scheduler.pipelines.schedules import bundle_ranks
 
     model, data, hosts = chain_model(2), batches(4), 2
     ranks = bundle_ranks(hosts, shape)
@@ -99,7 +99,7 @@ def test_bundles_are_large_batch_training(shape: tuple[int, ...]) -> None:
 
 
 def test_bundles_with_fronts_and_rears_on_different_hosts() -> None:
-    from scheduler.pipelines.schedules.bundle import bundle_ranks_across
+    from scheduler.pipelines.schedules import bundle_ranks_across
 
     model, data = chain_model(2), batches(4)
     options: dict[str, Any] = {"schedule": "bundle", "ranks": bundle_ranks_across(2, 2)}

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.cli import main
-from scheduler.formats.graph_txt import Graph, Node, format_graph, parse_graph
+from scheduler.formats.pipedream import Graph, Node, format_graph, parse_graph
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Link
+from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
-from scheduler.pipelines.planner.convert import expecting, read_plan, to_conf, to_plan, write_files
+from scheduler.pipelines.convert import expecting, read_plan, to_conf, to_plan, write_files
 
 MILLISECONDS = st.integers(0, 10**7).map(lambda n: n / 1e9)
 

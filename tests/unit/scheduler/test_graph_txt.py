@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scheduler import profiles
-from scheduler.formats.graph_txt import Graph, format_graph, parse_graph, write_graph
+from scheduler.formats.pipedream import Graph, format_graph, parse_graph, write_graph
 from scheduler.ir.profile import Layer, Profile
 from scheduler.profiles import find
 

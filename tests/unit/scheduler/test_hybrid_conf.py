@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.formats.graph_txt import Graph
-from scheduler.formats.hybrid_conf import parse_hybrid_conf, read_hybrid_conf
+from scheduler.formats.pipedream import Graph, parse_hybrid_conf, read_hybrid_conf
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.build import program_of
-from scheduler.pipelines.planner.convert import read_plan, to_plan
+from scheduler.pipelines.convert import read_plan, to_plan
 from scheduler.validate import validate
 
 

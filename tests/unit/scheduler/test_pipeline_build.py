@@ -12,15 +12,12 @@ import pytest
 
 from scheduler import pipelines
 from scheduler.ir.actions import Kind
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Level, Link
+from scheduler.ir.link import Cluster, Level, Link
 from scheduler.ir.profile import Layer, Profile
-from scheduler.ir.program import Program
-from scheduler.ir.unroll import depth, unroll
+from scheduler.ir.program import Program, depth, unroll
 from scheduler.pipelines import Layout, build, delays, generate
-from scheduler.pipelines.schedules.bundle import bundle_ranks
-from scheduler.pipelines.schedules.orders import flushed, one_stage
-from scheduler.simulate.lower_pipeline import lower_pipeline
+from scheduler.pipelines.schedules import bundle_ranks, flushed, one_stage
+from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
 from scheduler.validate import validate
 
@@ -69,7 +66,7 @@ def test_a_generator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_order_that_cannot_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two periods ahead with the version of one period ago."""
-    from scheduler.pipelines.schedules.orders import endless
+    from scheduler.pipelines.schedules import endless
 
     monkeypatch.setattr(build, "_ADDED", {})
     items = one_stage(0, 2)

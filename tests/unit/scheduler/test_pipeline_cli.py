@@ -9,7 +9,7 @@ import pytest
 
 from commsched.cli import main
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.layout import Samples, Tiles
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.build import program_of
 from scheduler.validate import validate

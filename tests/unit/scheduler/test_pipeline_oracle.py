@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.program import Program
-from scheduler.ir.unroll import version
+from scheduler.ir.program import Program, version
 from scheduler.pipelines import delays, generate
 from scheduler.pipelines.replay import replay
 from tests.support.version_map import version_map

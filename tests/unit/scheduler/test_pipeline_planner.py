@@ -15,16 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.formats.pipeline_plan import PipelinePlan
-from scheduler.ir.cluster import Cluster
-from scheduler.ir.link import Level, Link
-from scheduler.ir.placements import Samples, Tiles
+from scheduler.ir.layout import Samples, Tiles
+from scheduler.ir.link import Cluster, Level, Link
 from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.build import program_of
-from scheduler.pipelines.planner.partition import partition
-from scheduler.pipelines.planner.partition_input import PartitionInput
-from scheduler.pipelines.planner.stage_search import StageSearch
-from scheduler.simulate.memory import memory_by_rank
+from scheduler.pipelines.partition import PartitionInput, StageSearch, partition
+from scheduler.simulate.costs import memory_by_rank
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 

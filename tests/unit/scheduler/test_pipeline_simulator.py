@@ -14,7 +14,7 @@ from scheduler.ir.program import data_parallel_program
 from scheduler.pipelines import generate
 from scheduler.pipelines.report import Report, examine
 from scheduler.render import chrome_trace, gantt
-from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.costs import peak_memory
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 

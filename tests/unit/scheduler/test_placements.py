@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import format_actions, parse_action
-from scheduler.ir.layout import Layout
+from scheduler.ir.layout import Layout, Placement, Samples, Tiles, place
 from scheduler.ir.link import Link
-from scheduler.ir.placements import Placement, Samples, Tiles, place
 from scheduler.ir.profile import Border, Layer, Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program
 from scheduler.pipelines import generate

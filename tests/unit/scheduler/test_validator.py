@@ -13,7 +13,7 @@ from scheduler.ir.buckets import Bucket, Piece, one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
-from scheduler.simulate.memory import peak_memory
+from scheduler.simulate.costs import peak_memory
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import InvalidProgram, grid, validate, violations
 

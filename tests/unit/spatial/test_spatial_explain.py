@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from commsched import spatial
-from commsched.spatial.meter import PeakMeter
+from commsched.spatial.explain import PeakMeter
 from commsched.spatial.ops import windows
 from commsched.transport.channel import Channel
 from dnn_bench.models.convolutional import ResNet

@@ -15,8 +15,8 @@ from torch import nn
 
 from commsched import spatial
 from commsched.transport.channel import Parcel, Pending
+from scheduler.ir.layout import Placement
 from scheduler.ir.link import Link
-from scheduler.ir.placements import Placement
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.simulate.simulator import simulate

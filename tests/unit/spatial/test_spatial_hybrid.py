@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from commsched import spatial
 from commsched.pipeline import Chain
 from scheduler.ir.actions import HALOS
+from scheduler.ir.layout import Placement
 from scheduler.ir.link import Link
-from scheduler.ir.placements import Placement
 from scheduler.ir.profile import Layer, Profile
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate

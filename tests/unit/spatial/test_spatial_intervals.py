@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commsched.spatial.fetch import Dim, make_plan
 from commsched.spatial.intervals import (
     Fill,
     Padding,
@@ -19,7 +20,6 @@ from commsched.spatial.intervals import (
     pad_want,
     want_length,
 )
-from commsched.spatial.plan import Dim, make_plan
 
 sizes = st.integers(1, 40)
 windows = st.builds(

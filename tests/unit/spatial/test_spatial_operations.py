@@ -16,7 +16,7 @@ from torch import Tensor
 from commsched.spatial import Mesh, scatter, tile_bounds
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
-from commsched.spatial.replicated import everyone, sum_in_order
+from commsched.spatial.mesh import everyone, sum_in_order
 from commsched.transport.channel import Channel
 from tests.support.spatial_cases import integers, on_threads
 

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from commsched.cli import main
 from commsched.pipeline import Job
 from commsched.training.images import ClassFolders
-from commsched.training.loop import Decay, Settings
-from commsched.training.results import curves
+from commsched.training.loop import Decay, Settings, curves
 from tests.support import small_data
 from tests.support.file_models import convolutions
 from tests.support.pipeline_runs import WIDTH, assert_close, chain_model, sgd

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from commsched.cli import main
-from commsched.cli.job_options import add_job, job_of
-from commsched.cli.options import cuts_of
-from commsched.training import images, measures, text
+from commsched.cli.options import add_job, cuts_of, job_of
+from commsched.training import data_jobs, images
 from tests.support import small_data
 
 MODELS = "tests.support.file_models"
@@ -71,29 +70,31 @@ def test_tables_as_glue_has_them(tmp_path: Path) -> None:
     path.write_text(
         'index\tsentence1\tsentence2\tgold_label\n0\tOne "quote\tTwo\tneutral\n1\tA\tB\t-\n2\tC\n'
     )
-    assert text.read_table(path, ()) == [text.Row(('One "quote', "Two"), "neutral")]
+    assert data_jobs.read_table(path, ()) == [data_jobs.Row(('One "quote', "Two"), "neutral")]
     path = tmp_path / "train.csv"
     path.write_text('words,kind\n"a, b",x\n,y\nc,z\n')
-    rows = text.read_table(path, ("words", "kind"))
-    assert rows == [text.Row(("a, b",), "x"), text.Row(("c",), "z")]
+    rows = data_jobs.read_table(path, ("words", "kind"))
+    assert rows == [data_jobs.Row(("a, b",), "x"), data_jobs.Row(("c",), "z")]
     with pytest.raises(ValueError, match=r"its header has \['words', 'kind'\]; name them with --columns"):
-        text.read_table(path, ())
+        data_jobs.read_table(path, ())
 
 
 def test_frequent_words_have_numbers_and_halves_are_texts() -> None:
-    rows = [text.Row(("b a b", "a c"), "yes"), text.Row(("b", "d."), "no")]
-    words = text.Vocabulary(rows, 6)
+    rows = [data_jobs.Row(("b a b", "a c"), "yes"), data_jobs.Row(("b", "d."), "no")]
+    words = data_jobs.Vocabulary(rows, 6)
     assert words.numbers == {"b": 4, "a": 5} and len(words) == 6
-    found = text.Sentences(rows, words, ["no", "yes"], 8)
+    found = data_jobs.Sentences(rows, words, ["no", "yes"], 8)
     tokens, label = found[0]
     assert (
-        tokens.tolist() == [text.START, 4, 5, text.END, text.START, 5, text.UNKNOWN, text.END] and label == 1
+        tokens.tolist()
+        == [data_jobs.START, 4, 5, data_jobs.END, data_jobs.START, 5, data_jobs.UNKNOWN, data_jobs.END]
+        and label == 1
     )
-    assert found[1][0].tolist()[:4] == [text.START, 4, text.END, text.PAD]
+    assert found[1][0].tolist()[:4] == [data_jobs.START, 4, data_jobs.END, data_jobs.PAD]
     with pytest.raises(ValueError, match="labels yes of the test data"):
-        text.Sentences(rows, words, ["no"], 8)
+        data_jobs.Sentences(rows, words, ["no"], 8)
     with pytest.raises(ValueError, match="leaves 2 places for each of 2 texts"):
-        text.Sentences(rows, words, ["no", "yes"], 4)
+        data_jobs.Sentences(rows, words, ["no", "yes"], 4)
 
 
 # -- scores --------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_frequent_words_have_numbers_and_halves_are_texts() -> None:
 def test_counts_of_parts_add_up_to_scores() -> None:
     dice = torch.Generator().manual_seed(0)
     outputs, targets = torch.randn(40, 8, generator=dice), torch.randint(8, (40,), generator=dice)
-    measure = measures.classes(F.cross_entropy)
+    measure = data_jobs.classes(F.cross_entropy)
     parts = [measure.count(outputs[part], targets[part]) for part in (slice(0, 7), slice(7, 40))]
     scores = measure.scores(sum(parts).double())  # type: ignore[union-attr]
     ranked = outputs.argsort(1, descending=True)
@@ -115,7 +116,7 @@ def test_counts_of_parts_add_up_to_scores() -> None:
 def test_intersection_over_union_by_hand() -> None:
     outputs = F.one_hot(torch.tensor([[[0, 1, 1], [0, 0, 1]]]), 4).permute(0, 3, 1, 2).float()
     targets = torch.tensor([[[0, 0, 1], [255, 0, 1]]])
-    measure = measures.masks(lambda outputs, targets: torch.tensor(0.5), 4, 255)
+    measure = data_jobs.masks(lambda outputs, targets: torch.tensor(0.5), 4, 255)
     # Class 0: 2 of 3; class 1: 2 of 3; classes 2 and 3 occur nowhere and do not count.
     scores = measure.scores(measure.count(outputs, targets))
     assert scores == {"loss": 0.5, "iou": pytest.approx(2 / 3), "pixels": pytest.approx(4 / 5)}

@@ -1,1 +1,0 @@
-"""The collectives by themselves: checked, then timed, over every transport and size."""

@@ -1,1 +1,0 @@
-"""Real training to real accuracy: plain, and with every schedule and number of workers."""

@@ -1,0 +1,351 @@
+"""`python -m dnn_bench suite`: comparisons of several models, each at links that fit their compute."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dnn_bench import models
+from dnn_bench.baselines import AS_THEY_COME, Baseline, get
+from dnn_bench.baselines.trainer import Job, estimate
+from dnn_bench.cluster import Cluster
+from dnn_bench.command_line import markdown as markdown_table
+from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.launch import Hosts, ThisMachine
+from dnn_bench.runner.cli import chosen
+from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars
+from dnn_bench.runner.results import ms, shown, to_limit
+from dnn_bench.runner.sets import Crew, asked
+
+MODELS = "mlp,vgg_tiny,resnet_tiny,bert_tiny,gpt2_tiny"
+BASELINES = "ddp,ddp_1mb,ddp_4mb,ddp_8mb,horovod,horovod_4mb,fsdp2,fsdp2_keep,zero1,wfbp,dear,pipedap,auto"
+GIVE_UP = 1.15  # a tuned peer so much slower than the best one in two repetitions will not be the best one
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One cell of the table: a comparison whose report is kept in a file of its own."""
+
+    model: str
+    hosts: int
+    ratio: float
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} hosts, ratio {self.ratio:g}"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.model}_{self.hosts}hosts_{self.ratio:g}.json"
+
+    @property
+    def missing(self) -> bool:
+        """An interrupted measurement is shown, and made again."""
+        return not self.path.exists() or bool(read(self.path)["interrupted"])
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    given = parser(
+        "suite",
+        "Measures each model's compute, chooses links at which communication takes the wanted share of it, "
+        "compares the baselines there, and sums up what one schedule gains, as Markdown.",
+    )
+    given.add_argument("--models", default=MODELS, metavar="A,B", help="models")
+    given.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
+    given.add_argument("--hosts", default="2", help="numbers of hosts")
+    given.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
+    given.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
+    given.add_argument("--reps", type=int, default=5, help="repetitions")
+    given.add_argument("--iters", type=int, default=4, help="iterations per repetition")
+    given.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
+    text = "record every baseline's timeline, not only the two fastest ones'"
+    given.add_argument("--trace", action="store_true", help=text)
+    text = "measure nothing; summarise the reports in --out"
+    given.add_argument("--summary", action="store_true", help=text)
+    return given.parse_args(arguments)
+
+
+@one_line_errors(ValueError)
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    try:
+        if not options.summary:
+            entries, cells = chosen(options.baseline), wanted(options)
+            options.out.mkdir(parents=True, exist_ok=True)
+            trace = "all" if options.trace else "best"
+            measure(cells, entries, Effort(options.reps, options.iters, trace=trace, give_up=GIVE_UP))
+    except KeyboardInterrupt:
+        print(f"{summary(options.out, options.schedule)}\n\ninterrupted: the same command goes on from here")
+        return 130
+    print(summary(options.out, options.schedule))
+    return 0
+
+
+def wanted(options: argparse.Namespace) -> list[Wanted]:
+    """Every cell of the table; names and numbers are checked before anything starts."""
+    names = [models.spelt(name.strip()) for name in options.models.split(",")]
+    hosts = numbers(options.hosts, int, 2, "--hosts takes whole numbers of at least 2")
+    ratios = numbers(options.ratios, float, 1e-9, "--ratios takes numbers above 0")
+    return [Wanted(m, h, r, options.out) for h in hosts for m in names for r in ratios]
+
+
+def numbers(text: str, kind: Callable[[str], Any], least: float, rule: str) -> list[Any]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise ValueError(f"{rule} with commas between them, not {text!r}")
+    return found
+
+
+def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort) -> None:
+    """Measures the missing cells.
+
+    All ratios of a model are measured on one cluster whose links change their speed, so that limits and peers
+    are started and checked once.
+    """
+    missing = [cell for cell in cells if cell.missing]
+    with bars(44) as shown:
+        if len(missing) < len(cells):
+            there = f"{len(cells) - len(missing)} of {len(cells)} cells are there already"
+            shown.console.print(there, highlight=False)
+        watcher = Watcher(shown)
+        for (hosts, model), group in groupby(missing, key=lambda cell: (cell.hosts, cell.model)):
+            job = Job(model)
+            with Cluster(hosts, "unlimited") as cluster, Crew() as crew:
+                compute = compute_seconds(job, hosts)
+                for cell in group:
+                    link = link_for(cell.ratio, compute, estimate(job).parameters, hosts)
+                    number = f"[{missing.index(cell) + 1}/{len(missing)}]"
+                    shown.console.print(f"{number} {cell}: {link}", markup=False, highlight=False)
+                    cluster.set_link(link)
+                    report = Comparison(job, Hosts(cluster), entries, effort, watcher, crew=crew).run()
+                    keep(report, cell)
+                    if report["interrupted"]:
+                        raise KeyboardInterrupt
+                    rows = [row for row in report["baselines"] if row["name"] == "local"]
+                    compute = next((row["time"] for row in rows if "time" in row), compute)
+
+
+def read(path: Path) -> Report:
+    try:
+        report: Report = json.loads(path.read_text())
+        _ = report["interrupted"], report["baselines"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no report of a comparison: move it away, and measure it again") from None
+    return report
+
+
+def keep(report: Report, cell: Wanted) -> None:
+    """Writes the cell; a file that exists is whole."""
+    draft = cell.path.with_suffix(".part")
+    draft.write_text(json.dumps({**report, "ratio": cell.ratio}, indent=1) + "\n")
+    draft.replace(cell.path)
+
+
+def compute_seconds(job: Job, ranks: int) -> float:
+    """An iteration's compute while all ranks compute at once on this machine: a first look, which the first
+    comparison of the model, with its repetitions over minutes, corrects for the next ones.
+    """
+    blocks = asked(get("local"), job, ThisMachine(ranks), "block", 2, 5)
+    return max(statistics.median(block["iterations"]) for block in blocks)
+
+
+def summary(folder: Path, schedule: str) -> str:
+    """The table of the folder's cells; incomplete ones are named and left out."""
+    cells, notes = [], []
+    for path in sorted(folder.glob("*_*hosts_*.json")):
+        report = read(path)
+        cell = cell_of(report, schedule)
+        if report["interrupted"]:
+            notes.append(f"{path.name}: interrupted, left out")
+        elif cell is None:
+            notes.append(f"{path.name}: {schedule} was not measured, left out")
+        else:
+            cells.append(cell)
+    cells.sort(key=lambda cell: (cell.hosts, cell.ratio, cell.model))
+    return "\n\n".join([markdown(cells), *notes])
+
+
+# -- from many comparisons to the few figures that decide, as Markdown. Pure functions of reports ------------
+
+Report = dict[str, Any]
+two = partial(shown, form=".2f")
+Figures = dict[str, Any]  # of one baseline, as a report has them
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison, seen from one schedule. Speed-ups are other / ours: above 1, ours is faster."""
+
+    report: Report
+    schedule: str
+    model: str
+    hosts: int
+    ratio: float  # of communication to compute, as wanted
+    rows: dict[str, Figures]  # measured ones, by name
+
+    @property
+    def ratio_measured(self) -> float | None:
+        wire, local = self.time("wire"), self.time("local")
+        return wire / local if wire and local else None
+
+    @property
+    def best_peer(self) -> str | None:
+        peers = [name for name, row in self.rows.items() if row["kind"] == "peer"]
+        return min(peers, key=lambda name: self.rows[name]["time"], default=None)
+
+    def time(self, name: str) -> float | None:
+        return self.rows[name]["time"] if name in self.rows else None
+
+    def to_limit(self, bounds: str) -> float | None:
+        """Ratio to the larger of the floor and these bounds of the report, one of each repetition."""
+        floors, known = self.rows.get("floor", {}).get("times"), self.report.get(bounds)
+        return to_limit(self.rows[self.schedule]["times"], floors, known) if floors and known else None
+
+    def over(self, name: str | None) -> float | None:
+        """The median over repetitions, so that the machine's drift cancels."""
+        if name not in self.rows:
+            return None
+        # A baseline that was given up has fewer repetitions.
+        pairs = zip(self.rows[name]["times"], self.rows[self.schedule]["times"], strict=False)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} hosts, ratio {self.ratio:g}"
+
+
+def link_for(ratio: float, compute: float, gradient_bytes: int, hosts: int) -> str:
+    """The speed at which an all-reduce of the gradients takes `ratio` times the compute."""
+    sent = 2 * (hosts - 1) / hosts * gradient_bytes
+    rate = 8 * sent / (ratio * compute)
+    return f"{max(1, round(rate / 1e6))}mbit"
+
+
+def cell_of(report: Report, schedule: str) -> Cell | None:
+    """The cell of a report; None where the schedule was not measured."""
+    rows = {row["name"]: row for row in report["baselines"] if "time" in row}
+    if schedule not in rows:
+        return None
+    place = report["job"]["model"], report["place"]["ranks"], report["ratio"]
+    return Cell(report, schedule, *place, rows)
+
+
+def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float | None]]]:
+    """(hosts, ratio, models, geometric mean over the models by peer), in order."""
+    groups: dict[tuple[int, float], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.hosts, cell.ratio), []).append(cell)
+    found = []
+    for (hosts, ratio), group in sorted(groups.items()):
+        over = {"best peer": _mean([cell.over(cell.best_peer) for cell in group])}
+        over |= {name: _mean([cell.over(name) for cell in group]) for name in AS_THEY_COME}
+        found.append((hosts, ratio, len(group), over))
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return statistics.geometric_mean(known) if known else None
+
+
+def accuracy(cells: Sequence[Cell]) -> list[str]:
+    """The worst error of the simulator for each policy, and where."""
+    lines = []
+    names = dict.fromkeys(name for cell in cells for name, row in cell.rows.items() if row.get("predicted"))
+    for name in names:
+        errors = [
+            (abs(cell.rows[name]["time"] / cell.rows[name]["predicted"] - 1), str(cell))
+            for cell in cells
+            if cell.rows.get(name, {}).get("predicted")
+        ]
+        worst, where = max(errors)
+        usual = statistics.median(error for error, _ in errors)
+        found = f"{worst:.1%} at worst ({where}), {usual:.1%} usually"
+        lines.append(f"{name}: measured / predicted is off by {found}")
+    return lines
+
+
+def slowest(cells: Sequence[Cell]) -> str | None:
+    """Where the schedule gains least over the best peer."""
+    known = [(gain, cell) for cell in cells if (gain := cell.over(cell.best_peer)) is not None]
+    if not known:
+        return None
+    gain, cell = min(known, key=lambda pair: pair[0])
+    return f"least gain over the best peer: {gain:.2f} ({cell}, {cell.best_peer})"
+
+
+Column = tuple[str, Callable[[Cell], str]]  # a header, and the text in a cell's row
+PLACE: list[Column] = [
+    ("model", lambda cell: cell.model),
+    ("hosts", lambda cell: str(cell.hosts)),
+    ("ratio", lambda cell: f"{cell.ratio:g}"),
+    ("link", lambda cell: ", ".join(sorted(set(cell.report["place"].get("links", ["none"]))))),
+]
+POLICIES = ("dear", "pipedap", "wfbp")
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """Times, ratios, means, and what the simulator's predictions are worth."""
+    if not cells:
+        return "no cell has been measured yet"
+    name = cells[0].schedule
+    peers = [f"{peer} / `{name}`" for peer in ("best peer", *(f"`{peer}`" for peer in AS_THEY_COME))]
+    header = ["hosts", "ratio", "models", *peers]
+    mean_rows = [
+        [hosts, f"{ratio:g}", models, *map(two, over.values())] for hosts, ratio, models, over in means(cells)
+    ]
+    parts = [
+        f"Milliseconds per iteration (in brackets: as predicted):\n\n{table(cells, times(name))}",
+        f"Ratios (above 1, `{name}` is faster than the peer; limit: the larger of floor and bound):\n\n"
+        + table(cells, ratios(name)),
+        f"Geometric means over the models:\n\n{markdown_table(header, mean_rows)}",
+    ]
+    lines = [line for line in [slowest(cells)] if line]
+    lines += accuracy(cells)
+    lines += [f"{cell}: {doubt}" for cell in cells for doubt in cell.report.get("doubts", ())]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in lines)])
+
+
+def table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    header = [name for name, _ in (*PLACE, *columns)]
+    return markdown_table(header, [[text(cell) for _, text in (*PLACE, *columns)] for cell in cells])
+
+
+def times(ours: str) -> list[Column]:
+    policies = [ours, *(name for name in POLICIES if name != ours)]
+    return [
+        ("local", lambda cell: ms(cell.time("local"))),
+        ("floor", lambda cell: ms(cell.time("floor"))),
+        ("bound, compute alone", lambda cell: ms(cell.report.get("bound"))),
+        ("bound, beside traffic", lambda cell: ms(cell.report.get("bound_beside"))),
+        *((f"`{name}`", partial(predicted, name=name)) for name in policies),
+        (
+            "best tuned peer",
+            lambda cell: f"{ms(cell.time(best))} `{best}`" if (best := cell.best_peer) else "",
+        ),
+        *((f"`{name}`", lambda cell, name=name: ms(cell.time(name))) for name in AS_THEY_COME),
+    ]
+
+
+def ratios(ours: str) -> list[Column]:
+    return [
+        ("communication / compute, measured", lambda cell: two(cell.ratio_measured)),
+        (f"`{ours}` / limit, compute alone", lambda cell: two(cell.to_limit("bounds"))),
+        (f"`{ours}` / limit, beside traffic", lambda cell: two(cell.to_limit("bounds_beside"))),
+        (f"best peer / `{ours}`", lambda cell: two(cell.over(cell.best_peer))),
+        *((f"`{name}` / `{ours}`", lambda cell, name=name: two(cell.over(name))) for name in AS_THEY_COME),
+    ]
+
+
+def predicted(cell: Cell, name: str) -> str:
+    told = ms(cell.rows.get(name, {}).get("predicted"))
+    return ms(cell.time(name)) + (f" ({told})" if told else "")

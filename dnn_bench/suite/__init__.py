@@ -1,1 +1,0 @@
-"""Many comparisons by one command: models, link speeds and numbers of hosts, and their summary."""
