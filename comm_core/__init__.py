@@ -35,7 +35,7 @@ from comm_core._C import (
     sum_blocks,
     write_into,
 )
-from comm_core.boards import open_boards, two_tier_transport
+from comm_core.boards import NotShared, open_boards, two_tier_transport
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
@@ -51,6 +51,7 @@ __all__ = [
     "HOST_TIMEOUT",
     "Host",
     "LinkGate",
+    "NotShared",
     "OPS",
     "PythonTransport",
     "RingTransport",

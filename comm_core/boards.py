@@ -23,14 +23,21 @@ _TEXT = 320  # bytes that each rank tells the others about its obstacle
 _SEGMENT = 4096
 
 
+class NotShared(EngineError):
+    """The ranks of a host cannot share memory; the text says which and why, and is the same on every rank."""
+
+
 @contextmanager
-def open_boards(channel: _C.Channel, rank: int, hosts: Sequence[int], size: int) -> Iterator[list[int]]:
+def open_boards(
+    channel: _C.Channel, rank: int, hosts: Sequence[int], size: int, timeout_seconds: float = 300.0
+) -> Iterator[list[int]]:
     """Open the boards of `size` bytes of this host's ranks: their files in rank order, closed at the end.
 
-    Every rank calls, with the same `hosts` (each rank's host). `channel` connects them and is idle. Where the
-    ranks of any host cannot share memory, every rank raises `EngineError` of kind "usage" with the reason.
+    Every rank calls, with the same `hosts` (each rank's host). `channel` connects them and is idle. Raises
+    `NotShared` on every rank where the ranks of any host cannot share memory.
     """
     exchange = _C.DirectTransport(channel, rank, len(hosts), _SEGMENT, 1)
+    exchange.set_timeout(timeout_seconds)
     gather = partial(_gathered, exchange, rank, len(hosts))
     neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     files: dict[int, int] = {}
@@ -48,7 +55,9 @@ def open_boards(channel: _C.Channel, rank: int, hosts: Sequence[int], size: int)
         texts = gather(_as_tensor(obstacle), 1)
         obstacles = [text for text in map(_as_text, texts) if text]
         if obstacles:
-            raise EngineError(f"the ranks of a host cannot share memory: {obstacles[0]}", kind="usage", rank=rank)
+            raise NotShared(
+                f"the ranks of a host cannot share memory: {obstacles[0]}", kind="usage", rank=rank
+            )
         yield [files[other] for other in neighbours]
     finally:
         for file in files.values():
@@ -56,11 +65,16 @@ def open_boards(channel: _C.Channel, rank: int, hosts: Sequence[int], size: int)
 
 
 def two_tier_transport(
-    channel: _C.Channel, rank: int, hosts: Sequence[int], segment_bytes: int = 128 << 10, depth: int = 4
+    channel: _C.Channel,
+    rank: int,
+    hosts: Sequence[int],
+    segment_bytes: int = 128 << 10,
+    depth: int = 4,
+    timeout_seconds: float = 300.0,
 ) -> _C.TwoTierTransport:
     """Return the exchange in two tiers over new boards. Collective; raises like `open_boards`."""
     size = _C.TwoTierTransport.board_bytes(len(hosts), segment_bytes, depth)
-    with open_boards(channel, rank, hosts, size) as files:
+    with open_boards(channel, rank, hosts, size, timeout_seconds) as files:
         return _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)
 
 
@@ -75,9 +89,7 @@ def _new_board(token: bytes, size: int) -> int:
     return file
 
 
-def _open_neighbour(
-    files: dict[int, int], rank: int, other: int, pid: int, number: int, token: bytes
-) -> str:
+def _open_neighbour(files: dict[int, int], rank: int, other: int, pid: int, number: int, token: bytes) -> str:
     """Add the neighbour's board to `files`; return why that is not possible, "" if it is."""
     if number < 0:
         return ""  # the other rank itself says why it has none

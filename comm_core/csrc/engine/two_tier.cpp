@@ -1,7 +1,6 @@
 // The exchange in two tiers; see the notes in two_tier.h.
 #include "two_tier.h"
 
-#include <atomic>
 #include <cstring>
 
 namespace commsched {
@@ -104,7 +103,7 @@ void TwoTierTransport::finish_sends(size_t segments) {
 
 // Tells the neighbours that segment k lies on this rank's board, and lets them tell this rank.
 void TwoTierTransport::announce(const Work& work, int round, size_t k) {
-  std::atomic_thread_fence(std::memory_order_release);
+  board_->publish(sequence_ + k);
   const MessageTag tag = message(work.tag, round, k);
   for (const int other : neighbours_) {
     request(receives_, other, k) = channel_->irecv(nullptr, 0, other, tag);
@@ -120,8 +119,12 @@ void TwoTierTransport::await_announcements(size_t k, bool relayed) {
     } else {
       wait_for(receives_, other, k);
     }
+    if (board_->published(place_[other], sequence_ + k)) continue;
+    throw EngineError(ErrorKind::mismatch,
+                      "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) +
+                          ", which its board does not have: is that the board of another optimizer?",
+                      other);
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
 }
 
 // Reduce-scatter, first part: segment k of every shard goes where its deputy on this host can read it.

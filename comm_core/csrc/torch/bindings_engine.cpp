@@ -159,9 +159,13 @@ void bind_exchange(py::module_& m, const char* name) {
 // `boards` are open files, one for each rank of this rank's host, in rank order: see comm_core/boards.py. They stay the caller's.
 std::shared_ptr<TwoTierTransport> make_two_tiers(const py::object& channel, int rank, std::vector<int> hosts,
                                                  const std::vector<int>& boards, size_t segment_bytes, int depth) {
-  int place = 0;
-  for (int other = 0; other < rank && other < static_cast<int>(hosts.size()); ++other) place += hosts[other] == hosts.at(rank);
-  const auto shape = TwoTierTransport::board_shape(static_cast<int>(hosts.size()), segment_bytes, depth);
+  const int size = static_cast<int>(hosts.size());
+  if (rank < 0 || rank >= size) {
+    throw EngineError(ErrorKind::usage, "rank must be in [0, " + std::to_string(size) + "), the number of hosts given, but is " +
+                                            std::to_string(rank));
+  }
+  const int place = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, hosts[rank]));
+  const auto shape = TwoTierTransport::board_shape(size, segment_bytes, depth);
   return std::make_shared<TwoTierTransport>(as_channel(channel), rank, std::move(hosts),
                                             std::make_unique<HostBoard>(boards, place, shape), segment_bytes, depth);
 }
