@@ -47,7 +47,9 @@ def open_boards(
             files[rank] = _new_board(token, size)
         except OSError as error:
             obstacle = f"rank {rank} cannot make a file in memory (memfd_create): {error}"
-        facts = gather(torch.tensor([os.getpid(), files.get(rank, -1), *token], dtype=torch.int64), 0)
+        facts = gather(
+            torch.tensor([os.getpid(), files.get(rank, -1), *token], dtype=torch.int64, device="cpu"), 0
+        )
         for other in neighbours:
             if other != rank and not obstacle:
                 pid, number, *expected = facts[other].tolist()

@@ -186,6 +186,8 @@ def title(report: dict[str, Any]) -> str:
     where = f"{place['ranks']} ranks on this machine"
     if place["kind"] == "emulated hosts":
         where = f"{place['hosts']} hosts at {', '.join(sorted(set(place['links'])))}"
+        if place.get("per_host", 1) > 1:
+            where += f", {place['per_host']} ranks on each"
     return f"{job['model']}, {job['batch']} per rank, {where}"
 
 
