@@ -131,8 +131,9 @@ class Cluster:
         return {**own, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
 
     def rank_variables(self, per_host: int = 1) -> list[dict[str, str]]:
-        """The variables of `per_host` ranks on each host, host by host; each call names a port that no earlier
-        job has used.
+        """The variables of `per_host` ranks on each host, host by host.
+
+        Each call names a port that no earlier job has used.
         """
         size, port = len(self) * per_host, next(self._ports)
         place = (per_host, self.addresses[0], port)

@@ -51,6 +51,18 @@ def test_a_killed_rank_ends_all_others(operation, ranks):
     assert not [name for name in Path("/dev/shm").glob("*commsched*")]
 
 
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_a_rank_killed_at_any_moment_ends_all_others(ranks):
+    with start_ranks(PROGRAM, ranks, ["any"], PATIENT, TWO_HOSTS) as started:
+        started.wait_for_output(ranks - 1, "going")
+        started.kill(ranks - 1)
+        results = started.wait(PATIENCE)
+    for result in results[:-1]:
+        said = result.stdout.strip().splitlines()[-1]
+        assert result.returncode == 3 and said.startswith(f"EngineError peer_lost {ranks - 1}: "), result
+        assert re.search(r": (RS|AG) of bucket 0 \(weights\) in step \d+ failed", said), said
+
+
 def test_a_killed_ranks_data_workers_keep_no_memory():
     """They live on, and have neither its connections nor its board."""
     with start_ranks(FAILURES, 4, ["killed in the backward with workers"], PATIENT, TWO_HOSTS) as started:

@@ -1,7 +1,8 @@
-"""Ranks that exchange in two tiers, without an optimizer: `tier_ranks.py traffic MEGABYTES TIMES`, `... RS`, `... AG`.
+"""Ranks that exchange in two tiers, without an optimizer.
 
-With RS and AG, the last rank is killed before that operation of its second step. Every other rank prints the
-error with which it ends.
+`tier_ranks.py traffic MEGABYTES TIMES` counts bytes. With `RS` and `AG`, the last rank is killed before that
+operation of its second step; with `any`, ranks make steps until one is killed from outside. Every other rank
+prints the error with which it ends.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def fail(transport: comm_core.Transport, operation: str) -> None:
     engine = comm_core.Engine(transport, rank, size, settings().timeout)
     engine.add_bucket(grads, gather=params, name="weights", needs_update=True)
     engine.install([("RS", 0), ("AG", 0)])
-    for step in range(2):
-        dies = step == 1 and rank == size - 1
+    for step in range(1_000_000 if operation == "any" else 2):
+        dies = operation != "any" and step == 1 and rank == size - 1
+        if step == 3:
+            print("going", flush=True)
         if dies and operation == "RS":
             os.kill(os.getpid(), signal.SIGKILL)
         engine.begin_step()
