@@ -204,6 +204,26 @@ class RingTransport(Transport):
         self, channel: Any, rank: int, size: int, segment_bytes: int = 262144, depth: int = 4
     ) -> None: ...
 
+class TwoTierTransport(Transport):
+    """Memory inside each host, messages between hosts: sums in rank order, then in host order.
+
+    `hosts` has each rank's host, numbered from 0 without gaps; `boards` the open files of this host's ranks
+    (see `comm_core.open_boards`), which may be closed afterwards.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        rank: int,
+        hosts: Sequence[int],
+        boards: Sequence[int],
+        segment_bytes: int = 131072,
+        depth: int = 4,
+    ) -> None: ...
+    @staticmethod
+    def board_bytes(size: int, segment_bytes: int = 131072, depth: int = 4) -> int:
+        """Return the length of the file of one rank's board among `size` ranks."""
+
 class PythonTransport(Transport):
     """The collectives of a Python object, called on the engine's thread, each blocking until it is done.
 

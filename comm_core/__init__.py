@@ -17,6 +17,7 @@ from comm_core._C import (
     TcpChannel,
     Traffic,
     Transport,
+    TwoTierTransport,
     abort_message,
     alias_of,
     changed_rows,
@@ -34,6 +35,7 @@ from comm_core._C import (
     sum_blocks,
     write_into,
 )
+from comm_core.boards import NotShared, open_boards, two_tier_transport
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
@@ -49,6 +51,7 @@ __all__ = [
     "HOST_TIMEOUT",
     "Host",
     "LinkGate",
+    "NotShared",
     "OPS",
     "PythonTransport",
     "RingTransport",
@@ -56,6 +59,7 @@ __all__ = [
     "TcpConnection",
     "Traffic",
     "Transport",
+    "TwoTierTransport",
     "abort_message",
     "alias_of",
     "changed_rows",
@@ -67,6 +71,7 @@ __all__ = [
     "link_gate",
     "local_channels",
     "move_out",
+    "open_boards",
     "overlapping",
     "quantise_blocks",
     "shares_storage",
@@ -75,5 +80,6 @@ __all__ = [
     "sum_blocks",
     "tcp_channel",
     "tcp_connections",
+    "two_tier_transport",
     "write_into",
 ]

@@ -56,7 +56,10 @@ class Settings:
         "COMMSCHED_MASTER_PORT", 0, "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR"
     )
     transport: str = _setting(
-        "COMMSCHED_TRANSPORT", "", "transport of the optimizer's buckets; unset: chosen for the device"
+        "COMMSCHED_TRANSPORT",
+        "",
+        "transport of the optimizer's buckets: direct, ring, tiers, gloo, horovod, stream or plain; unset or"
+        " auto: chosen for the device and the hosts",
     )
     timeline: str = _setting(
         "COMMSCHED_TIMELINE",

@@ -137,10 +137,14 @@ class Cluster:
         own = {name: value for name, value in os.environ.items() if name != SHARED}
         return {**own, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
 
-    def rank_variables(self) -> list[dict[str, str]]:
-        """The variables of one rank on each host; each call names a port that no earlier job has used."""
-        size, port = len(self), next(self._ports)
-        return [rank_variables(rank, size, 0, 1, self.addresses[0], port) for rank in range(size)]
+    def rank_variables(self, per_host: int = 1) -> list[dict[str, str]]:
+        """The variables of `per_host` ranks on each host, host by host.
+
+        Each call names a port that no earlier job has used.
+        """
+        size, port = len(self) * per_host, next(self._ports)
+        place = (per_host, self.addresses[0], port)
+        return [rank_variables(rank, size, rank % per_host, *place) for rank in range(size)]
 
     def start_ssh(self) -> None:
         """Starts an sshd on every host, once. Programs that run already do not see the new /etc/ssh."""

@@ -26,6 +26,7 @@ def transports() -> dict[str, Baseline]:
     entries = [
         Baseline("direct", OURS, HERE + "Ours", {"transport": "direct"}),
         Baseline("ring", OURS, HERE + "Ours", {"transport": "ring"}),
+        Baseline("tiers", OURS, HERE + "Ours", {"transport": "tiers"}),
         Baseline("gloo", PEER, HERE + "Gloo"),
         replace(get("horovod"), trainer=HERE + "Horovod"),
     ]

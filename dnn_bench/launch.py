@@ -36,9 +36,13 @@ def launched() -> bool:
 
 
 class Place:
-    """Where `size` ranks run; `rate` is a host's bytes per second, if it is known."""
+    """Where `size` ranks run; `rate` is a host's bytes per second, if it is known.
+
+    `per_host` ranks share each link between emulated hosts.
+    """
 
     kind = ""
+    per_host = 1
     rate: float | None = None
 
     def __init__(self, size: int, threads: int) -> None:
@@ -125,17 +129,19 @@ class ThisMachine(Place):
 
 
 class Hosts(Place):
-    """One rank on each host of an emulated cluster."""
+    """`per_host` ranks on each host of an emulated cluster, host by host."""
 
     kind = "emulated hosts"
 
-    def __init__(self, cluster: Cluster, threads: int = 1) -> None:
-        super().__init__(len(cluster), threads)
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, threads: int = 1, per_host: int = 1) -> None:
+        super().__init__(len(cluster) * per_host, threads)
+        self.cluster, self.per_host = cluster, per_host
         rates = [link.bytes_per_second for link in cluster.links]
         self.rate = None if min(rates) == float("inf") else min(rates)
-        self.rank_variables = cluster.rank_variables  # type: ignore[method-assign]
-        self._servers: dict[int, ForkServer] = {}  # by host, in its network
+        self._servers: dict[int, ForkServer] = {}  # by rank, in its host's network
+
+    def rank_variables(self) -> list[dict[str, str]]:
+        return self.cluster.rank_variables(self.per_host)
 
     def start_rank(
         self, index: int, program: Sequence[str], variables: dict[str, str], output: Output
@@ -143,13 +149,17 @@ class Hosts(Place):
         base = self.cluster.environment(environment(self.threads))
         environ = self.cluster.environment(variables)
         if not fork_server.can_fork(environ, base):
-            return self._run(index, [sys.executable, *program], variables, output)
+            return self._run(index // self.per_host, [sys.executable, *program], variables, output)
         if index not in self._servers:  # the cluster ends it with everything else on its hosts
-            self._servers[index] = ForkServer.start(base, partial(self.cluster.run, index))
+            self._servers[index] = ForkServer.start(base, partial(self.cluster.run, index // self.per_host))
         return self._servers[index].spawn(program, environ, Path.cwd(), output)
 
     def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
-        command = [*horovodrun(self.size, self.cluster.hosts_argument()), sys.executable, *program]
+        command = [
+            *horovodrun(self.size, self.cluster.hosts_argument(self.per_host)),
+            sys.executable,
+            *program,
+        ]
         try:
             self.cluster.start_ssh()
         except ClusterError as error:
@@ -162,7 +172,12 @@ class Hosts(Place):
 
     def describe(self) -> dict[str, Any]:
         links = [str(link) for link in self.cluster.links]
-        more = {"hosts": self.size, "links": links, "congestion": self.cluster.congestion}
+        more = {
+            "hosts": len(self.cluster),
+            "per_host": self.per_host,
+            "links": links,
+            "congestion": self.cluster.congestion,
+        }
         return {**super().describe(), **more}
 
 
@@ -262,6 +277,8 @@ def add_cluster(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
 def add_place(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
     """The options of an emulated cluster, and of ranks without one."""
     add_cluster(given, link)
+    text = "ranks on each emulated host (default 1)"
+    given.add_argument("--per-host", type=int, default=1, metavar="N", help=text)
     text = "run N ranks here, without emulated hosts and without root"
     given.add_argument("--local", type=int, metavar="N", help=text)
     given.add_argument("--threads", type=int, default=1, help="threads per rank")
@@ -270,10 +287,12 @@ def add_place(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
 @contextmanager
 def place_of(options: argparse.Namespace) -> Iterator[Place]:
     """The place that the options of `add_place` describe."""
+    if options.per_host < 1 or (options.per_host > 1 and options.local is not None):
+        raise ValueError(f"--per-host needs emulated hosts and at least one rank, not {options.per_host}")
     if options.local is not None:
         if options.local < 1:
             raise ValueError(f"--local needs at least one rank, not {options.local}")
         yield ThisMachine(options.local, options.threads)
         return
     with Cluster(options.hosts, options.link, delay=options.delay, congestion=options.congestion) as cluster:
-        yield Hosts(cluster, options.threads)
+        yield Hosts(cluster, options.threads, options.per_host)

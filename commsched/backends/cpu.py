@@ -1,13 +1,15 @@
 """The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own.
 
 The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own,
-``gloo`` like ``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the
-launcher keep start-up and control whatever moves the bytes.
+``tiers`` over such connections between hosts and over shared memory inside a host, ``gloo`` like ``direct``
+over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the launcher keep start-up
+and control whatever moves the bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,18 +24,20 @@ from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
-from commsched.collectives.private_groups import data_channel, private_group
+from commsched.collectives.private_groups import data_board, data_channel, hosts_of, private_group
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
 
-NAMES = ("direct", "ring", "gloo", "horovod")
+NAMES = ("direct", "ring", "tiers", "gloo", "horovod")
 OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
 
 # Up to this many ranks `direct` is faster; beyond it, the fewer connections of a ring win.
 _LARGEST_DIRECT = 8
+
+_log = logging.getLogger("commsched")
 
 # Elements per rank of the message that precedes each timed one.
 _FILLER = 1 << 16
@@ -200,35 +204,78 @@ class EngineBackend(Backend):
         )
 
 
-def choose(name: str | None, size: int) -> str:
-    """Return the transport of argument or ``COMMSCHED_TRANSPORT``, else the fastest for ``size`` ranks."""
+def asked_transport(name: str | None) -> str:
+    """Return the transport of argument or ``COMMSCHED_TRANSPORT``, else ``auto``."""
     wanted = (name or settings().transport or "auto").lower()
-    if wanted == "auto":
-        return "direct" if size <= _LARGEST_DIRECT else "ring"
-    if wanted not in NAMES:
+    if wanted not in ("auto", *NAMES):
         raise ValueError(f"there is no transport {wanted!r}; the transports are auto, {', '.join(NAMES)}")
     return wanted
+
+
+def flat(size: int) -> str:
+    """Return the faster transport that knows no hosts."""
+    return "direct" if size <= _LARGEST_DIRECT else "ring"
+
+
+def choose(process_set: ProcessSet) -> str:
+    """Return the transport of ``auto``: ``tiers`` for several ranks on each of several hosts."""
+    size = int(process_set.size())  # type: ignore[arg-type]
+    try:
+        hosts = len(set(hosts_of(process_set)))
+    except ValueError as error:
+        _tell_flat(process_set, str(error))
+        return flat(size)
+    return "tiers" if 1 < hosts < size else flat(size)
+
+
+def _tell_flat(process_set: ProcessSet, reason: str) -> None:
+    """Warn on rank 0, which knows what all ranks know."""
+    size = int(process_set.size())  # type: ignore[arg-type]
+    if process_set.rank() == 0:
+        _log.warning(
+            "transport=%r, not 'tiers', which may put several times the bytes on the link between hosts: %s",
+            flat(size),
+            reason,
+        )
 
 
 def make_transport(
     name: str | None, process_set: ProcessSet, channel: int, timeout: float
 ) -> tuple[str, Any]:
     """Return the transport's name and object. Collective: every rank of the process set must call."""
-    rank, size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
-    chosen = choose(name, size)
+    asked = asked_transport(name)
+    chosen = choose(process_set) if asked == "auto" else asked
     transport: Any
     if chosen == "horovod":
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
+    elif chosen == "gloo":
+        link = comm_core.C10dChannel(private_group(process_set, channel))
+        transport = _flat_transport(chosen, link, process_set)
+    elif chosen == "tiers":
+        chosen, transport = _tiers_or_flat(data_channel(process_set, channel=channel), process_set, asked)
     else:
-        kind = comm_core.RingTransport if chosen == "ring" else comm_core.DirectTransport
-        link: Any
-        if chosen == "gloo":
-            link = comm_core.C10dChannel(private_group(process_set, channel))
-        else:
-            link = data_channel(process_set, channel=channel)
-        transport = kind(link, rank, size)
+        transport = _flat_transport(chosen, data_channel(process_set, channel=channel), process_set)
     transport.set_timeout(timeout)
     return chosen, transport
+
+
+def _tiers_or_flat(link: comm_core.TcpChannel, process_set: ProcessSet, asked: str) -> tuple[str, Any]:
+    """Return ``tiers``, or where no memory can be shared a flat transport; raise if tiers were asked for."""
+    try:
+        return "tiers", data_board(link, process_set)
+    except comm_core.NotShared as error:
+        if asked == "tiers":
+            raise CommError(f"transport='tiers' is not possible: {error}") from error
+        _tell_flat(process_set, str(error))
+    except comm_core.EngineError as error:
+        raise CommError(str(error)) from error
+    name = flat(int(process_set.size()))  # type: ignore[arg-type]
+    return name, _flat_transport(name, link, process_set)
+
+
+def _flat_transport(name: str, link: comm_core.Channel, process_set: ProcessSet) -> Any:
+    kind = comm_core.RingTransport if name == "ring" else comm_core.DirectTransport
+    return kind(link, int(process_set.rank()), int(process_set.size()))  # type: ignore[arg-type]
 
 
 class HorovodCollectives:

@@ -1,4 +1,4 @@
-"""Private connections between ranks for the optimizer and pipelines: c10d groups and TCP channels."""
+"""Private connections between ranks for the optimizer and pipelines: c10d groups, TCP channels and boards."""
 
 from __future__ import annotations
 
@@ -104,6 +104,39 @@ def data_connections(process_set: ProcessSet, channel: int) -> list[comm_core.Tc
     Collective, each time.
     """
     return _connected(comm_core.tcp_connections, process_set, channel)
+
+
+def hosts_of(process_set: ProcessSet = global_process_set) -> list[int]:
+    """Return the host of each rank of the process set, numbered from 0 in the order of their first ranks.
+
+    These are the launcher's facts: emulated hosts are on one machine. Raises ``ValueError`` where the facts
+    contradict each other; every rank has the same facts.
+    """
+    records = carrier().meeting.records
+    by_node = defaultdict(list)
+    for record in records:
+        by_node[record.node].append(record.local_rank)
+    for node, local_ranks in by_node.items():
+        if sorted(local_ranks) != list(range(len(local_ranks))):
+            raise ValueError(
+                f"the {len(local_ranks)} ranks on host {node!r} must have the local ranks 0 to"
+                f" {len(local_ranks) - 1}, but the launcher gave them {sorted(local_ranks)}"
+            )
+    members, _ = _members_and_place(registered_id(process_set))
+    number: dict[str, int] = {}
+    return [number.setdefault(records[rank].node, len(number)) for rank in members]
+
+
+def data_board(
+    link: comm_core.TcpChannel, process_set: ProcessSet = global_process_set
+) -> comm_core.TwoTierTransport:
+    """Return the exchange in two tiers over these connections and new boards. Collective, each time.
+
+    Raises ``comm_core.NotShared`` on every rank where the ranks of a host cannot share memory, and
+    ``ValueError`` like ``hosts_of``.
+    """
+    rank, hosts = int(process_set.rank()), hosts_of(process_set)  # type: ignore[arg-type]
+    return comm_core.two_tier_transport(link, rank, hosts, timeout_seconds=settings().timeout)
 
 
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:

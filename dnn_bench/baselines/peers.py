@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,16 +171,23 @@ class Local(Trainer):
 class Exchange:
     """Moves as many bytes as an all-reduce of `size` bytes does: a reduce-scatter, then an all-gather.
 
-    Every rank sends a share to each other rank, twice. Receives are posted first: gloo announces a receive on
-    the connection that carries the other direction's data, so megabytes of data would delay it.
+    Every rank sends a share to each other rank, twice. With several ranks on each of several hosts, what
+    leaves a host is what one rank a host would send: its ranks share it out, and each sends to those of its
+    place on the other hosts. Memory inside a host counts as free.
+
+    Receives are posted first: gloo announces a receive on the connection that carries the other direction's
+    data, so megabytes of data would delay it.
     """
 
     def __init__(self, size: int) -> None:
         me, ranks = dist.get_rank(), dist.get_world_size()
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        # From one rank to the next with which it exchanges: hosts are in rank order.
+        apart = per_host if per_host < ranks else 1
         share = -(-size // ranks)
         self.sends, self.receives = [], []
         for half in range(2):
-            for distance in range(1, ranks):
+            for distance in range(apart, ranks, apart):
                 to, source, tag = (me + distance) % ranks, (me - distance) % ranks, half * ranks + distance
                 self.sends.append((torch.zeros(share, dtype=torch.uint8), to, tag))
                 self.receives.append((torch.empty(share, dtype=torch.uint8), source, tag))

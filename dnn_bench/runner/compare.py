@@ -243,7 +243,7 @@ class Comparison:
         """Everything measured so far, as JSON-ready data."""
         order = [entry.name for entry in self.entries]
         self.rows.sort(key=lambda row: order.index(row.name))
-        predictions = results.predictions(self.measured, self.rows, self.place.size)
+        predictions = results.predictions(self.measured, self.rows, self.place.size, self.place.per_host)
         predictions["doubts"] += results.disturbances(self.rows)
         samples = self.place.size * self.job.rank_batch
         bounds = predictions["bounds"]

@@ -200,6 +200,8 @@ def title(report: dict[str, Any]) -> str:
     where = f"{place['ranks']} ranks on this machine"
     if place["kind"] == "emulated hosts":
         where = f"{place['hosts']} hosts at {', '.join(sorted(set(place['links'])))}"
+        if place.get("per_host", 1) > 1:
+            where += f", {place['per_host']} ranks on each"
     return f"{job['model']}, {job['batch']} per rank, {where}"
 
 
@@ -271,8 +273,11 @@ FEWER = 0.8  # of the bytes
 ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which was measured too
 
 
-def predictions(measured: Measured, rows: Sequence[Row], ranks: int) -> dict[str, Any]:
-    """What the scheduler makes of profiles and link, as JSON-ready data; also sets the rows' predictions."""
+def predictions(measured: Measured, rows: Sequence[Row], ranks: int, per_host: int = 1) -> dict[str, Any]:
+    """What the scheduler makes of profiles and link, as JSON-ready data; also sets the rows' predictions.
+
+    More ranks are predicted where each has a link of its own.
+    """
     found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
     found |= {"bounds": [], "bounds_beside": [], "scaling": {}, "doubts": []}
     alone, beside = measured["local"], measured["floor"]
@@ -292,7 +297,7 @@ def predictions(measured: Measured, rows: Sequence[Row], ranks: int) -> dict[str
     for row in (row for row in rows if row.kind == OURS):
         try:
             row.predicted = row.predicted or predicted_time(row.name, profile, link, ranks)
-            if curve := scaling(row.name, profile, link, ranks):
+            if per_host == 1 and (curve := scaling(row.name, profile, link, ranks)):
                 found["scaling"][row.name] = curve
         except ValueError as error:
             found["doubts"].append(f"no prediction for {row.name}: {error}")

@@ -18,7 +18,7 @@ def test_every_transport_is_checked_timed_and_fitted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["problems"] == {}
-    transports = {"direct", "ring", "gloo", "horovod"}
+    transports = {"direct", "ring", "tiers", "gloo", "horovod"}
     assert {row["transport"] for row in report["rows"]} == transports
     assert len(report["rows"]) == 5 * 3 * len(transports)
     assert {row["bytes"] for row in report["rows"]} == {1024, 4096, 16384, 65536, 262144}

@@ -33,11 +33,12 @@ class Silent:
         pass
 
 
-def measured(*names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def measured(*names: str, per_host: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report, and its rows by name."""
     job, effort = Job("mlp_tiny", batch=32), Effort(repetitions=1, iterations=3, trace="none")
     with Cluster(2, "100mbit") as cluster:
-        report = Comparison(job, Hosts(cluster), [baselines.get(n) for n in names], effort, Silent()).run()
+        place, entries = Hosts(cluster, per_host=per_host), [baselines.get(name) for name in names]
+        report = Comparison(job, place, entries, effort, Silent()).run()
     rows = {row["name"]: row for row in report["baselines"]}
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(names, "ok")
     return report, rows
@@ -55,6 +56,14 @@ def rows() -> dict[str, Any]:
 def test_link_bytes_are_those_of_the_link(rows: dict[str, Any], name: str) -> None:
     # An all-reduce among two sends as much as there is; some is queued when it is counted.
     assert 0.9 * GRADIENTS < rows[name]["sent"] < 1.15 * GRADIENTS
+
+
+def test_two_ranks_a_host_send_no_more_than_one() -> None:
+    """The floor, and our schedules in two tiers; DDP's ring sends a half more."""
+    report, rows = measured("local", "floor", "wire", "dear", per_host=2)
+    assert (report["place"]["ranks"], report["place"]["hosts"], report["place"]["per_host"]) == (4, 2, 2)
+    for name in ("floor", "wire", "dear"):
+        assert 0.9 * GRADIENTS < rows[name]["sent"] < 1.15 * GRADIENTS, name
 
 
 @pytest.mark.slow

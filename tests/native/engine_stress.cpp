@@ -22,10 +22,24 @@ namespace {
 
 std::atomic<int64_t> sent_by_rows = 0;  // bytes, of all ranks
 
-std::shared_ptr<Transport> make_transport(const Channels& channels, int rank, bool ring, size_t segment) {
+enum class Kind { direct, ring, tiers };
+
+// A transport for each rank. Without `hosts`, tiers put all ranks on one host.
+std::vector<std::shared_ptr<Transport>> make_transports(const Channels& channels, Kind kind, size_t segment,
+                                                        std::vector<int> hosts = {}) {
   const int size = static_cast<int>(channels.size());
-  if (ring) return std::make_shared<RingTransport>(channels[rank], rank, size, segment, 2);
-  return std::make_shared<DirectTransport>(channels[rank], rank, size, segment, 3);
+  hosts.resize(size, 0);
+  const HostBoard::Shape shape = TwoTierTransport::board_shape(size, segment, 3);
+  const BoardFiles files(kind == Kind::tiers ? size : 0, shape);
+  std::vector<std::shared_ptr<Transport>> transports;
+  for (int rank = 0; rank < size; ++rank) {
+    if (kind == Kind::direct) transports.push_back(std::make_shared<DirectTransport>(channels[rank], rank, size, segment, 3));
+    if (kind == Kind::ring) transports.push_back(std::make_shared<RingTransport>(channels[rank], rank, size, segment, 2));
+    if (kind != Kind::tiers) continue;
+    transports.push_back(
+        std::make_shared<TwoTierTransport>(channels[rank], rank, hosts, files.board(rank, hosts, shape), segment, 3));
+  }
+  return transports;
 }
 
 // Halos that come and go, which the engines let go first; every so often one that is not ended before its patience is.
@@ -46,7 +60,7 @@ struct Buffers {
 
 struct Job {
   int size;
-  bool ring;
+  std::vector<int> hosts;  // of each rank
   std::vector<BucketSpec> buckets;  // without memory
   std::vector<PlanOp> plan;
 };
@@ -58,13 +72,25 @@ BucketSpec make_bucket(size_t count, size_t row = 0) {
   return bucket;
 }
 
-Job random_job(Random& random, bool ring) {
+// Hosts of the ranks, numbered without gaps.
+std::vector<int> random_hosts(Random& random, int size) {
+  std::vector<int> hosts(size);
+  const int number = std::uniform_int_distribution<int>(1, size)(random);
+  for (int rank = 0; rank < size; ++rank) {
+    hosts[rank] = rank < number ? rank : std::uniform_int_distribution<int>(0, number - 1)(random);
+  }
+  std::shuffle(hosts.begin(), hosts.end(), random);
+  return hosts;
+}
+
+Job random_job(Random& random, Kind kind) {
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  Job job{pick(1, 4), ring, {}, {}};
+  Job job{pick(1, 4), {}, {}, {}};
+  job.hosts = random_hosts(random, job.size);
   const int buckets = pick(1, 5);
   for (int b = 0; b < buckets; ++b) {
-    // Rows of up to two segments, whose number need not divide by the number of ranks; the ring knows no rows.
-    const size_t row = !ring && pick(0, 1) == 0 ? pick(1, 100) : 0;
+    // Rows of up to two segments, whose number need not divide by the number of ranks; only the direct exchange knows rows.
+    const size_t row = kind == Kind::direct && pick(0, 1) == 0 ? pick(1, 100) : 0;
     BucketSpec bucket = make_bucket(row > 0 ? row * pick(0, 60) : static_cast<size_t>(job.size) * pick(0, 700), row);
     if (row == 0) {
       for (int r = 0; b % 2 == 1 && r < job.size; ++r) bucket.ends.push_back(pick(0, static_cast<int>(bucket.count)));
@@ -73,7 +99,7 @@ Job random_job(Random& random, bool ring) {
       bucket.needs_update = pick(0, 2) == 0;
     }
     if (b % 2 == 1) bucket.wire_dtype = DType::bf16;
-    if (b % 2 == 1 && row == 0 && !ring && pick(0, 1) == 0) bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
+    if (b % 2 == 1 && row == 0 && kind == Kind::direct && pick(0, 1) == 0) bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
     job.plan.push_back({!bucket.needs_update && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
     job.buckets.push_back(std::move(bucket));
   }
@@ -150,12 +176,13 @@ void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps
   engine->wait_all();
 }
 
-void run_random_job(Random& random, const std::function<Channels(int, unsigned)>& make_channels, bool ring) {
-  const Job job = random_job(random, ring);
-  const Channels channels = make_channels(job.size, random());
+void run_random_job(Random& random, const std::function<Channels(int, unsigned)>& make_channels, Kind kind) {
+  const Job job = random_job(random, kind);
+  // A segment holds one quantised block.
+  const auto transports = make_transports(make_channels(job.size, random()), kind, 264, job.hosts);
   on_ranks(job.size, [&](int rank) {
     Buffers buffers;
-    Engine engine(make_transport(channels, rank, job.ring, 264), 30);  // a segment holds one quantised block
+    Engine engine(transports[rank], 30);
     describe_buckets(engine, job, buffers);
     engine->install(job.plan);
     train(engine, job, buffers, rank, 4);
@@ -199,9 +226,9 @@ void run_corrections(Random& random, const std::function<Channels(int, unsigned)
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   const int size = pick(2, 4);
   const size_t rows = pick(1, 40), row = pick(1, 100);
-  const Channels channels = make_channels(size, random());
+  const auto transports = make_transports(make_channels(size, random()), Kind::direct, 256);
   on_ranks(size, [&](int rank) {
-    Engine engine(make_transport(channels, rank, false, 256), 30);
+    Engine engine(transports[rank], 30);
     correct_rows(engine, rank, size, rows, row);
   });
 }
@@ -209,10 +236,10 @@ void run_corrections(Random& random, const std::function<Channels(int, unsigned)
 // Threads that wait for a bucket may wake up only after the buckets were replaced: they used to read the freed ones.
 void run_waits_while_buckets_are_replaced() {
   constexpr int kWaiters = 16;
-  const Job before{1, false, {make_bucket(100)}, {{Op::RS, 0}, {Op::AG, 0}}};
-  const Job after{1, false, {make_bucket(100), make_bucket(100), make_bucket(100)}, {{Op::RS, 2}, {Op::AG, 2}}};
+  const Job before{1, {0}, {make_bucket(100)}, {{Op::RS, 0}, {Op::AG, 0}}};
+  const Job after{1, {0}, {make_bucket(100), make_bucket(100), make_bucket(100)}, {{Op::RS, 2}, {Op::AG, 2}}};
   Buffers first, second;
-  Engine engine(make_transport(over_sockets(1, 1), 0, false, 256), 30);
+  Engine engine(make_transports(over_sockets(1, 1), Kind::direct, 256)[0], 30);
   describe_buckets(engine, before, first);
   engine->install(before.plan);
   engine->begin_step();
@@ -239,13 +266,16 @@ void run_waits_while_buckets_are_replaced() {
 // One rank stops after `healthy` steps, in one of several ways; the others must end with an error, and soon.
 enum class Fault { close, abort, vanish };
 
-void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels, Fault fault, bool ring) {
+void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels, Fault fault, Kind kind) {
   constexpr int kSize = 3, kBad = 1;
-  const Job job{kSize, ring, {make_bucket(3000), make_bucket(600, ring ? 0 : 24)}, {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
-  Channels channels = make_channels(kSize, 1);
+  const Job job{kSize,
+                {0, 0, 1},
+                {make_bucket(3000), make_bucket(600, kind == Kind::direct ? 24 : 0)},
+                {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
+  const auto transports = make_transports(make_channels(kSize, 1), kind, 256, job.hosts);
   on_ranks(kSize, [&](int rank) {
     Buffers buffers;
-    Engine engine(make_transport(channels, rank, ring, 256), rank == kBad ? 20 : 4);
+    Engine engine(transports[rank], rank == kBad ? 20 : 4);
     describe_buckets(engine, job, buffers);
     engine->install(job.plan);
     if (rank == kBad) {
@@ -266,14 +296,12 @@ void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels
 }
 
 // Rank 0 is closed by two threads while others wait for it and one is in an operation of its own; then rank 1 is.
-void run_closing(bool ring) {
-  const Job job{2, ring, {make_bucket(3000)}, {{Op::RS, 0}, {Op::AG, 0}}};
-  const Channels channels = over_sockets(2, 1);
+void run_closing(Kind kind) {
+  const Job job{2, {0, 0}, {make_bucket(3000)}, {{Op::RS, 0}, {Op::AG, 0}}};
+  const auto transports = make_transports(over_sockets(2, 1), kind, 256);
   std::vector<Buffers> buffers(2);
-  std::vector<std::shared_ptr<Transport>> transports;
   std::vector<std::unique_ptr<Engine>> engines;
   for (int rank = 0; rank < 2; ++rank) {
-    transports.push_back(make_transport(channels, rank, ring, 256));
     engines.push_back(std::make_unique<Engine>(transports[rank], 30));
     describe_buckets(*engines[rank], job, buffers[rank]);
     (*engines[rank])->install(job.plan);
@@ -315,24 +343,25 @@ void run_closing(bool ring) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  constexpr Kind kKinds[] = {Kind::direct, Kind::ring, Kind::tiers};
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
   Random random(argc > 2 ? std::atoi(argv[2]) : 1);
   LinkGate::of_process().record(true);
   for (int i = 0; i < rounds; ++i) {
     const std::jthread halos = i % 4 < 2 ? std::jthread(send_halos) : std::jthread();
-    run_random_job(random, over_slow_sockets, i % 2 == 1);
-    run_random_job(random, over_sockets, i % 2 == 1);
+    run_random_job(random, over_slow_sockets, kKinds[i % 3]);
+    run_random_job(random, over_sockets, kKinds[i % 3]);
     run_corrections(random, i % 2 == 1 ? over_slow_sockets : over_sockets);
   }
-  for (bool ring : {false, true}) {
+  for (const Kind kind : kKinds) {
     const std::jthread halos(send_halos);
     for (Fault fault : {Fault::close, Fault::abort, Fault::vanish}) {
-      run_failing_job(over_sockets, fault, ring);
-      run_failing_job(over_slow_sockets, fault, ring);
+      run_failing_job(over_sockets, fault, kind);
+      run_failing_job(over_slow_sockets, fault, kind);
     }
   }
   require(sent_by_rows > 0, "that any rows travelled");
-  for (int i = 0; i < 10 * rounds; ++i) run_closing(i % 2 == 1);
+  for (int i = 0; i < 10 * rounds; ++i) run_closing(kKinds[i % 3]);
   for (int i = 0; i < 10 * rounds; ++i) run_waits_while_buckets_are_replaced();
   require(!LinkGate::of_process().passages(true).empty(), "that anything passed the gate");
   std::printf("ok: %d rounds\n", rounds);

@@ -1,7 +1,9 @@
 // Ranks of one process, joined by sockets.
 #pragma once
 
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "engine/tcp_channel.h"
+#include "engine/two_tier.h"
 
 using Channels = std::vector<std::shared_ptr<commsched::Channel>>;
 
@@ -46,6 +49,36 @@ inline Channels over_sockets(int size, unsigned) {
   for (int rank = 0; rank < size; ++rank) channels.push_back(std::make_shared<TcpChannel>(rank, std::move(rows[rank])));
   return channels;
 }
+
+// The files of all ranks' boards. Each rank maps those of its host at other addresses, as processes do.
+class BoardFiles {
+ public:
+  BoardFiles(int size, const HostBoard::Shape& shape) {
+    for (int rank = 0; rank < size; ++rank) {
+      files_.push_back(memfd_create("board", MFD_CLOEXEC));
+      require(files_.back() >= 0 && ftruncate(files_.back(), static_cast<off_t>(shape.bytes())) == 0, "a file in memory");
+    }
+  }
+  ~BoardFiles() {
+    for (const int file : files_) close(file);
+  }
+  BoardFiles(const BoardFiles&) = delete;
+  BoardFiles& operator=(const BoardFiles&) = delete;
+
+  std::unique_ptr<HostBoard> board(int rank, const std::vector<int>& hosts, const HostBoard::Shape& shape) const {
+    std::vector<int> files;
+    int place = 0;
+    for (size_t other = 0; other < hosts.size(); ++other) {
+      if (hosts[other] != hosts[rank]) continue;
+      if (static_cast<int>(other) < rank) ++place;
+      files.push_back(files_[other]);
+    }
+    return std::make_unique<HostBoard>(files, place, shape);
+  }
+
+ private:
+  std::vector<int> files_;
+};
 
 // Waits up to half a millisecond before every message, so that messages of different ranks come in any order.
 class DelayedChannel : public Channel {

@@ -9,7 +9,9 @@ DirectTransport::DirectTransport(std::shared_ptr<Channel> channel, int rank, int
       parts_(size),
       packed_rows_(size),
       received_rows_(size),
-      row_counts_(size) {}
+      row_counts_(size) {
+  received_.reserve(size_, depth_, segment_bytes_);  // a row for each peer
+}
 
 void DirectTransport::prepare(const BucketSpec& bucket) {
   ExchangeTransport::prepare(bucket);

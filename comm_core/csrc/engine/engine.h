@@ -84,7 +84,6 @@ class EngineCore {
   std::string name(int bucket) const;
 
   EngineError located(EngineError error, const OpTag& tag) const;
-  int64_t bytes_sent(const BucketSpec& spec, Op op) const;
 
   const std::shared_ptr<Transport> transport_;
   const double timeout_;

@@ -86,7 +86,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   lock.lock();
   busy_ = false;
   if (failure) return false;
-  finish_op(tag, ready, start, spec.row > 0 ? transport_->row_bytes() - row_bytes : bytes_sent(spec, tag.op));
+  finish_op(tag, ready, start, spec.row > 0 ? transport_->row_bytes() - row_bytes : transport_->bytes_sent(spec, tag.op));
   return true;
 }
 
@@ -113,17 +113,6 @@ void EngineCore::finish_op(const OpTag& tag, Clock::time_point ready, Clock::tim
   log_.add({tag.step, static_cast<int32_t>(tag.op), tag.bucket, seconds(ready), seconds(start), seconds(end), sent});
   progress_ = end;
   changed_.notify_all();
-}
-
-int64_t EngineCore::bytes_sent(const BucketSpec& spec, Op op) const {
-  const int n = transport_->size(), rank = transport_->rank();
-  const auto part = [&](int r, DType wire) {
-    return static_cast<int64_t>(wire_bytes(wire, spec.part_end(r, n) - spec.part_begin(r, n)));
-  };
-  int64_t bytes = 0;
-  for (int r = 0; op != Op::AG && r < n; ++r) bytes += r == rank ? 0 : part(r, spec.wire_dtype);
-  const DType gathered = spec.gathers_gradients() ? spec.wire_dtype : spec.gather_dtype;
-  return bytes + (op == Op::RS ? 0 : (n - 1) * part(rank, gathered));
 }
 
 // Adds the operation, the bucket and advice to a channel's error.

@@ -19,7 +19,6 @@ ExchangeTransport::ExchangeTransport(std::shared_ptr<Channel> channel, int rank,
   if (depth < 1 || depth > channel_->max_in_flight()) {
     refuse("depth must be in [1, " + std::to_string(channel_->max_in_flight()) + "], but is " + std::to_string(depth));
   }
-  received_.reserve(size, depth, segment_bytes);
 }
 
 void ExchangeTransport::prepare(const BucketSpec& bucket) {

@@ -1,4 +1,4 @@
-// Base of the direct and the ring exchange: the channel, the segments of a shard, and staging memory.
+// Base of the exchanges over a channel: the channel, the segments of a shard, and staging memory.
 #pragma once
 
 #include <algorithm>
@@ -93,8 +93,8 @@ class ExchangeTransport : public Transport {
   const size_t segment_bytes_;
   const int depth_;
   std::atomic<bool> aborted_{false};
-  Staging received_;  // one row per peer
-  Staging outgoing_;  // one row per peer, for casts before sending
+  Staging received_;  // rows as the exchange needs them
+  Staging outgoing_;  // one row per rank, for casts before sending
 };
 
 }  // namespace commsched

@@ -10,7 +10,9 @@ constexpr int kOwn = 1;
 }  // namespace
 
 RingTransport::RingTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
-    : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth), sends_(depth), receives_(depth) {}
+    : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth), sends_(depth), receives_(depth) {
+  received_.reserve(1, depth_, segment_bytes_);
+}
 
 void RingTransport::prepare(const BucketSpec& bucket) {
   if (bucket.row > 0) {

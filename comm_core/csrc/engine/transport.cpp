@@ -1,7 +1,17 @@
-// How a transport ends: the last operation gives back its connections.
+// What a transport sends, and how it ends: the last operation gives back its connections.
 #include "transport.h"
 
 namespace commsched {
+
+int64_t Transport::bytes_sent(const BucketSpec& bucket, Op op) const {
+  const auto part = [&](int r, DType wire) {
+    return static_cast<int64_t>(wire_bytes(wire, bucket.part_end(r, size()) - bucket.part_begin(r, size())));
+  };
+  int64_t bytes = 0;
+  for (int r = 0; op != Op::AG && r < size(); ++r) bytes += r == rank() ? 0 : part(r, bucket.wire_dtype);
+  const DType gathered = bucket.gathers_gradients() ? bucket.wire_dtype : bucket.gather_dtype;
+  return bytes + (op == Op::RS ? 0 : (size() - 1) * part(rank(), gathered));
+}
 
 void Transport::enter() {
   const std::lock_guard lock(using_);

@@ -71,7 +71,10 @@ class Transport {
     all_gather(bucket, tag);
   }
 
-  // Bytes sent so far in operations on buckets of rows; of other buckets the length says it.
+  // Bytes that this rank sends in one operation on a bucket that is not sent by rows.
+  virtual int64_t bytes_sent(const BucketSpec& bucket, Op op) const;
+
+  // Bytes sent so far in operations on buckets of rows.
   virtual int64_t row_bytes() const { return 0; }
 
   // From any thread: the operation in progress and all later ones throw EngineError.

@@ -11,6 +11,7 @@
 #include "engine/engine.h"
 #include "engine/ring.h"
 #include "engine/tcp_channel.h"
+#include "engine/two_tier.h"
 #include "python_transport.h"
 
 namespace commsched {
@@ -19,6 +20,7 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Stage = EngineCore::Stage;
 constexpr size_t kSegmentBytes = 256 << 10;
+constexpr size_t kTierSegmentBytes = 128 << 10;  // a board has a slot for each rank, twice `depth` times
 constexpr int kDepth = 4;
 constexpr double kPatience = 5.0;  // seconds for aborted operations to end
 
@@ -154,6 +156,20 @@ void bind_exchange(py::module_& m, const char* name) {
       py::arg("depth") = kDepth);
 }
 
+// `boards` are open files, one for each rank of this rank's host, in rank order: see comm_core/boards.py. They stay the caller's.
+std::shared_ptr<TwoTierTransport> make_two_tiers(const py::object& channel, int rank, std::vector<int> hosts,
+                                                 const std::vector<int>& boards, size_t segment_bytes, int depth) {
+  const int size = static_cast<int>(hosts.size());
+  if (rank < 0 || rank >= size) {
+    throw EngineError(ErrorKind::usage, "rank must be in [0, " + std::to_string(size) + "), the number of hosts given, but is " +
+                                            std::to_string(rank));
+  }
+  const int place = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, hosts[rank]));
+  const auto shape = TwoTierTransport::board_shape(size, segment_bytes, depth);
+  return std::make_shared<TwoTierTransport>(as_channel(channel), rank, std::move(hosts),
+                                            std::make_unique<HostBoard>(boards, place, shape), segment_bytes, depth);
+}
+
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>> transport(m, "Transport");
   transport.def_property_readonly("rank", &Transport::rank)
@@ -173,6 +189,13 @@ void bind_transports(py::module_& m) {
   }
   bind_exchange<DirectTransport>(m, "DirectTransport");
   bind_exchange<RingTransport>(m, "RingTransport");
+  py::class_<TwoTierTransport, Transport, std::shared_ptr<TwoTierTransport>>(m, "TwoTierTransport")
+      .def(py::init(&make_two_tiers), py::arg("channel"), py::arg("rank"), py::arg("hosts"), py::arg("boards"),
+           py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth)
+      .def_static(
+          "board_bytes",
+          [](int size, size_t segment_bytes, int depth) { return TwoTierTransport::board_shape(size, segment_bytes, depth).bytes(); },
+          py::arg("size"), py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth);
   py::class_<PythonTransport, Transport, std::shared_ptr<PythonTransport>>(m, "PythonTransport")
       .def(py::init<py::object>(), py::arg("collectives"));
 }

@@ -1,0 +1,289 @@
+// The exchange in two tiers; see the notes in two_tier.h.
+#include "two_tier.h"
+
+#include <cstring>
+
+namespace commsched {
+namespace {
+
+constexpr int kScatter = 0, kGather = 1;  // rounds of messages
+
+std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
+  std::vector<std::vector<int>> members;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    const int host = hosts[rank];
+    if (host < 0 || host >= static_cast<int>(hosts.size())) {
+      throw EngineError(ErrorKind::usage, "hosts are numbered from 0 to at most " + std::to_string(hosts.size() - 1) + ", but rank " +
+                                              std::to_string(rank) + " is on host " + std::to_string(host));
+    }
+    if (members.size() <= static_cast<size_t>(host)) members.resize(host + 1);
+    members[host].push_back(static_cast<int>(rank));
+  }
+  for (size_t host = 0; host < members.size(); ++host) {
+    if (!members[host].empty()) continue;
+    throw EngineError(ErrorKind::usage, "hosts are numbered without gaps, but no rank is on host " + std::to_string(host) + " of " +
+                                            std::to_string(members.size()));
+  }
+  return members;
+}
+
+}  // namespace
+
+TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, std::vector<int> hosts,
+                                   std::unique_ptr<HostBoard> board, size_t segment_bytes, int depth)
+    : ExchangeTransport(std::move(channel), rank, static_cast<int>(hosts.size()), segment_bytes, depth),
+      hosts_(std::move(hosts)),
+      members_(members_of(hosts_)),
+      place_(hosts_.size()),
+      host_(hosts_[rank]),
+      board_(std::move(board)),
+      sends_(hosts_.size() * depth),
+      receives_(hosts_.size() * depth),
+      parts_(hosts_.size()) {
+  received_.reserve(static_cast<int>(members_.size()), depth_, segment_bytes_);  // a row for each host
+  for (const auto& ranks : members_) {
+    for (size_t place = 0; place < ranks.size(); ++place) place_[ranks[place]] = static_cast<int>(place);
+  }
+  for (int shard = 0; shard < size_; ++shard) {
+    if (shard != rank_ && deputy(shard, host_) == rank_) entrusted_.push_back(shard);
+  }
+  entrusted_.push_back(rank_);  // last: sums for other hosts are sent while this one is formed
+  for (int other : members_[host_]) {
+    if (other != rank_) neighbours_.push_back(other);
+  }
+  const HostBoard::Shape needed = board_shape(size_, segment_bytes, depth);
+  if (!board_ || board_->places() != static_cast<int>(members_[host_].size()) || board_->place() != place_[rank_] ||
+      board_->shape().shards != needed.shards || board_->shape().slots != needed.slots ||
+      board_->shape().slot_bytes != needed.slot_bytes) {
+    throw EngineError(ErrorKind::usage, "rank " + std::to_string(rank_) + " needs the boards of the " +
+                                            std::to_string(members_[host_].size()) + " ranks of its host, of which it is number " +
+                                            std::to_string(place_[rank_]) + ", made for " + std::to_string(size_) +
+                                            " ranks, segments of " + std::to_string(segment_bytes) + " bytes and depth " +
+                                            std::to_string(depth));
+  }
+}
+
+void TwoTierTransport::prepare(const BucketSpec& bucket) {
+  if (bucket.row > 0) {
+    throw EngineError(ErrorKind::usage, "the exchange in two tiers sends whole buckets, but bucket '" + bucket.name +
+                                            "' shall travel by rows; use the direct exchange, or add the bucket without row=");
+  }
+  refuse_blocks(bucket, "the exchange in two tiers, which would round the sum of each host");
+  ExchangeTransport::prepare(bucket);
+}
+
+// The channel first, as the base says; only then nothing arrives on the board any more.
+void TwoTierTransport::release() noexcept {
+  ExchangeTransport::release();
+  board_->release();
+}
+
+void TwoTierTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
+  Request& slot = request(all, peer, k);
+  channel_->wait(slot);
+  slot = Request{};
+}
+
+// Waits for a peer that may itself be waiting for a third rank, which does not come. Others wait for that rank directly and name
+// it when their time is up. So this rank waits once more, and hears the right name from the peer's farewell.
+void TwoTierTransport::wait_for_relayed(int peer, size_t k) {
+  try {
+    return wait_for(receives_, peer, k);
+  } catch (const EngineError& error) {
+    if (error.kind != ErrorKind::timeout || one_host()) throw;
+  }
+  wait_for(receives_, peer, k);
+}
+
+void TwoTierTransport::finish_sends(size_t segments) {
+  for (size_t k = segments > static_cast<size_t>(depth_) ? segments - depth_ : 0; k < segments; ++k) {
+    for (int peer = 0; peer < size_; ++peer) wait_for(sends_, peer, k);
+  }
+}
+
+// Tells the neighbours that segment k lies on this rank's board, and lets them tell this rank.
+void TwoTierTransport::announce(const Work& work, int round, size_t k) {
+  board_->publish(sequence_ + k);
+  const MessageTag tag = message(work.tag, round, k);
+  for (const int other : neighbours_) {
+    request(receives_, other, k) = channel_->irecv(nullptr, 0, other, tag);
+    wait_for(sends_, other, k);  // the previous use of this slot
+    request(sends_, other, k) = channel_->isend(nullptr, 0, other, tag);
+  }
+}
+
+void TwoTierTransport::await_announcements(size_t k, bool relayed) {
+  for (const int other : neighbours_) {
+    if (relayed) {
+      wait_for_relayed(other, k);
+    } else {
+      wait_for(receives_, other, k);
+    }
+    if (board_->published(place_[other], sequence_ + k)) continue;
+    throw EngineError(ErrorKind::mismatch,
+                      "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) +
+                          ", which its board does not have: is that the board of another optimizer?",
+                      other);
+  }
+}
+
+// Reduce-scatter, first part: segment k of every shard goes where its deputy on this host can read it.
+void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
+  for (int shard = 0; shard < size_; ++shard) {
+    const Cut cut = part(work, shard);
+    if (deputy(shard, host_) == rank_ || cut.size(k) == 0) continue;
+    const char* slice = at(work.bucket.reduce_ptr, work.type, cut.begin(k));
+    std::memcpy(board_->own(shard, sequence_ + k), slice, cut.size(k) * dtype_size(work.type));
+  }
+  announce(work, kScatter, k);
+}
+
+// Second part: this host's sums of segment k of the shards whose deputy this rank is, to their owners.
+void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
+  const BucketSpec& b = work.bucket;
+  const MessageTag tag = message(work.tag, kScatter, k);
+  await_announcements(k, false);
+  const size_t mine = part(work, rank_).size(k);
+  for (int host = 0; mine > 0 && host < static_cast<int>(members_.size()); ++host) {
+    if (host == host_) continue;
+    const int from = deputy(rank_, host);
+    request(receives_, from, k) = channel_->irecv(received_.slot(host, k), wire_bytes(work.wire, mine), from, tag);
+  }
+  for (const int shard : entrusted_) {
+    const Cut cut = part(work, shard);
+    const size_t n = cut.size(k);
+    if (n == 0) continue;
+    char* slice = at(b.reduce_ptr, b.dtype, cut.begin(k));
+    const auto& ranks = members_[host_];
+    for (int place = 0; place < static_cast<int>(ranks.size()); ++place) {
+      parts_[place] = ranks[place] == rank_ ? slice : board_->of(place, shard, sequence_ + k);
+    }
+    if (shard != rank_) wait_for(sends_, shard, k);  // the previous use of this slot
+    char* sum = work.wire == work.type ? slice : outgoing_.slot(shard, k);
+    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, work.wire, n, one_host() ? b.postscale : 1.0);
+    if (shard == rank_) continue;
+    pass_gate(wire_bytes(work.wire, n));
+    request(sends_, shard, k) = channel_->isend(sum, wire_bytes(work.wire, n), shard, tag);
+  }
+}
+
+// Third part: the sum over the hosts of segment k of this rank's shard.
+void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
+  const BucketSpec& b = work.bucket;
+  const Cut own = part(work, rank_);
+  const size_t n = own.size(k);
+  if (n == 0 || one_host()) return;
+  char* place = at(b.reduce_ptr, b.dtype, own.begin(k));
+  const int hosts = static_cast<int>(members_.size());
+  for (int host = 0; host < hosts; ++host) {
+    if (host == host_) {
+      parts_[host] = work.wire == work.type ? place : outgoing_.slot(rank_, k);
+      continue;
+    }
+    wait_for_relayed(deputy(rank_, host), k);
+    parts_[host] = received_.slot(host, k);
+  }
+  sum_in_order(parts_.data(), hosts, work.wire, place, work.type, n, b.postscale);
+}
+
+// Any rank's next step needs only earlier segments of the others, or bytes that are moving, so the slowest rank can always go on.
+void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
+  if (size_ == 1) return scale_alone(b);
+  const Work work{b, tag, b.dtype, one_host() ? b.dtype : b.wire_dtype};
+  convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
+  const size_t all = segments(b, work.type);
+  size_t laid_out = 0, summed = 0;
+  for (size_t k = 0; k < all; ++k) {
+    const size_t ahead = this->ahead();
+    for (; laid_out < std::min(all, k + ahead); ++laid_out) lay_out_slices(work, laid_out);
+    sum_on_host(work, k);
+    for (; summed + ahead <= k + 1; ++summed) sum_of_hosts(work, summed);
+  }
+  for (; summed < all; ++summed) sum_of_hosts(work, summed);
+  finish_sends(all);
+  sequence_ += all;
+}
+
+// All-gather, first part: segment k of this rank's shard goes to its board and to its deputies on the other hosts, and those for
+// which this rank is the deputy arrive on its board.
+void TwoTierTransport::send_shard(const Work& work, size_t k) {
+  const MessageTag tag = message(work.tag, kGather, k);
+  for (const int shard : entrusted_) {
+    const size_t n = part(work, shard).size(k);
+    if (shard == rank_ || n == 0) continue;
+    request(receives_, shard, k) = channel_->irecv(board_->own(shard, sequence_ + k), wire_bytes(work.wire, n), shard, tag);
+  }
+  const Cut own = part(work, rank_);
+  const size_t n = own.size(k);
+  if (n == 0) return;
+  for (int host = 0; host < static_cast<int>(members_.size()); ++host) {
+    if (host != host_) wait_for(sends_, deputy(rank_, host), k);  // the previous use of this slot
+  }
+  char* shard = at(work.bucket.gather_ptr, work.type, own.begin(k));
+  char* slot = board_->own(rank_, sequence_ + k);
+  convert(shard, work.type, slot, work.wire, n, 1.0);
+  if (work.wire != work.type) convert(slot, work.wire, shard, work.type, n, 1.0);  // keep the rounded values that the others get
+  for (int host = 0; host < static_cast<int>(members_.size()); ++host) {
+    if (host == host_) continue;
+    const int to = deputy(rank_, host);
+    pass_gate(wire_bytes(work.wire, n));
+    request(sends_, to, k) = channel_->isend(slot, wire_bytes(work.wire, n), to, tag);
+  }
+}
+
+// Second part: what arrived from other hosts is on this rank's board now; takes it from there like the neighbours.
+void TwoTierTransport::lay_out_shards(const Work& work, size_t k) {
+  const auto arrives = [&](int shard) { return shard != rank_ && part(work, shard).size(k) > 0; };
+  for (const int shard : entrusted_) {
+    if (arrives(shard)) wait_for(receives_, shard, k);
+  }
+  announce(work, kGather, k);
+  for (const int shard : entrusted_) {
+    const Cut cut = part(work, shard);
+    if (!arrives(shard)) continue;
+    convert(board_->own(shard, sequence_ + k), work.wire, at(work.bucket.gather_ptr, work.type, cut.begin(k)), work.type, cut.size(k), 1.0);
+  }
+}
+
+// Third part: copies segment k of the shards on the neighbours' boards.
+void TwoTierTransport::take_shards(const Work& work, size_t k) {
+  await_announcements(k, true);
+  for (int shard = 0; shard < size_; ++shard) {
+    const Cut cut = part(work, shard);
+    const int from = deputy(shard, host_);
+    if (from == rank_ || cut.size(k) == 0) continue;
+    const char* slot = board_->of(place_[from], shard, sequence_ + k);
+    convert(slot, work.wire, at(work.bucket.gather_ptr, work.type, cut.begin(k)), work.type, cut.size(k), 1.0);
+  }
+}
+
+void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
+  if (size_ == 1) return;
+  const Work work{b, tag, gather_type(b), one_host() ? gather_type(b) : gather_wire(b)};
+  const size_t all = segments(b, work.type);
+  size_t sent = 0;
+  for (size_t k = 0; k < all; ++k) {
+    for (; sent < std::min(all, k + ahead()); ++sent) send_shard(work, sent);
+    lay_out_shards(work, k);
+    take_shards(work, k);
+  }
+  finish_sends(all);
+  sequence_ += all;
+}
+
+// What this rank sends to other hosts; with one host, what it copies to its board.
+int64_t TwoTierTransport::bytes_sent(const BucketSpec& b, Op op) const {
+  const auto part = [&](int rank, DType wire) {
+    return static_cast<int64_t>(wire_bytes(wire, b.part_end(rank, size_) - b.part_begin(rank, size_)));
+  };
+  int64_t bytes = 0;
+  for (int shard = 0; op != Op::AG && shard < size_; ++shard) {
+    const bool sends = one_host() ? shard != rank_ : hosts_[shard] != host_ && deputy(shard, host_) == rank_;
+    if (sends) bytes += part(shard, one_host() ? b.dtype : b.wire_dtype);
+  }
+  if (op == Op::RS) return bytes;
+  const int64_t own = part(rank_, one_host() ? gather_type(b) : gather_wire(b));
+  return bytes + own * (one_host() ? 1 : static_cast<int64_t>(members_.size()) - 1);
+}
+
+}  // namespace commsched

@@ -1,0 +1,100 @@
+// Exchange for several ranks on each host: memory inside a host, messages between hosts. The slow link between hosts carries what
+// one rank for each host would send.
+#pragma once
+
+#include "exchange.h"
+#include "host_board.h"
+
+namespace commsched {
+
+// [Note: two tiers]
+//
+// Host g's *deputy* for shard r is the rank of g whose place is r's own place modulo g's number of ranks; on r's own host it is r.
+// Two hosts with ranks {0, 1} and {2, 3}: rank 2 is the deputy for shard 0 on the second host, and rank 0 the one for shard 2 on
+// the first. One segment of shard 0:
+//
+//   reduce-scatter   rank 0  keeps its slice ------------------+
+//                    rank 1  copies its slice to its board --> rank 0 adds 0 + 1 -----------------> adds the hosts' sums in
+//                    rank 2  keeps its slice ------------------+                            +-----> host order, scales: done
+//                    rank 3  copies its slice to its board --> rank 2 adds 2 + 3 == link ===+
+//
+//   all-gather       rank 0  copies its shard to its board --> rank 1 copies it from there
+//                       +=== link ===> the board of rank 2 --> ranks 2 and 3 copy it from there
+//
+// A neighbour learns that a segment lies on a board from an empty message over the channel. So one thread waits for memory and
+// for messages at once, which move all the time: a thread asleep on a counter in memory (a futex) would move no bytes meanwhile,
+// and rings of hosts that wait for each other's bytes would stand still. Time-outs, lost ranks, farewells, abort() and the check
+// that both sides run the same operation are the channel's for both tiers.
+//
+// No message says that a slot may be written again. Segments are counted over all operations, and each rank announces every
+// segment to every neighbour, also an empty one. A rank announces segment s only after it has read all boards for segment
+// s - depth, so whoever has got the neighbours' announcements up to s - depth knows that they have read up to s - 2 * depth: with
+// 2 * depth slots, it may write segment s.
+//
+// [Note: order of sums in two tiers]
+//
+// Gradients are scaled by `prescale` in their own type. A host's sum is formed in rank order (16-bit types: in float) and rounded
+// once to the wire type, on the owner's host too: else a sum would depend on which rank owns its shard, and so on the buckets.
+// The hosts' sums are added in host order (16-bit types: in float), scaled by `postscale` and rounded once to the bucket's type.
+// With one host nothing is rounded to the wire type, and the sum has the bits of the direct exchange without one; with one rank
+// for each host it has the bits of the direct exchange.
+class TwoTierTransport : public ExchangeTransport {
+ public:
+  // `hosts` has each rank's host, from 0 without gaps. The ranks of this host are the board's places, in rank order.
+  TwoTierTransport(std::shared_ptr<Channel> channel, int rank, std::vector<int> hosts, std::unique_ptr<HostBoard> board,
+                   size_t segment_bytes, int depth);
+
+  // Of the board that every rank needs.
+  static HostBoard::Shape board_shape(int size, size_t segment_bytes, int depth) { return {size, 2 * depth, segment_bytes}; }
+
+  void prepare(const BucketSpec& bucket) override;
+  void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
+  void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
+  int64_t bytes_sent(const BucketSpec& bucket, Op op) const override;
+
+ protected:
+  void release() noexcept override;
+
+ private:
+  // The operation in progress.
+  struct Work {
+    const BucketSpec& bucket;
+    const OpTag& tag;
+    DType type;  // in the buffer
+    DType wire;  // in messages; `type` with one host
+  };
+
+  bool one_host() const { return members_.size() == 1; }
+  int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
+  Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.type); }
+  Request& request(std::vector<Request>& all, int peer, size_t k) { return all[peer * depth_ + k % depth_]; }
+  void wait_for(std::vector<Request>& all, int peer, size_t k);
+  void wait_for_relayed(int peer, size_t k);
+  void finish_sends(size_t segments);
+
+  void announce(const Work& work, int round, size_t k);
+  void await_announcements(size_t k, bool relayed);
+
+  void lay_out_slices(const Work& work, size_t k);
+  void sum_on_host(const Work& work, size_t k);
+  void sum_of_hosts(const Work& work, size_t k);
+
+  void send_shard(const Work& work, size_t k);
+  void lay_out_shards(const Work& work, size_t k);
+  void take_shards(const Work& work, size_t k);
+
+  const std::vector<int> hosts_;           // by rank
+  std::vector<std::vector<int>> members_;  // by host: its ranks, ascending
+  std::vector<int> place_;                 // by rank: its number among its host's ranks
+  const int host_;                         // this rank's
+  std::vector<int> entrusted_;             // the shards whose deputy on this host is this rank; its own is the last
+  std::vector<int> neighbours_;            // the other ranks of this host
+  const std::unique_ptr<HostBoard> board_;
+  uint64_t sequence_ = 0;  // segments of all finished operations
+
+  std::vector<Request> sends_;      // [peer][slot]
+  std::vector<Request> receives_;   // [peer][slot]
+  std::vector<const void*> parts_;  // of one sum
+};
+
+}  // namespace commsched

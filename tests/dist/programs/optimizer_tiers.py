@@ -1,0 +1,189 @@
+"""The optimizer over the exchange in two tiers: the launcher tells of two hosts, which are both this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import commsched as hvd
+from commsched.collectives.private_groups import hosts_of
+from tests.support.cases import Me, case, main
+from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
+from tests.support.small_models import mlp, mlp64
+from tests.support.two_tiers import tier_gathered, tier_sum
+
+
+class Mixed(nn.Module):
+    """Odd sizes, an empty parameter, three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 37)
+        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
+        self.wide = nn.Linear(37, 11, bias=False).double()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x)) + self.empty.sum()
+        wide = self.wide(x.double()).float()
+        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
+
+
+class TierOracle(Oracle):
+    """Adds in the order of the hosts."""
+
+    wire: torch.dtype | None = None
+
+    def reduced(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        dense = [grad for grad in grads if grad is not None]
+        if not dense:
+            return None
+        assert len(dense) == self.ranks
+        hosts = hosts_of()
+        wire = self.wire if dense[0].dtype in (torch.float32, torch.float64) else None
+        return tier_gathered(tier_sum(dense, hosts, wire, after=self.scale), hosts, wire)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, dtype=next(model.parameters()).dtype)).square().mean()
+
+
+def expected(
+    me: Me, build: Callable[[], nn.Module], steps: int, wire: torch.dtype | None = None
+) -> nn.Module:
+    model = seeded(build)
+    oracle = TierOracle(model, sgd(model), me.size)
+    oracle.wire = wire
+    for step in range(steps):
+        oracle.step(lambda m, rank, step=step: loss(m, rank, step))
+    return model
+
+
+def trained(me: Me, build: Callable[[], nn.Module], steps: int, carrier: str, **options: Any) -> nn.Module:
+    model = seeded(build)
+    me.shake(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    assert hvd.explain(optimizer, show=False).transport == carrier
+    for step in range(steps):
+        loss(model, me.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+    optimizer.close()
+    return model
+
+
+@case(ranks=(4,), slow=(3,))
+def the_launcher_tells_the_hosts(me: Me) -> None:
+    assert hosts_of() == ([0, 0, 1, 1] if me.size == 4 else [0, 0, 1])
+    pair = hvd.add_process_set([1, me.size - 1])
+    if me.rank in (1, me.size - 1):
+        assert hosts_of(pair) == [0, 1]
+
+
+@case(ranks=(4,), slow=(3,))
+def every_schedule_gives_the_bits_of_sums_by_host(me: Me) -> None:
+    for schedule, steps in (("auto", 14), ("dear", 6), ("wfbp", 6), ("optimal", 6)):
+        truth = expected(me, Mixed, steps)
+        assert_same_bits(trained(me, Mixed, steps, "tiers", schedule=schedule), truth, schedule)
+
+
+@case(ranks=(4,))
+def every_bucket_size_gives_the_bits_of_sums_by_host(me: Me) -> None:
+    truth = expected(me, Mixed, 6)
+    for size in (1e-5, 1e-3, 100):
+        options = {"schedule": "dear", "bucket_mb": size, "transport": "tiers"}
+        assert_same_bits(trained(me, Mixed, 6, "tiers", **options), truth, f"buckets of {size} MB")
+
+
+@case(ranks=(4,), slow=(3,))
+def a_wire_type_rounds_each_hosts_sum(me: Me) -> None:
+    for compression, wire in ((hvd.Compression.bf16, torch.bfloat16), (hvd.Compression.fp16, torch.float16)):
+        truth = expected(me, mlp, 6, wire)
+        assert_same_bits(trained(me, mlp, 6, "tiers", schedule="dear", compression=compression), truth)
+
+
+@case(ranks=(4,), slow=(3,))
+def gathered_parameters_are_equal_everywhere(me: Me) -> None:
+    truth = expected(me, mlp64, 8)
+    for early in (False, True):
+        model = trained(me, mlp64, 8, "tiers", schedule="dear", gather="parameters", early_step=early)
+        assert_close(model, truth, terms_of(truth, 8))
+        assert len(set(me.everybody(fingerprint(model)))) == 1
+
+
+@case(ranks=(4,))
+def blocks_and_named_transports_are_flat(me: Me) -> None:
+    trained(me, mlp, 4, "direct", schedule="dear", compression=hvd.Compression.int8)
+    trained(me, mlp, 4, "ring", schedule="dear", transport="ring")
+    model = mlp()
+    try:
+        hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.int8, transport="tiers")
+    except ValueError as error:
+        assert "over transport 'tiers'" in str(error) and "transport='direct'" in str(error)
+    else:
+        raise AssertionError("blocks of int8 over tiers were not refused")
+
+
+@case(ranks=(4,))
+def tables_are_sent_whole(me: Me) -> None:
+    """Touched rows travel over flat transports only; with tiers, sparse gradients are reduced apart."""
+
+    def build(sparse: bool) -> nn.Module:
+        return nn.Sequential(nn.Embedding(500, 8, sparse=sparse), nn.Linear(8, 2)).double()
+
+    def train(sparse: bool, **options: Any) -> nn.Module:
+        model = seeded(lambda: build(sparse))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), schedule="dear", **options)
+        for step in range(4):
+            words = torch.arange(6).remainder(5).add(7 * me.rank + step)
+            model(words).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    truth = train(False, transport="direct", row_sparse=False)
+    for sparse in (False, True):
+        assert_close(train(sparse), truth, terms_of(truth, 4), f"sparse={sparse}")
+    try:
+        train(False, row_sparse=True)
+    except ValueError as error:
+        assert "needs transport 'direct' or 'gloo' on CPUs, but the transport is 'tiers'" in str(error)
+    else:
+        raise AssertionError("rows over tiers were not refused")
+
+
+@case(ranks=(4,))
+def where_memory_cannot_be_shared_all_ranks_are_flat(me: Me) -> None:
+    """Only one rank cannot open its neighbour's board."""
+    from comm_core import boards
+
+    honest = boards._open_neighbour
+    if me.rank == 1:
+        boards._open_neighbour = lambda *_: "rank 1 runs in another container"
+    try:
+        truth = trained(me, mlp64, 4, "direct", schedule="dear")
+        model = mlp64()
+        try:
+            hvd.DistributedOptimizer(sgd(model), transport="tiers")
+        except hvd.CommError as error:
+            assert "transport='tiers' is not possible: the ranks of a host cannot share memory" in str(error)
+            assert "rank 1 runs in another container" in str(error)
+        else:
+            raise AssertionError("tiers without shared memory were not refused")
+    finally:
+        boards._open_neighbour = honest
+    assert_close(trained(me, mlp64, 4, "tiers", schedule="dear"), truth, terms_of(truth, 4))
+
+
+main(__name__)

@@ -1,0 +1,80 @@
+"""Ranks that exchange in two tiers, without an optimizer.
+
+`tier_ranks.py traffic MEGABYTES TIMES` counts bytes. With `RS` and `AG`, the last rank is killed before that
+operation of its second step; with `any`, ranks make steps until one is killed from outside. Every other rank
+prints the error with which it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import comm_core
+import commsched as hvd
+from commsched.backends.cpu import make_transport
+from commsched.env import settings
+
+
+def sent_bytes() -> int:
+    """What this host's network device has sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return sum(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+
+def measure(transport: comm_core.Transport, megabytes: int, times: int) -> None:
+    """Print the bytes by which the host's counter grows; ranks of one host read the same counter."""
+    data = torch.ones((megabytes << 20) // 4)
+    hvd.barrier()
+    before = sent_bytes()
+    hvd.barrier()
+    for step in range(times):
+        data.fill_(1.0)
+        transport.all_reduce(data, step=step)
+    hvd.barrier()
+    assert bool((data == hvd.size()).all())
+    print(f"sent {sent_bytes() - before}", flush=True)
+    hvd.barrier()
+
+
+def fail(transport: comm_core.Transport, operation: str) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    grads, params = torch.ones(size << 18), torch.ones(size << 18)
+    engine = comm_core.Engine(transport, rank, size, settings().timeout)
+    engine.add_bucket(grads, gather=params, name="weights", needs_update=True)
+    engine.install([("RS", 0), ("AG", 0)])
+    for step in range(1_000_000 if operation == "any" else 2):
+        dies = operation != "any" and step == 1 and rank == size - 1
+        if step == 3:
+            print("going", flush=True)
+        if dies and operation == "RS":
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.begin_step()
+        engine.mark_ready(0)
+        engine.wait_rs(0)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.mark_updated(0)
+        engine.wait_ag(0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    name, transport = make_transport("tiers", hvd.global_process_set, 1, settings().timeout)
+    assert name == "tiers"
+    what, *numbers = sys.argv[1:]
+    if what == "traffic":
+        return measure(transport, *map(int, numbers))
+    try:
+        fail(transport, what)
+    except comm_core.EngineError as error:
+        print(f"EngineError {error.kind} {error.peer}: {error}", flush=True)
+        sys.exit(3)
+
+
+main()

@@ -1,0 +1,102 @@
+"""The exchange in two tiers between processes: sums, lost ranks, and the bytes that leave each host."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dnn_bench.cluster import Cluster
+from dnn_bench.rank_environment import rank_variables
+from tests.dist.test_optimizer_failures import PROGRAM as FAILURES
+from tests.dist.test_optimizer_failures import end_of
+from tests.support.cases import check, parameters
+from tests.support.launch import PATIENCE, run_ranks, start_ranks
+from tests.support.needs import needs, needs_root
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests/dist/programs/tier_ranks.py"
+# Two hosts, as the launcher says; both are this machine.
+TWO_HOSTS = "srun-env"
+# A rank that is lost is noticed without any time-out: this one no test reaches.
+PATIENT = {"COMMSCHED_TIMEOUT": "900"}
+
+
+@pytest.mark.parametrize("program, ranks, name", parameters("optimizer_tiers"))
+def test_case(program, ranks, name):
+    check(program, ranks, name, TWO_HOSTS)
+
+
+def boards_in(pid):
+    """How many boards the process has mapped; None where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text().count("memfd:commsched board")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+@pytest.mark.parametrize("operation", ["RS", "AG"])
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_a_killed_rank_ends_all_others(operation, ranks):
+    results = run_ranks(PROGRAM, ranks, [operation], PATIENT, launcher=TWO_HOSTS)
+    assert results[-1].returncode == -9, results[-1].stderr
+    for result in results[:-1]:
+        assert result.returncode == 3, result.stderr
+        said = result.stdout.strip().splitlines()[-1]
+        assert said.startswith(f"EngineError peer_lost {ranks - 1}: rank {result.rank}: "), said
+        assert f"{operation} of bucket 0 (weights) in step 2 failed" in said, said
+        assert f"rank {ranks - 1}" in said and "look at the output of rank" in said, said
+    assert not [name for name in Path("/dev/shm").glob("*commsched*")]
+
+
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_a_rank_killed_at_any_moment_ends_all_others(ranks):
+    with start_ranks(PROGRAM, ranks, ["any"], PATIENT, TWO_HOSTS) as started:
+        started.wait_for_output(ranks - 1, "going")
+        started.kill(ranks - 1)
+        results = started.wait(PATIENCE)
+    for result in results[:-1]:
+        said = result.stdout.strip().splitlines()[-1]
+        assert result.returncode == 3 and said.startswith(f"EngineError peer_lost {ranks - 1}: "), result
+        assert re.search(r": (RS|AG) of bucket 0 \(weights\) in step \d+ failed", said), said
+
+
+def test_a_killed_ranks_data_workers_keep_no_memory():
+    """They live on, and have neither its connections nor its board."""
+    with start_ranks(FAILURES, 4, ["killed in the backward with workers"], PATIENT, TWO_HOSTS) as started:
+        for rank in (0, 2, 3):
+            started.processes[rank].wait(PATIENCE)
+        workers = re.findall(r"workers=\[(\d+), (\d+)\]", started.output(1))[0]
+        assert [boards_in(worker) for worker in workers] == [0, 0]
+        ends = [end_of(started.output(rank), 3, "") for rank in (0, 2, 3)]
+    for end in ends:
+        assert "rank 1" in end.message and "bucket" in end.message, end.message
+
+
+@pytest.mark.root
+@needs_root
+@needs("ip", "tc")
+@pytest.mark.parametrize("hosts, per_host", [(2, 2), (3, 2)])
+def test_a_host_sends_as_much_as_one_rank_a_host_would(hosts, per_host):
+    """A flat direct exchange sends `per_host` times as much."""
+    megabytes, times = 12, 3
+    size, own = (
+        hosts * per_host,
+        {"COMMSCHED_TIMEOUT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    command = [sys.executable, str(PROGRAM), "traffic", str(megabytes), str(times)]
+    with Cluster(hosts=hosts, link="unlimited", ssh=False) as cluster:
+        ranks = []
+        for rank in range(size):
+            host, place = divmod(rank, per_host)
+            variables = rank_variables(rank, size, place, per_host, cluster.addresses[0], 29400)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            ranks.append(cluster.run(host, command, variables | own, **pipes))
+        texts = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
+    least = times * 2 * (hosts - 1) / hosts * (megabytes << 20)
+    for text in texts:
+        sent = int(re.search(r"^sent (\d+)$", text, re.MULTILINE)[1])
+        assert least <= sent <= 1.03 * least, (sent / least, texts)

@@ -1,0 +1,72 @@
+"""The exchange in two tiers in one process, and the order of its sums in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from comm_core import Engine, TwoTierTransport, local_channels, two_tier_transport
+from tests.support.engines import on_ranks
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def tier_transports(
+    hosts: Sequence[int], segment_bytes: int = 64, depth: int = 2, timeout: float = 200.0
+) -> list[TwoTierTransport]:
+    """A transport for each rank; small segments by default, so that small buckets have many."""
+    channels = local_channels(len(hosts))
+    return on_ranks(
+        len(hosts),
+        lambda rank: two_tier_transport(channels[rank], rank, hosts, segment_bytes, depth, timeout),
+    )
+
+
+@contextmanager
+def tier_engines(
+    hosts: Sequence[int], timeout: float = 200.0, segment_bytes: int = 64, depth: int = 2
+) -> Iterator[list[Engine]]:
+    """An engine for each rank."""
+    transports = tier_transports(hosts, segment_bytes, depth)
+    engines = [Engine(each, rank, len(hosts), timeout) for rank, each in enumerate(transports)]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def tier_sum(
+    parts: Sequence[torch.Tensor],
+    hosts: Sequence[int],
+    wire: torch.dtype | None = None,
+    before: float = 1.0,
+    after: float = 1.0,
+) -> torch.Tensor:
+    """The sum before it is gathered: in rank order inside each host, rounded to the wire type,
+    then in host order. See "order of sums in two tiers" in `two_tier.h`.
+    """
+    dtype, several = parts[0].dtype, len(set(hosts)) > 1
+    wide = torch.float32 if dtype in HALVES else dtype
+    parts = [part if before == 1.0 else (part.to(wide) * before).to(dtype) for part in parts]
+    sums = []
+    for host in sorted(set(hosts)):
+        own = [part for part, of in zip(parts, hosts, strict=True) if of == host]
+        total = _added(own, wide)
+        sums.append(total.to(wire or dtype) if several else total)
+    total = _added(sums, wide)
+    return (total if after == 1.0 else total * after).to(dtype)
+
+
+def tier_gathered(total: torch.Tensor, hosts: Sequence[int], wire: torch.dtype | None) -> torch.Tensor:
+    """What every rank has after the all-gather of these sums."""
+    return total if wire is None or len(set(hosts)) == 1 else total.to(wire).to(total.dtype)
+
+
+def _added(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total

@@ -1,0 +1,524 @@
+"""The exchange in two tiers, with threads as ranks: boards inside a host, sockets between hosts."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from comm_core import (
+    Engine,
+    EngineError,
+    NotShared,
+    TwoTierTransport,
+    boards,
+    local_channels,
+    open_boards,
+    two_tier_transport,
+)
+from tests.support.engines import local_engines, on_ranks, ordered_sum, run_step
+from tests.support.two_tiers import tier_engines, tier_gathered, tier_sum, tier_transports
+
+LONG = 3600.0  # seconds that no test waits
+PLACES = {
+    "2x2": [0, 0, 1, 1],
+    "2x4": [0, 0, 0, 0, 1, 1, 1, 1],
+    "4x2": [0, 0, 1, 1, 2, 2, 3, 3],
+    "3+1": [0, 0, 0, 1],
+    "1+3": [0, 1, 1, 1],
+    "4+2": [0, 0, 0, 0, 1, 1],
+    "interleaved": [0, 1, 0, 1],
+    "mixed": [1, 0, 2, 1, 1, 0],
+    "one host": [0, 0, 0],
+    "one rank a host": [0, 1, 2],
+    "alone": [0],
+}
+TYPES = [
+    (torch.float32, None),
+    (torch.float64, None),
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.int64, None),
+]
+
+
+def values(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-1000, 1000, (count,), generator=generator, dtype=dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def uneven_ends(size: int, count: int) -> list[int]:
+    """Ends of parts of which some are empty and others long."""
+    dice = random.Random(size)
+    return [*sorted(dice.choice([0, count, dice.randrange(count + 1)]) for _ in range(size - 1)), count]
+
+
+def reduced(
+    hosts: Sequence[int],
+    data: Sequence[torch.Tensor],
+    steps: int = 1,
+    segment_bytes: int = 64,
+    depth: int = 2,
+    **options: object,
+) -> list[torch.Tensor]:
+    """Every rank's bucket after these steps; before each, it holds the rank's own values."""
+    with tier_engines(hosts, segment_bytes=segment_bytes, depth=depth) as engines:
+
+        def one(rank: int) -> torch.Tensor:
+            mine = torch.empty_like(data[rank])
+            engines[rank].add_bucket(mine, name="weights", **options)
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            for _ in range(steps):
+                mine.copy_(data[rank])
+                run_step(engines[rank], [0])
+            return mine
+
+        return on_ranks(len(hosts), one)
+
+
+def failure(call: Callable[[], object]) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        call()
+    return caught.value
+
+
+def assert_all_equal(results: Sequence[torch.Tensor], expected: torch.Tensor) -> None:
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+# -- sums ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("dtype", "wire"), TYPES)
+def test_sums_have_the_bits_of_the_documented_order(
+    place: str, dtype: torch.dtype, wire: torch.dtype | None
+) -> None:
+    hosts = PLACES[place]
+    data = [values(rank, len(hosts) * 301, dtype) for rank in range(len(hosts))]
+    after = 1.0 if dtype == torch.int64 else 1 / 3
+    expected = tier_gathered(tier_sum(data, hosts, wire, after=after), hosts, wire)
+    assert_all_equal(reduced(hosts, data, steps=3, wire_dtype=wire, postscale=after), expected)
+
+
+@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed", "one host"])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_uneven_parts_and_a_prescale(place: str, wire: torch.dtype | None) -> None:
+    hosts = PLACES[place]
+    data = [values(rank, 997, torch.float32, seed=1) for rank in range(len(hosts))]
+    expected = tier_gathered(tier_sum(data, hosts, wire, before=0.3, after=0.7), hosts, wire)
+    options = {"ends": uneven_ends(len(hosts), 997), "prescale": 0.3, "postscale": 0.7}
+    assert_all_equal(reduced(hosts, data, steps=2, wire_dtype=wire, **options), expected)
+
+
+@pytest.mark.parametrize(("segment_bytes", "depth"), [(8, 1), (24, 3), (256, 5), (1 << 16, 4)])
+def test_segments_and_depth_change_no_bit(segment_bytes: int, depth: int) -> None:
+    hosts = PLACES["4+2"]
+    data = [values(rank, 6 * 211, torch.float32, seed=2) for rank in range(6)]
+    results = reduced(hosts, data, steps=3, segment_bytes=segment_bytes, depth=depth)
+    assert_all_equal(results, tier_sum(data, hosts))
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_one_rank_a_host_gives_the_bits_of_the_direct_exchange(wire: torch.dtype | None) -> None:
+    data = [values(rank, 3 * 100, torch.float32, seed=3) for rank in range(3)]
+    with local_engines(3) as engines:
+
+        def direct(rank: int) -> torch.Tensor:
+            mine = data[rank].clone()
+            engines[rank].add_bucket(mine, wire_dtype=wire, postscale=0.3, prescale=0.9)
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            run_step(engines[rank], [0])
+            return mine
+
+        expected = on_ranks(3, direct)
+    results = reduced([0, 1, 2], data, wire_dtype=wire, postscale=0.3, prescale=0.9)
+    assert_all_equal(results, expected[0])
+
+
+def test_one_host_gives_the_bits_of_the_direct_exchange_and_rounds_nothing() -> None:
+    data = [values(rank, 4 * 100, torch.float32, seed=4) for rank in range(4)]
+    assert_all_equal(reduced([0] * 4, data, wire_dtype=torch.bfloat16), ordered_sum(data))
+
+
+def test_who_owns_a_shard_changes_no_bit() -> None:
+    hosts = PLACES["3+1"]
+    data = [values(rank, 4 * 50, torch.bfloat16, seed=5) for rank in range(4)]
+    for owner in range(4):
+        ends = [0] * owner + [200] * (4 - owner)
+        assert_all_equal(reduced(hosts, data, ends=ends), tier_sum(data, hosts))
+
+
+@pytest.mark.parametrize("place", ["2x2", "4+2", "interleaved", "one host"])
+def test_parameters_are_gathered_after_their_update(place: str) -> None:
+    """AG waits for the update of the shard, and moves parameters of another type as they are."""
+    hosts = PLACES[place]
+    size, count = len(hosts), 503
+    data = [values(rank, count, torch.float32, seed=6) for rank in range(size)]
+    total, ends = tier_sum(data, hosts, torch.bfloat16), uneven_ends(size, count)
+    begins = [0, *ends[:-1]]
+    with tier_engines(hosts) as engines:
+
+        def one(rank: int) -> torch.Tensor:
+            grads, params = torch.empty(count), torch.zeros(count, dtype=torch.float64)
+            own = slice(begins[rank], ends[rank])
+            engines[rank].add_bucket(
+                grads, gather=params, wire_dtype=torch.bfloat16, needs_update=True, ends=ends
+            )
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            for step in range(3):
+                grads.copy_(data[rank])
+                engines[rank].begin_step()
+                engines[rank].mark_ready(0)
+                engines[rank].wait_rs(0)
+                params[own] = grads[own].double() * (1 + step)
+                engines[rank].mark_updated(0)
+                engines[rank].wait_ag(0)
+            return params
+
+        assert_all_equal(on_ranks(size, one), total.double() * 3)
+
+
+def test_several_buckets_flags_and_whole_reductions_in_one_plan() -> None:
+    hosts, plan = PLACES["3+1"], [("RS", 1), ("AR", 2), ("RS", 0), ("AG", 1), ("AG", 0)]
+    lengths, kinds = (4 * 77, 4, 4 * 8), (torch.float32, torch.bfloat16, torch.int64)
+    data = [
+        [values(rank, n, kind, seed=7 + b) for rank in range(4)]
+        for b, (n, kind) in enumerate(zip(lengths, kinds, strict=True))
+    ]
+    with tier_engines(hosts) as engines:
+
+        def one(rank: int) -> list[torch.Tensor]:
+            buckets = [torch.empty_like(each[rank]) for each in data]
+            for bucket in buckets:
+                engines[rank].add_bucket(bucket)
+            engines[rank].install(plan)
+            for _ in range(4):
+                for bucket, each in zip(buckets, data, strict=True):
+                    bucket.copy_(each[rank])
+                run_step(engines[rank], [2, 0, 1])
+            return buckets
+
+        results = on_ranks(4, one)
+    for b, each in enumerate(data):
+        assert_all_equal([result[b] for result in results], tier_sum(each, hosts))
+
+
+@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed"])
+def test_ranks_that_are_late_in_any_order_change_nothing(place: str) -> None:
+    """Ranks mark buckets at random times and in random order: no slot is read early or overwritten."""
+    hosts = PLACES[place]
+    size, steps = len(hosts), 12
+    data = [
+        [[values(rank, size * 61, torch.float32, seed=100 * b + s) for rank in range(size)] for s in range(3)]
+        for b in range(3)
+    ]
+    sums = [[tier_sum(ranks, hosts) for ranks in each] for each in data]
+    with tier_engines(hosts, depth=3) as engines:
+
+        def one(rank: int) -> None:
+            dice, engine = random.Random(rank), engines[rank]
+            buckets = [torch.empty(size * 61) for _ in data]
+            for bucket in buckets:
+                engine.add_bucket(bucket)
+            engine.install([("RS", 0), ("RS", 1), ("AG", 1), ("RS", 2), ("AG", 0), ("AG", 2)])
+            for step in range(steps):
+                engine.begin_step()
+                for b in dice.sample(range(3), 3):
+                    buckets[b].copy_(data[b][step % 3][rank])
+                    threading.Event().wait(dice.choice([0, 0, 0.001, 0.004]))
+                    engine.mark_ready(b)
+                for b in dice.sample(range(3), 3):
+                    engine.wait_ag(b)
+                    torch.testing.assert_close(buckets[b], sums[b][step % 3], rtol=0, atol=0)
+                engine.wait_all()
+
+        on_ranks(size, one)
+
+
+# -- what is sent --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["2x2", "2x4", "4x2", "3+1", "interleaved"])
+def test_a_host_sends_what_one_rank_a_host_would(place: str) -> None:
+    hosts = PLACES[place]
+    size, count = len(hosts), len(hosts) * 100
+    number = len(set(hosts))
+    with tier_engines(hosts) as engines:
+
+        def one(rank: int) -> int:
+            engines[rank].add_bucket(torch.ones(count))
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            run_step(engines[rank], [0])
+            return int(engines[rank].events()["bytes"].sum())
+
+        sent = on_ranks(size, one)
+    by_host = [sum(n for n, of in zip(sent, hosts, strict=True) if of == host) for host in range(number)]
+    assert sum(by_host) == 2 * (number - 1) * count * 4
+    if size == number * hosts.count(0):  # hosts of one size
+        assert by_host == [2 * (number - 1) * count * 4 // number] * number
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_rows_and_blocks_are_refused() -> None:
+    with tier_engines([0, 0, 1]) as engines:
+        error = failure(lambda: engines[0].add_bucket(torch.ones(12), row=4, name="table"))
+        assert "bucket 'table' shall travel by rows; use the direct exchange" in str(error)
+        error = failure(lambda: engines[0].add_bucket(torch.ones(12), wire_dtype=torch.int8, name="table"))
+        assert "'table' cannot travel in blocks of int8" in str(error) and "direct exchange" in str(error)
+
+
+def test_hosts_and_boards_must_fit() -> None:
+    channel = local_channels(1)[0]
+    size = TwoTierTransport.board_bytes(2, 64, 2)
+    assert size == 4096 + 2 * 2 * 2 * 64
+    with open_boards(channel, 0, [0], size) as files:
+        for hosts, rank, error in (
+            ([0], 1, "rank must be in [0, 1)"),
+            ([1], 0, "hosts are numbered from 0 to at most 0, but rank 0 is on host 1"),
+            ([0, -1], 0, "hosts are numbered from 0 to at most 1, but rank 1 is on host -1"),
+            ([1, 1], 0, "hosts are numbered without gaps, but no rank is on host 0 of 2"),
+            ([0, 0], 0, "rank 0 needs the boards of the 2 ranks of its host, of which it is number 0"),
+        ):
+            assert error in str(
+                failure(lambda h=hosts, r=rank: TwoTierTransport(channel, r, h, files, 64, 2))
+            )
+        error = failure(lambda: TwoTierTransport(channel, 0, [0], files, 1 << 20, 4))
+        assert f"it has {size} bytes, but {4096 + (8 << 20)} are needed" in str(error)
+
+
+def test_different_operations_are_a_mismatch() -> None:
+    transports = tier_transports([0, 0])
+
+    def one(rank: int) -> EngineError:
+        try:
+            return failure(lambda: transports[rank].all_reduce(torch.ones(2000), step=rank))
+        finally:
+            transports[rank].close()
+
+    errors = on_ranks(2, one)
+    assert any("do all ranks run the same plan?" in str(error) for error in errors)
+    assert all(error.kind in ("mismatch", "peer_lost") for error in errors)
+
+
+# -- boards --------------------------------------------------------------------------------------------------
+
+
+def mapped_boards() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:commsched board")
+
+
+def open_files() -> list[str]:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder itself
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return links
+
+
+def test_closing_gives_the_memory_back() -> None:
+    before = mapped_boards()
+    transports = tier_transports([0, 0, 1])
+    assert mapped_boards() == before + 5
+    assert not any("commsched board" in link for link in open_files())
+    for transport in transports:
+        transport.close()
+    assert mapped_boards() == before
+
+
+def refused_by(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object, hosts: Sequence[int]) -> str:
+    monkeypatch.setattr(boards.os, name, replacement)
+    channels = local_channels(len(hosts))
+
+    def one(rank: int) -> str:
+        with pytest.raises(NotShared) as caught:
+            two_tier_transport(channels[rank], rank, hosts)
+        assert caught.value.kind == "usage"
+        return str(caught.value)
+
+    texts = on_ranks(len(hosts), one)
+    assert len(set(texts)) == 1
+    assert not any("commsched board" in link for link in open_files())
+    return texts[0]
+
+
+def test_all_ranks_learn_why_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another host, which could share its memory, gives up too."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    text = refused_by(monkeypatch, "open", refuse, [0, 1, 0])
+    assert f"rank 0 (user {os.getuid()}) cannot open the board of rank 2, /proc/{os.getpid()}/fd/" in text
+    assert "Operation not permitted; do both run in one container, as the same user?" in text
+
+
+def test_no_memory_files_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    assert "cannot make a file in memory (memfd_create): " in refused_by(
+        monkeypatch, "memfd_create", refuse, [0, 0]
+    )
+
+
+def test_the_board_of_another_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another container, the same number is another process."""
+    assert "that is the board of another job" in refused_by(
+        monkeypatch, "pread", lambda *_: b"another token...", [0, 0]
+    )
+
+
+def test_another_file_of_another_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refused_by(monkeypatch, "readlink", lambda _: "/dev/null", [0, 0])
+    assert "that is another file (/dev/null); do both run in one container" in text
+
+
+# -- how it ends ---------------------------------------------------------------------------------------------
+
+
+def prepared(transport: TwoTierTransport, rank: int, size: int, timeout: float = LONG) -> Engine:
+    engine = Engine(transport, rank, size, timeout)
+    engine.add_bucket(torch.ones(size * 500), name="weights")
+    engine.install([("RS", 0), ("AG", 0)])
+    return engine
+
+
+@pytest.mark.parametrize("place", ["one host", "2x2", "3+1", "one rank a host"])
+@pytest.mark.parametrize("way", ["abort", "close"])
+def test_the_others_hear_which_rank_ended_and_why(place: str, way: str) -> None:
+    hosts = PLACES[place]
+    size = len(hosts)
+    leaver = size - 1
+    transports = tier_transports(hosts)
+
+    def one(rank: int) -> EngineError | None:
+        engine = prepared(transports[rank], rank, size)
+        run_step(engine, [0])
+        if rank == leaver:
+            engine.abort("its disk is full") if way == "abort" else engine.close()
+            return None
+        error = failure(lambda: run_step(engine, [0]))
+        engine.close()
+        return error
+
+    for rank, error in enumerate(on_ranks(size, one)[:-1]):
+        assert error is not None and (error.kind, error.peer) == ("peer_lost", leaver), str(error)
+        assert f"rank {rank}: " in str(error) and "of bucket 0 (weights) in step 2 failed" in str(error)
+        assert ("its disk is full" if way == "abort" else f"rank {leaver}") in str(error)
+
+
+@pytest.mark.parametrize("place", ["one host", "2x2", "interleaved"])
+def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
+    hosts = PLACES[place]
+    transports = tier_transports(hosts)
+    engines = [prepared(each, rank, len(hosts)) for rank, each in enumerate(transports)]
+    waiting = engines[0]
+    waiting.begin_step()
+    waiting.mark_ready(0)
+    threading.Timer(0.05, lambda: waiting.abort("enough")).start()
+    error = failure(lambda: waiting.wait_ag(0))
+    assert error.kind == "aborted" and "enough" in str(error)
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("place", ["one host", "2x2", "3+1", "one rank a host"])
+@pytest.mark.parametrize("operation", ["RS", "AG"])
+def test_all_time_outs_name_the_rank_that_does_not_come(place: str, operation: str) -> None:
+    """Ranks that wait for a rank that itself waits let that one say for whom."""
+    hosts = PLACES[place]
+    size = len(hosts)
+    absent = size - 1
+    transports = tier_transports(hosts)
+    together, failed = threading.Barrier(size), threading.Semaphore(0)
+
+    def one(rank: int) -> EngineError | None:
+        engine = Engine(transports[rank], rank, size, LONG)
+        grads, params = torch.ones(size * 50), torch.ones(size * 50)
+        engine.add_bucket(grads, gather=params, name="weights", needs_update=True)
+        engine.install([("RS", 0), ("AG", 0)])
+        engine.begin_step()
+        if operation == "AG":
+            engine.mark_ready(0)
+            engine.wait_rs(0)
+        transports[rank].set_timeout(5.0)
+        together.wait()
+        if rank == absent:
+            assert all(failed.acquire(timeout=LONG) for _ in range(size - 1))
+            engine.close()
+            return None
+        if operation == "RS":
+            engine.mark_ready(0)
+            error = failure(lambda: engine.wait_rs(0))
+        else:
+            engine.mark_updated(0)
+            error = failure(lambda: engine.wait_ag(0))
+        failed.release()
+        engine.close()
+        return error
+
+    for error in on_ranks(size, one)[:-1]:
+        assert error is not None and error.peer == absent, str(error)
+        assert f"{operation} of bucket 0 (weights) in step 1 failed" in str(error)
+        assert f"nothing came from rank {absent}" in str(error), str(error)
+
+
+# -- forks ---------------------------------------------------------------------------------------------------
+
+
+def in_child(call: Callable[[], bool]) -> bool:
+    """Whether the call returns True in a forked child, which then ends without clean-up."""
+    child = os.fork()
+    if child == 0:
+        good = False
+        try:
+            good = call()
+        finally:
+            os._exit(0 if good else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_has_no_board_and_harms_none() -> None:
+    hosts = PLACES["2x2"]
+    data = [values(rank, 4 * 100, torch.float32, seed=20) for rank in range(4)]
+    transports = tier_transports(hosts)
+
+    def without_boards() -> bool:
+        for transport in transports:
+            transport.close()
+        transports.clear()
+        return mapped_boards() == 0
+
+    assert mapped_boards() > 0 and in_child(without_boards)
+
+    def one(rank: int) -> torch.Tensor:
+        mine = data[rank].clone()
+        transports[rank].all_reduce(mine)
+        return mine
+
+    assert_all_equal(on_ranks(4, one), tier_sum(data, hosts))
+    for transport in transports:
+        transport.close()
+
+    def after_the_end() -> bool:
+        transports[0].close()
+        transports.clear()
+        return True
+
+    assert in_child(after_the_end)
