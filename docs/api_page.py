@@ -100,12 +100,12 @@ def block(name: str, value: Any) -> str:
     """Return a class or function with its parameters as a block of Python code."""
     is_class = inspect.isclass(value)
     parameters = constructor(value) if is_class else signature(value)
-    return f"```python\n{'class' if is_class else 'def'} {name}{parameters}\n```"
+    return f"```pyi\n{'class' if is_class else 'def'} {name}{parameters}\n```"
 
 
 def formatted(text: str) -> str:
     """Format all blocks of code like the project's, in one run of the formatter."""
-    blocks = re.findall(r"(?<=```python\n).*?(?=\n```)", text, flags=re.DOTALL)
+    blocks = re.findall(r"(?<=```pyi\n).*?(?=\n```)", text, flags=re.DOTALL)
     # As stubs of functions: a class with annotated parameters is no Python.
     stubs = [
         re.sub(r"^class (\w+)$", r"class \1()", one).replace("class ", "def class_", 1) for one in blocks
@@ -115,7 +115,7 @@ def formatted(text: str) -> str:
     done = subprocess.run(ruff, input=code, capture_output=True, text=True, check=True)
     results = re.split(r":\s*pass\s*", done.stdout.strip())
     shown = iter(one.replace("def class_", "class ") for one in results)
-    return re.sub(r"(?<=```python\n).*?(?=\n```)", lambda _: next(shown), text, flags=re.DOTALL)
+    return re.sub(r"(?<=```pyi\n).*?(?=\n```)", lambda _: next(shown), text, flags=re.DOTALL)
 
 
 def generated_signature(value: Any) -> str:
