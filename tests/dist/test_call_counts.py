@@ -45,6 +45,7 @@ def shown(title: str, calls: list[str]) -> list[str]:
     return calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 def test_from_the_hook_to_the_binding(gather: str) -> None:
     chains, calls = traced()[gather]

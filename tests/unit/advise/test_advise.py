@@ -37,6 +37,7 @@ def test_bytes_on_the_wire_by_type() -> None:
     assert MEASURED.on_the_wire(1).sizes == (0, *[MIB] * 4, MIB // 2)
 
 
+@pytest.mark.thorough
 def test_rows_are_ordered_as_physics_wants() -> None:
     rows = {row.setting: row for row in forecast(MEASURED).rows}
     here, bf16, int8, double, ten = rows.values()

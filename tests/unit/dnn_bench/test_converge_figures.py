@@ -11,6 +11,7 @@ def run(losses: tuple[float, ...], accuracy: float = 0.9) -> Run:
     return Run("digits", "x", 2, losses, accuracy, "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", list(TASKS))
 def test_any_number_of_workers_sees_the_same_global_batch(task: str) -> None:
     if task == "digits":

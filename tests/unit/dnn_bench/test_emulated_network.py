@@ -40,6 +40,7 @@ def test_collectives_take_the_links_time_and_sum_over_equal_ranks() -> None:
     assert bucket.tolist() == [3.0] * 1002
 
 
+@pytest.mark.thorough
 def test_every_policy_on_a_small_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "emulated.json"
     words = "--model mlp_tiny --batch-size 8 --network alpha=1e-4,beta=1e-8 --ranks 2 --device cpu"

@@ -104,7 +104,9 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 def test_training_is_that_of_one_process_without_recompiling(backend: str) -> None:
     meeting = threading.Barrier(RANKS, timeout=300)
 

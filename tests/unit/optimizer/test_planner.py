@@ -48,6 +48,7 @@ def test_the_answer_of_a_child_is_the_error(monkeypatch, tmp_path):
         ask("dear", monkeypatch, tmp_path, bucket_bytes=-1)
 
 
+@pytest.mark.thorough
 def test_the_asking_process_does_not_load_the_compiler():
     code = """
 import sys

@@ -364,6 +364,7 @@ def test_all_stages_draw_the_same_random_numbers() -> None:
     assert len(seeds) == 30
 
 
+@pytest.mark.thorough
 def test_layers_are_left_out_alike_in_all_stages() -> None:
     """LayerDrop: whether a layer counts depends on random numbers, so another value crosses each time."""
     torch.manual_seed(0)

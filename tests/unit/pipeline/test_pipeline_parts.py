@@ -218,7 +218,17 @@ def test_modules_compute_in_a_thread_while_another_traces() -> None:
     assert chains[0].names == ("layer",)
 
 
-@pytest.mark.parametrize("name", [name for name in models.names() if "_tiny" in name])
+SLOW_TO_CUT = ("densenet_tiny", "inception_tiny", "resnext_tiny")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name in SLOW_TO_CUT else [])
+        for name in models.names()
+        if "_tiny" in name
+    ],
+)
 def test_the_models_of_the_benchmarks_can_be_cut(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name)

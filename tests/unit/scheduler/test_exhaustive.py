@@ -29,6 +29,7 @@ def best_of_all(problem: Problem, buckets: tuple[Bucket, ...]) -> float:
     return min(model.period(model.encode(order)) for order in orders)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", STEPS)
 @settings(max_examples=10, deadline=None)
 @given(profile=profiles(most_layers=4), link=links(), data=st.data())
@@ -58,6 +59,7 @@ def split_first(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     return (Bucket((parts[0],)), *rest, *buckets[1:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seed", [0, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 )

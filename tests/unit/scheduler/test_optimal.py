@@ -31,6 +31,7 @@ def link_at(profile: Profile, ratio: float, alpha: float) -> Link:
     return Link(alpha, ratio * profile.compute / (2 * profile.total_bytes))
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(profile=profiles(groups=2), link=links())
 def test_never_worse_than_any_other(profile: Profile, link: Link) -> None:

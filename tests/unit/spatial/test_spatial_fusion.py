@@ -148,6 +148,7 @@ def test_without_zeros_beyond_the_border_the_bits_differ(monkeypatch: pytest.Mon
         on_threads(3, lambda ch: [compare(seed, (1, 3), 3, "off", ch) for seed in seeds])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "fuse", "overlap", "grid"),
     [

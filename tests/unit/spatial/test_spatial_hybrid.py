@@ -99,6 +99,7 @@ def test_gradients_of_uneven_batches_are_added_to_the_callers(
     assert seen == set(range(len(start)))
 
 
+@pytest.mark.thorough
 def test_the_programs_of_all_cases_are_valid_and_simulated() -> None:
     """The ranks of tests/dist run these very programs (tests/support/spatial_stages.py)."""
     for case in every_case():

@@ -1,0 +1,18 @@
+"""The product has a budget of lines: what is added must be worth what a reader pays for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
+BUDGET = 49_700
+
+
+def test_the_product_keeps_to_its_budget() -> None:
+    lines = {
+        package: sum(len(file.read_text().splitlines()) for file in (ROOT / package).rglob("*.py"))
+        for package in PACKAGES
+    }
+    print(lines)
+    assert sum(lines.values()) <= BUDGET, f"{lines}; remove something, or raise the budget and say why"
