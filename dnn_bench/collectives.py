@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
             print(f"measuring {entry.name}", file=sys.stderr, flush=True)
             try:
                 answers = asked(entry, Job("mlp_tiny"), place, "collectives", sizes)
-                rows += combine(entry.name, answers)
+                rows += combine(entry.name, answers, place.per_host)
             except MissingPeer as error:
                 problems[entry.name] = ("missing", str(error))
             except RuntimeError as error:
@@ -91,13 +91,17 @@ def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) 
     return report
 
 
-def combine(transport: str, samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def combine(
+    transport: str, samples: Sequence[Sequence[dict[str, Any]]], per_host: int = 1
+) -> list[dict[str, Any]]:
     """One row per operation and size from every rank's samples, of which the slowest counts.
 
     Algorithm bandwidth is bytes of the whole tensor per second. Bus bandwidth is what the slowest link
-    carries if the algorithm is the best one, so it can be compared with the link's rate.
+    carries if the algorithm is the best one, so it can be compared with the link's rate; `per_host` ranks
+    share a link.
     """
-    share = (len(samples) - 1) / len(samples)
+    links = len(samples) // per_host
+    share = (links - 1) / links
     rows = []
     for same in zip(*samples, strict=True):
         row = {**same[0], "transport": transport}
