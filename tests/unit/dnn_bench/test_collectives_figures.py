@@ -20,7 +20,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert reduce["algorithm_bandwidth"] == gather["algorithm_bandwidth"] == 2e9
     assert (reduce["bus_bandwidth"], gather["bus_bandwidth"]) == (3e9, 1.5e9)
     assert reduce["seconds"] == 0.5 and reduce["cpu"] == 0.25  # the slowest rank's
-    reduce, gather = cli.combine("x", ranks, per_host=2)  # a link carries what two ranks would send
+    reduce, gather = collectives.combine("x", ranks, per_host=2)  # a link carries what two ranks would send
     assert (reduce["bus_bandwidth"], gather["bus_bandwidth"]) == (2e9, 1e9)
 
 
