@@ -327,6 +327,14 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
     return [i for i in sorted(fit - unfit) if _has_rows(params[i])]
 
 
+def share_of_tables(params: Sequence[nn.Parameter], modules: Sequence[Owner], asked: Options) -> float:
+    """Return the share of the gradients' bytes that may travel by rows; 1 where the user wants rows."""
+    tables = [] if asked.row_sparse is False or _obstacle(None, asked) else _tables(params, modules)
+    if tables and asked.row_sparse is True:
+        return 1.0
+    return sum(params[i].nbytes for i in tables) / max(1, sum(p.nbytes for p in params))
+
+
 def sparse_tables(modules: Sequence[Owner]) -> set[int]:
     """Return the parameters whose gradients are sparse: they are reduced at step time."""
     return {i for module, mine in modules for i in mine if getattr(module, "sparse", False)}
@@ -358,11 +366,11 @@ def tied_heads(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> dict
     }
 
 
-def _obstacle(backend: Backend, asked: Options) -> str:
-    """Return why no gradient of this optimizer can travel by rows; "" if some may."""
+def _obstacle(backend: Backend | None, asked: Options) -> str:
+    """Return why no gradient of this optimizer can travel by rows; "" if some may. None: any backend."""
     if asked.gather != "gradients":
         return f"needs gather='gradients', got {asked.gather!r}: parameters have no zero rows"
-    if not backend.by_rows:
+    if backend is not None and not backend.by_rows:
         return f"needs transport 'direct' or 'gloo' on CPUs, but the transport is {backend.name!r}"
     if code := block_code(asked.wire_dtype):
         return f"needs gradients that are not quantised, but compression is Compression.{code}"

@@ -49,7 +49,7 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of
+from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of, share_of_tables
 from commsched.optimizer.reports import StepReports, Timeline
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
@@ -128,7 +128,11 @@ class Session:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._wrapped = weakref.ref(optimizer)
         params = _trained(optimizer)
-        self.backend = backend_for(params, options.transport, options.process_set)
+
+        def tables() -> float:
+            return share_of_tables(params, owners(params, optimizer._model), options)
+
+        self.backend = backend_for(params, options.transport, options.process_set, tables)
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen_steps = 0
