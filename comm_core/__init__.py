@@ -12,6 +12,7 @@ from comm_core._C import (
     Channel,
     DirectTransport,
     LinkGate,
+    PendingMessages,
     PythonTransport,
     RingTransport,
     TcpChannel,
@@ -37,6 +38,7 @@ from comm_core._C import (
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
+from comm_core.messages import MessageChannel, local_message_channels, message_channel
 from comm_core.tcp import HOST_TIMEOUT, Host, TcpConnection, local_channels, tcp_channel, tcp_connections
 
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
     "HOST_TIMEOUT",
     "Host",
     "LinkGate",
+    "MessageChannel",
     "OPS",
+    "PendingMessages",
     "PythonTransport",
     "RingTransport",
     "TcpChannel",
@@ -66,6 +70,8 @@ __all__ = [
     "instances_of",
     "link_gate",
     "local_channels",
+    "local_message_channels",
+    "message_channel",
     "move_out",
     "overlapping",
     "quantise_blocks",

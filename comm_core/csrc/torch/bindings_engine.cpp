@@ -4,6 +4,7 @@
 
 #include "bindings_blocks.h"
 #include "bindings_memory.h"
+#include "bindings_messages.h"
 #include "bindings_rows.h"
 #include "c10d_channel.h"
 #include "dtypes.h"
@@ -284,6 +285,7 @@ void bind_engine(py::module_& m) {
   bind_blocks(m);
   bind_rows(m);
   bind_memory(m);
+  bind_messages(m);
 }
 
 }  // namespace commsched

@@ -1,0 +1,55 @@
+"""The channel of messages, closed when the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from comm_core import _C
+from comm_core.tcp import TcpConnection, descriptors, local_descriptors
+
+
+class MessageChannel(_C.MessageChannel):
+    """Messages between the ranks of a job, over one connection to each, in lanes that do not wait for each other.
+
+    Any thread may start messages and wait for them. The messages of a lane match in the order in which both
+    ends start them, and both ends must name the same operation. `docs/engine.md` describes the protocol.
+    """
+
+    def send(self, peer: int, lane: int, buffers: Sequence[Tensor], operation: str) -> _C.PendingMessages:
+        """Start sending one message."""
+        return self.exchange([(peer, buffers)], [], lane, operation)
+
+    def receive(self, peer: int, lane: int, buffers: Sequence[Tensor], operation: str) -> _C.PendingMessages:
+        """Start receiving one message."""
+        return self.exchange([], [(peer, buffers)], lane, operation)
+
+
+def message_channel(rank: int, connections: Sequence[TcpConnection | None]) -> MessageChannel:
+    """Return a channel over the connections of `tcp_connections()`, which it takes over."""
+    return _kept(MessageChannel(rank, descriptors(connections)))
+
+
+def local_message_channels(size: int) -> list[MessageChannel]:
+    """Return connected channels for `size` ranks that are threads of this process."""
+    return [_kept(MessageChannel(rank, row)) for rank, row in enumerate(local_descriptors(size))]
+
+
+_open: weakref.WeakSet[MessageChannel] = weakref.WeakSet()
+
+
+def _kept(channel: MessageChannel) -> MessageChannel:
+    _open.add(channel)
+    return channel
+
+
+def _close_all() -> None:
+    # A channel's thread must end before the interpreter does: it may let go of a tensor that Python knows.
+    for channel in list(_open):
+        channel.close()
+
+
+atexit.register(_close_all)
