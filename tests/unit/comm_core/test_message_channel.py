@@ -1,4 +1,4 @@
-"""Messages of stages and tiles: order, long and short ones, what nobody has asked for yet, and every way to end."""
+"""Messages of stages and tiles: order, lengths, messages that nobody has asked for, and every way to end."""
 
 from __future__ import annotations
 
@@ -139,7 +139,9 @@ Message = tuple[int, int]
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 1, 100, SHORT, SHORT + 1, 300_000])), max_size=30),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([0, 1, 100, SHORT, SHORT + 1, 300_000])), max_size=30
+    ),
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None, max_examples=60)
@@ -205,7 +207,8 @@ def test_long_messages_move_while_nobody_waits(connect: Connect) -> None:
         received = torch.empty(MUCH)
         coming = right.receive(0, 0, [received], "x")
         leaving = left.send(1, 0, [torch.ones(MUCH)], "x")
-        until(lambda: coming.done() and leaving.done())
+        until(coming.done)
+        until(leaving.done)
         assert received.eq(1).all()
 
 
@@ -256,21 +259,23 @@ def test_many_threads_wait_at_once() -> None:
 @both
 def test_another_size_or_another_operation(connect: Connect) -> None:
     for sent, expected in ((1, 2), (1, MUCH), (MUCH, 1), (MUCH, MUCH + 1), (SHORT, SHORT + 1)):
-        for first in (0, 1):
+        for send_first in (True, False):
             left, right = connect(2)
-            calls = [
-                lambda: left.send(1, 0, [torch.ones(sent)], "stages"),
-                lambda: right.receive(0, 0, [torch.ones(expected)], "stages"),
-            ]
-            pendings = {first: calls[first]()}
-            pendings[1 - first] = calls[1 - first]()
-            error = failure(pendings[1].wait)
-            assert error.kind in ("mismatch", "peer_lost") and "the ranks run different programs" in str(error)
+            if send_first:
+                left.send(1, 0, [torch.ones(sent)], "stages")
+            receiving = right.receive(0, 0, [torch.ones(expected)], "stages")
+            if not send_first:
+                left.send(1, 0, [torch.ones(sent)], "stages")
+            error = failure(receiving.wait)
+            assert error.kind in ("mismatch", "peer_lost") and "the ranks run different programs" in str(
+                error
+            )
     left, right = connect(2)
     left.send(1, 0, [numbers(1)], "forward of step 3")
     error = failure(right.receive(0, 0, [numbers(1)], "forward of step 4").wait)
     assert str(error) == (
-        "forward of step 4: rank 1 got a message of another operation of rank 0: the ranks run different operations"
+        "forward of step 4: rank 1 got a message of another operation of rank 0: the ranks run different"
+        " operations"
     )
     error = failure(left.receive(1, 5, [numbers(1)], "other").wait)
     assert "rank 0 has lost rank 1 (it gave up: forward of step 4: rank 1 got a message" in str(error)
@@ -377,7 +382,10 @@ def test_closing_gives_back_threads_and_descriptors(connect: Connect) -> None:
     before = threads_and_files()
     ends = connect(2)
     late = ends[0].receive(1, 0, [torch.ones(MUCH)], "x")
-    coming, leaving = ends[1].receive(0, 0, [torch.empty(MUCH)], "x"), ends[0].send(1, 0, [torch.ones(MUCH)], "x")
+    coming, leaving = (
+        ends[1].receive(0, 0, [torch.empty(MUCH)], "x"),
+        ends[0].send(1, 0, [torch.ones(MUCH)], "x"),
+    )
     coming.wait()
     leaving.wait()
     for end in ends * 2:
@@ -418,7 +426,9 @@ def test_a_turn_at_the_gate_ends_with_its_messages() -> None:
 
 def test_nonsense_is_refused() -> None:
     left, _right = over_local(2)
-    assert "rank 0 of 2 has no connection to rank 0" in str(failure(lambda: left.send(0, 0, [numbers(1)], "x")))
+    assert "rank 0 of 2 has no connection to rank 0" in str(
+        failure(lambda: left.send(0, 0, [numbers(1)], "x"))
+    )
     assert "no connection to rank 7" in str(failure(lambda: left.send(7, 0, [numbers(1)], "x")))
     strided = torch.ones(4, 4).t()
     assert "contiguous tensors on the CPU" in str(failure(lambda: left.send(1, 0, [strided], "x")))
@@ -474,7 +484,9 @@ except KeyboardInterrupt:
 
 
 def test_a_wait_can_be_interrupted() -> None:
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, cwd=ROOT) as waits:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as waits:
         assert waits.stdout is not None and waits.stdout.readline() == "ready\n"
         os.kill(waits.pid, signal.SIGINT)
         assert waits.stdout.read() == "interrupted\n" and waits.wait() == 0
