@@ -120,10 +120,7 @@ class Table:
         self.layer(name, entries * width, 0.0, 2.0 * FLOAT * rows * width, rows * width, matrix=False)
 
     def profile(self, name: str, work: str) -> Profile:
-        source = (
-            f"FLOP model (scheduler/profiles/flops.py): {work}; {self.device.name};"
-            " optimizer time not counted"
-        )
+        source = f"FLOP model (scheduler/profiles.py): {work}; {self.device.name}; optimizer time not counted"
         return Profile(name, tuple(self.layers), 0.0, source)
 
 

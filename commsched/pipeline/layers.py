@@ -302,7 +302,7 @@ class Operations:
     events: list[Event] = field(default_factory=list)
     inside: int = 0  # how many calls of layers are under way
     outer_uses: list[tuple[int, int]] = field(default_factory=list)  # reads outside of them: number, layer
-    calls: dict[int, list[Any]] = field(default_factory=dict)  # of layers; see layer_calls.py
+    calls: dict[int, list[Any]] = field(default_factory=dict)  # of layers; see forward_mode.py
 
     def use(self, number: int, layer: int) -> None:
         self.last_use[number] = max(layer, self.last_use.get(number, 0))

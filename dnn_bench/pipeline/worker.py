@@ -229,10 +229,6 @@ def main() -> None:
             (Path(folder) / f"rank.{os.environ['RANK']}.json").write_text(json.dumps(answer))
 
 
-if __name__ == "__main__":
-    main()
-
-
 # -- torch.distributed.pipelining on the same model, cuts, batches and micro-batches -------------------------
 
 SCHEDULES: dict[str, str] = {
@@ -418,3 +414,7 @@ class Result:
         if self.difference is not None:
             lines.append(f"  largest relative difference of a loss {self.difference:.1e}")
         return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
