@@ -13,11 +13,6 @@ _T = TypeVar("_T")
 class Channel:
     """Point-to-point messages between the ranks of one engine."""
 
-class C10dChannel(Channel):
-    """Tagged isend / irecv of a c10d backend such as torch.distributed.ProcessGroupGloo."""
-
-    def __init__(self, backend: Any) -> None: ...
-
 class TcpChannel(Channel):
     """Connections to the other ranks; `comm_core.tcp_channel()` and `local_channels()` make them.
 
@@ -70,9 +65,6 @@ class MessageChannel:
 
     def close(self) -> None:
         """Send what can be sent, say farewell, and give back the connections and the thread."""
-
-def abort_message(work: Any) -> None:
-    """Abort a c10d group's send or receive: a thread in its wait() returns False."""
 
 def alias_of(
     flat: Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype | None = None

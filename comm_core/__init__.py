@@ -8,7 +8,6 @@ import torch  # noqa: F401  (loads the libraries that the extension is linked ag
 
 from comm_core._C import (
     CUDA_BUILT,
-    C10dChannel,
     Channel,
     DirectTransport,
     LinkGate,
@@ -18,7 +17,6 @@ from comm_core._C import (
     TcpChannel,
     Traffic,
     Transport,
-    abort_message,
     alias_of,
     changed_rows,
     foreign_users,
@@ -42,7 +40,6 @@ from comm_core.messages import MessageChannel, local_message_channels, message_c
 from comm_core.tcp import HOST_TIMEOUT, Host, TcpConnection, local_channels, tcp_channel, tcp_connections
 
 __all__ = [
-    "C10dChannel",
     "CUDA_BUILT",
     "Channel",
     "DirectTransport",
@@ -60,7 +57,6 @@ __all__ = [
     "TcpConnection",
     "Traffic",
     "Transport",
-    "abort_message",
     "alias_of",
     "changed_rows",
     "close_in_children",

@@ -1,8 +1,8 @@
 """The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own.
 
-The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own,
-``gloo`` like ``direct`` over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the
-launcher keep start-up and control whatever moves the bytes.
+The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own, and
+``horovod`` calls Horovod's operations. Horovod and the launcher keep start-up and control whatever moves the
+bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
-from commsched.collectives.private_groups import data_channel, private_group
+from commsched.collectives.private_groups import data_channel
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
 
-NAMES = ("direct", "ring", "gloo", "horovod")
-OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
+NAMES = ("direct", "ring", "horovod")
 
 # Up to this many ranks `direct` is faster; beyond it, the fewer connections of a ring win.
 _LARGEST_DIRECT = 8
@@ -221,12 +220,7 @@ def make_transport(
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
     else:
         kind = comm_core.RingTransport if chosen == "ring" else comm_core.DirectTransport
-        link: Any
-        if chosen == "gloo":
-            link = comm_core.C10dChannel(private_group(process_set, channel))
-        else:
-            link = data_channel(process_set, channel=channel)
-        transport = kind(link, rank, size)
+        transport = kind(data_channel(process_set, channel=channel), rank, size)
     transport.set_timeout(timeout)
     return chosen, transport
 
@@ -257,7 +251,4 @@ def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBack
     """Return the engine over new connections among the ranks of a process set. Collective."""
     timeout, number = settings().timeout, new_channel(process_set)
     name, exchange = make_transport(transport, process_set, number, timeout)
-    backend = EngineBackend(Ranks(process_set, number), name, exchange, timeout)
-    if name in OVER_GROUPS:  # the other transports notice a lost rank themselves
-        failure_monitor.register(backend, process_set.ranks or ())
-    return backend
+    return EngineBackend(Ranks(process_set, number), name, exchange, timeout)
