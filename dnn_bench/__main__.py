@@ -14,7 +14,7 @@ COMMANDS = {
         "a first answer within minutes; what dist.sh runs without variables",
     ),
     "synthetic": ("dnn_bench.synthetic", "training throughput in Horovod's format; what dist.sh runs"),
-    "compare": ("dnn_bench.runner.cli", "baselines side by side on an emulated cluster"),
+    "compare": ("dnn_bench.runner.compare", "baselines side by side on an emulated cluster"),
     "suite": ("dnn_bench.suite", "comparisons of several models and links, summed up in one table"),
     "collectives": (
         "dnn_bench.collectives",
@@ -29,7 +29,7 @@ COMMANDS = {
     "halo": ("dnn_bench.spatial.cli:halo", "the halo exchange of a convolution, alone and with compute"),
     "emulate": ("dnn_bench.emulate", "one device's compute under the modelled network of many ranks"),
     "gpu": ("dnn_bench.gpu", "the figures of docs/gpu.md: kernels, steps, host cost, emulated networks"),
-    "cluster": ("dnn_bench.cluster_cli", "run a command on every host of an emulated cluster"),
+    "cluster": ("dnn_bench.launch:run_on_hosts", "run a command on every host of an emulated cluster"),
 }
 
 

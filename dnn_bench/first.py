@@ -39,8 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     from dnn_bench.baselines.trainer import Job
     from dnn_bench.report import page
-    from dnn_bench.runner.cli import check_writable
-    from dnn_bench.runner.compare import Effort, compare
+    from dnn_bench.runner.compare import Effort, check_writable, compare
     from dnn_bench.runner.results import exit_status
 
     options = parse(arguments)

@@ -19,8 +19,7 @@ from dnn_bench.cluster import Cluster
 from dnn_bench.command_line import markdown as markdown_table
 from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.launch import Hosts, ThisMachine
-from dnn_bench.runner.cli import chosen
-from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars
+from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars, chosen
 from dnn_bench.runner.results import ms, shown, to_limit
 from dnn_bench.runner.sets import Crew, asked
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "prediction": "dnn_bench.runner.measure.prediction",
     "trace": "dnn_bench.runner.measure.trace_iteration",
     "collectives": "dnn_bench.transports.measure",
-    "train": "dnn_bench.converge_tasks.train",
+    "train": "dnn_bench.converge.train",
 }
 
 
@@ -46,7 +46,7 @@ def function(name: str) -> Callable[..., Any]:
 
 def make_job(description: dict[str, Any]) -> Job:
     from dnn_bench.baselines.trainer import Job
-    from dnn_bench.converge_tasks import TaskJob
+    from dnn_bench.converge import TaskJob
 
     return TaskJob(**description) if "task" in description else Job(**description)
 

@@ -257,7 +257,7 @@ def what_is_refused(me: Me, code: str) -> None:
 
 @case_of_each_code(ranks=(), slow=(2,))
 def digits_are_learned_as_well(me: Me, code: str) -> None:
-    from dnn_bench.converge_tasks import digits
+    from dnn_bench.converge import digits
 
     (images, labels), _ = digits()
     losses = {}

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dnn_bench import cluster as emulated
-from dnn_bench import cluster_cli
+from dnn_bench import launch
 from dnn_bench.cluster import Cluster, ClusterError, Link, links
 
 
@@ -78,5 +78,5 @@ def test_only_own_names_are_recognised() -> None:
 
 
 def test_command_line_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cluster_cli.main(["--hosts", "2", "--"]) == 2
+    assert launch.run_on_hosts(["--hosts", "2", "--"]) == 2
     assert "which command?" in capsys.readouterr().err

@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from dnn_bench import converge
-from dnn_bench.converge_tasks import (
-    GLOBAL_BATCH,
-    TASKS,
-    Run,
-    TaskJob,
-    deviation,
-    digest,
-    mean_losses,
-    problems,
-)
+from dnn_bench.converge import GLOBAL_BATCH, TASKS, Run, TaskJob, deviation, digest, mean_losses, problems
 
 
 def run(losses: tuple[float, ...], accuracy: float = 0.9) -> Run:

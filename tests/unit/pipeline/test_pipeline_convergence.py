@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from commsched.pipeline import Pipeline
-from dnn_bench.converge_tasks import digits
+from dnn_bench.converge import digits
 from tests.support.pipeline_runs import on_threads
 
 BATCH, EPOCHS, RATE, SEEDS = 96, 30, 0.1, 3
