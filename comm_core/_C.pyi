@@ -13,11 +13,6 @@ _T = TypeVar("_T")
 class Channel:
     """Point-to-point messages between the ranks of one engine."""
 
-class C10dChannel(Channel):
-    """Tagged isend / irecv of a c10d backend such as torch.distributed.ProcessGroupGloo."""
-
-    def __init__(self, backend: Any) -> None: ...
-
 class TcpChannel(Channel):
     """Connections to the other ranks; `comm_core.tcp_channel()` and `local_channels()` make them.
 
@@ -27,8 +22,49 @@ class TcpChannel(Channel):
 
     def __init__(self, rank: int, connections: Sequence[tuple[int, int, str]]) -> None: ...
 
-def abort_message(work: Any) -> None:
-    """Abort a c10d group's send or receive: a thread in its wait() returns False."""
+class PendingMessages:
+    """Messages in flight. The channel keeps their buffers until they are over, also if this object goes."""
+
+    def wait(self) -> None:
+        """Return when all have arrived and left; `EngineError` names the operation and the rank at fault.
+
+        The time-out begins anew whenever bytes of these messages move.
+        """
+
+    def watch(self) -> None:
+        """Move the short ones in the background too, and end their turn on the link when they are over."""
+
+    def done(self) -> bool: ...
+
+class MessageChannel:
+    """See `comm_core.MessageChannel`. `connections` is as for `TcpChannel`."""
+
+    SHORT: int
+    """Most bytes of a short message, whose buffers are free as soon as it is sent."""
+    TURN_PATIENCE: float
+    """Seconds that less urgent messages wait for a more urgent one that is not over."""
+
+    def __init__(self, rank: int, connections: Sequence[tuple[int, int, str]]) -> None: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Sequence[Tensor]]],
+        receives: Sequence[tuple[int, Sequence[Tensor]]],
+        lane: int,
+        operation: str,
+        traffic: Traffic | None = None,
+    ) -> PendingMessages:
+        """Start messages, each with its peer and the contiguous tensors that it is made of.
+
+        `traffic` is their kind at the link's gate: less urgent messages wait until these are over. None: no
+        message waits for them, and they wait for none.
+        """
+
+    def set_timeout(self, seconds: float) -> None: ...
+    def abort(self, reason: str) -> None:
+        """End every wait with an error, now and later, here and at the other ranks. From any thread."""
+
+    def close(self) -> None:
+        """Send what can be sent, say farewell, and give back the connections and the thread."""
 
 def alias_of(
     flat: Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype | None = None

@@ -8,17 +8,16 @@ import torch  # noqa: F401  (loads the libraries that the extension is linked ag
 
 from comm_core._C import (
     CUDA_BUILT,
-    C10dChannel,
     Channel,
     DirectTransport,
     LinkGate,
+    PendingMessages,
     PythonTransport,
     RingTransport,
     TcpChannel,
     Traffic,
     Transport,
     TwoTierTransport,
-    abort_message,
     alias_of,
     changed_rows,
     foreign_users,
@@ -39,10 +38,10 @@ from comm_core.boards import NotShared, open_boards, two_tier_transport
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
+from comm_core.messages import MessageChannel, local_message_channels, message_channel
 from comm_core.tcp import HOST_TIMEOUT, Host, TcpConnection, local_channels, tcp_channel, tcp_connections
 
 __all__ = [
-    "C10dChannel",
     "CUDA_BUILT",
     "Channel",
     "DirectTransport",
@@ -51,8 +50,10 @@ __all__ = [
     "HOST_TIMEOUT",
     "Host",
     "LinkGate",
+    "MessageChannel",
     "NotShared",
     "OPS",
+    "PendingMessages",
     "PythonTransport",
     "RingTransport",
     "TcpChannel",
@@ -60,7 +61,6 @@ __all__ = [
     "Traffic",
     "Transport",
     "TwoTierTransport",
-    "abort_message",
     "alias_of",
     "changed_rows",
     "close_in_children",
@@ -70,6 +70,8 @@ __all__ = [
     "instances_of",
     "link_gate",
     "local_channels",
+    "local_message_channels",
+    "message_channel",
     "move_out",
     "open_boards",
     "overlapping",

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -72,11 +72,15 @@ def tcp_channel(
     while this rank waits for the others: the wait ends with the reason that it returns, if it is not "".
     """
     connections = tcp_connections(store, rank, size, address, timeout_seconds, host_timeout_seconds, lost)
-    rows = [
+    return _C.TcpChannel(rank, descriptors(connections))
+
+
+def descriptors(connections: Sequence[TcpConnection | None]) -> list[tuple[int, int, str]]:
+    """Return the connections as C++ takes them over: two file descriptors and the other end's address."""
+    return [
         (one.data.detach(), one.host.keepalive.detach(), one.host.address) if one else _NO_CONNECTION
         for one in connections
     ]
-    return _C.TcpChannel(rank, rows)
 
 
 def tcp_connections(
@@ -113,11 +117,16 @@ def tcp_connections(
 
 def local_channels(size: int) -> list[_C.TcpChannel]:
     """Return connected channels for `size` ranks that are threads of this process."""
+    return [_C.TcpChannel(rank, row) for rank, row in enumerate(local_descriptors(size))]
+
+
+def local_descriptors(size: int) -> list[list[tuple[int, int, str]]]:
+    """Return for each rank what `descriptors()` returns, where the ranks are threads of this process."""
     rows = [[_NO_CONNECTION] * size for _ in range(size)]
     for one, other in combinations(range(size), 2):
         ends = socket.socketpair()
         rows[one][other], rows[other][one] = ((end.detach(), -1, "this process") for end in ends)
-    return [_C.TcpChannel(rank, row) for rank, row in enumerate(rows)]
+    return rows
 
 
 def _listen(host: str, backlog: int) -> socket.socket:

@@ -1,9 +1,8 @@
 """The backend for buckets in the host's memory: the C++ engine moves them on a thread of its own.
 
 The engine sends messages over a transport: ``direct`` and ``ring`` over TCP connections of their own,
-``tiers`` over such connections between hosts and over shared memory inside a host, ``gloo`` like ``direct``
-over torch's connections, and ``horovod`` calls Horovod's operations. Horovod and the launcher keep start-up
-and control whatever moves the bytes.
+``tiers`` over such connections between hosts and over shared memory inside a host, and ``horovod`` calls
+Horovod's operations. Horovod and the launcher keep start-up and control whatever moves the bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
 from commsched.collectives.objects import broadcast_object
-from commsched.collectives.private_groups import data_board, data_channel, hosts_of, private_group
+from commsched.collectives.private_groups import data_board, data_channel, hosts_of
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor
 
-NAMES = ("direct", "ring", "tiers", "gloo", "horovod")
-OVER_GROUPS = ("gloo",)  # torch's connections do not notice that a host is lost
+NAMES = ("direct", "ring", "tiers", "horovod")
 
 # Up to this many ranks `direct` is faster; beyond it, the fewer connections of a ring win.
 _LARGEST_DIRECT = 8
@@ -268,9 +266,6 @@ def make_transport(
     transport: Any
     if chosen == "horovod":
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
-    elif chosen == "gloo":
-        link = comm_core.C10dChannel(private_group(process_set, channel))
-        transport = _flat_transport(chosen, link, process_set)
     elif chosen == "tiers":
         chosen, transport = _tiers_or_flat(data_channel(process_set, channel=channel), process_set, asked)
     else:
@@ -326,7 +321,4 @@ def engine_backend(
     """Return the engine over new connections among the ranks of a process set. Collective."""
     timeout, number = settings().timeout, new_channel(process_set)
     name, exchange = make_transport(transport, process_set, number, timeout, share_of_tables)
-    backend = EngineBackend(Ranks(process_set, number), name, exchange, timeout)
-    if name in OVER_GROUPS:  # the other transports notice a lost rank themselves
-        failure_monitor.register(backend, process_set.ranks or ())
-    return backend
+    return EngineBackend(Ranks(process_set, number), name, exchange, timeout)

@@ -58,11 +58,11 @@ def run_profile(arguments: argparse.Namespace) -> None:
 def _traffic() -> tuple[Link, float]:
     """Measure, on all ranks together, a message between two ranks and how much traffic slows computation."""
     import commsched
-    from commsched.pipeline.messages import DistFabric
+    from commsched.pipeline.messages import ProcessFabric
     from commsched.pipeline.profiling import message_link, traffic_cost
 
     commsched.init()
-    fabric = DistFabric()
+    fabric = ProcessFabric()
     link = message_link(fabric)
     return link, traffic_cost(fabric, link)
 

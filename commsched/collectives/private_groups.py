@@ -147,6 +147,17 @@ def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: in
     return connected(connect, name, members, settings().timeout)
 
 
+def messages_between(name: str, ranks: Sequence[int], timeout: float) -> comm_core.MessageChannel:
+    """Return a new channel of messages between these ranks, which ends when one is lost. Collective.
+
+    `name` must be new. A rank's number in it is its place in `ranks`.
+    """
+    connections = connected(comm_core.tcp_connections, name, ranks, timeout)
+    channel = comm_core.message_channel(connections.index(None), connections, timeout)
+    failure_monitor.register(channel, ranks)
+    return channel
+
+
 def connected(connect: Callable[..., Any], name: str, ranks: Sequence[int], timeout: float) -> Any:
     """Call ``comm_core.tcp_channel`` or ``tcp_connections`` for these ranks of the job. Collective.
 

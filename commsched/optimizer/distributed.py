@@ -55,10 +55,10 @@ def DistributedOptimizer(
     (found among the live objects otherwise). ``schedule`` is ``"auto"`` (measure, then plan), a policy's
     name, or a ``Program``. ``gather="parameters"`` shards the optimizer's state and work over the ranks;
     ``early_step`` then updates inside the backward, ``master_weights`` then keeps float32 weights for half-
-    precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``tiers``, ``gloo``
-    or ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured
-    profile (or its file) to plan from instead of measuring. ``row_sparse`` sends only the touched rows of
-    embeddings' gradients: ``"auto"`` where that takes less time, True always, False never.
+    precision parameters in the optimizer's state. ``transport`` is ``direct``, ``ring``, ``tiers`` or
+    ``horovod`` (default: the fastest), ``bucket_mb`` fixes the bucket size, ``profile`` is a measured profile
+    (or its file) to plan from instead of measuring. ``row_sparse`` sends only the touched rows of embeddings'
+    gradients: ``"auto"`` where that takes less time, True always, False never.
 
     Adasum, compressors of your own and parameters on several devices are reduced at step time, without a
     plan. The result is an instance of ``optimizer``'s class that shares its state and parameter groups.
@@ -301,9 +301,9 @@ def transport_for_blocks(code: str, transport: Any, params: Sequence[torch.Tenso
         )
     named = transport is None or isinstance(transport, str)  # else it is a backend
     wanted = wanted_transport(transport) if named else transport.name
-    if wanted not in (None, "auto", "direct", "gloo"):
+    if wanted not in (None, "auto", "direct"):
         raise ValueError(
             f"{refused} over transport {wanted!r}, because each gradient must be rounded once and summed by"
-            " its owner; use transport='direct' or 'gloo'"
+            " its owner; use transport='direct'"
         )
     return "direct" if wanted in (None, "auto") else transport

@@ -371,7 +371,7 @@ def _obstacle(backend: Backend | None, asked: Options) -> str:
     if asked.gather != "gradients":
         return f"needs gather='gradients', got {asked.gather!r}: parameters have no zero rows"
     if backend is not None and not backend.by_rows:
-        return f"needs transport 'direct' or 'gloo' on CPUs, but the transport is {backend.name!r}"
+        return f"needs transport 'direct' on CPUs, but the transport is {backend.name!r}"
     if code := block_code(asked.wire_dtype):
         return f"needs gradients that are not quantised, but compression is Compression.{code}"
     if isinstance(asked.schedule, Program):

@@ -20,7 +20,7 @@ from commsched.pipeline.checkpoint import FullState
 from commsched.pipeline.exchange import Inputs, checked_pair
 from commsched.pipeline.factory import Make, WeightSource, keep_freed_memory
 from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, Losses
-from commsched.pipeline.messages import DistFabric, Fabric
+from commsched.pipeline.messages import Fabric, ProcessFabric
 from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
 from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
 from commsched.pipeline.stage import Loss
@@ -107,7 +107,7 @@ class Pipeline:
         **options: Any,
     ) -> None:
         build.check_functions(loss, optimizer, count)
-        self.fabric = DistFabric() if fabric is None else fabric
+        self.fabric = ProcessFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
@@ -428,7 +428,7 @@ class Hybrid:
             placements=placements,
             mirrored=mirrored,
             tile_options={"overlap": overlap, "fuse_halo": fuse_halo},
-            fabric=DistFabric(timeout) if fabric is None else fabric,
+            fabric=ProcessFabric(timeout) if fabric is None else fabric,
             **options,
         )
 

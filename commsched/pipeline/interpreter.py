@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commsched.channels import Pending
 from commsched.errors import CommError
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, in_words, receive_object, receive_tree, send_object, send_tree
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage
 from commsched.pipeline.update import Update
-from commsched.transport.channel import Pending
 from scheduler.ir.actions import Action, Kind, last_gradient, position
 from scheduler.ir.layout import Layout, is_token
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, delays, reach, version

@@ -17,22 +17,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import comm_core
+from commsched.channels import Channel, Pending, ProcessChannel, SilentChannel, ThreadHub, start
 from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.private_groups import connected, data_group
+from commsched.collectives.private_groups import connected, messages_between
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.pipeline.rows import UNCUT, Cuts
-from commsched.transport.channel import Channel, DistChannel, Pending, SilentChannel, ThreadHub
-from commsched.transport.short_messages import MOST_BYTES, ShortMessages
 from scheduler.ir.actions import Action, Kind
 
 # -- carriers of messages, and transports for engines --------------------------------------------------------
 
-# Between processes, short messages go over sockets and long ones over gloo, as in spatial parallelism;
-# between threads, all go through queues.
+# Between processes, messages go over the pipeline's own connections; between threads, through queues.
 
-_CHANNEL = 77  # of data_group: all pipelines share its connections
-_LANES, _MOST_LANES = 16, 1 << 15  # of one pipeline, and before their numbers come round again
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -51,9 +47,9 @@ class Fabric(Protocol):
     size: int
     timeout: float
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
         """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
-        ``traffic``: what is less urgent lets them go first. ``short=False``: short ones go as long ones do.
+        ``traffic``: what is less urgent lets them go first.
         """
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
@@ -71,55 +67,26 @@ def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
     return [buffer.view(-1) for buffer in buffers if buffer.numel()]
 
 
-class DistLane:
-    """Over sockets, and for long messages over the gloo group of all ranks, a channel for each pair and
-    direction. Both ends know a message's size, and so which way it comes.
-    """
+class ProcessLane:
+    """A lane of the connections between processes."""
 
     def __init__(
-        self,
-        group: Any,
-        short: ShortMessages | None,
-        name: str,
-        timeout: float,
-        number: int,
-        traffic: comm_core.Traffic | None,
+        self, messages: comm_core.MessageChannel, number: int, name: str, traffic: comm_core.Traffic | None
     ) -> None:
-        self.group, self.short, self.name, self.timeout, self.number = group, short, name, timeout, number
-        self.rank, self.traffic = group.rank(), traffic
-        self._pairs: dict[tuple[int, int], DistChannel] = {}
-
-    def _pair(self, sender: int, receiver: int) -> DistChannel:
-        pair = sender, receiver
-        if pair not in self._pairs:
-            # A receive that waits for its sender does not use the link.
-            traffic = self.traffic if sender == self.rank else None
-            self._pairs[pair] = DistChannel(self.group, pair, self.timeout, traffic, self.number)
-        return self._pairs[pair]
+        self.messages, self.number, self.name, self.traffic = messages, number, name, traffic
 
     def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
-        if self.short is not None and _is_short(buffers):
-            # It needs no turn on the link: it is in the socket before anybody could go first.
-            return self.short.send(peer, self.number, flat(buffers), self.name)
-        parcels = [(1, buffer) for buffer in flat(buffers)]
-        pending = self._pair(self.rank, peer).exchange(parcels, [], self.name)
-        if self.traffic is not None:
-            # Its turn on the link ends when it has left, long before anybody waits for it here.
-            pending.watch()
-        return pending
+        # A short message needs no turn on the link: it is in the socket before another one could go first.
+        long = sum(buffer.nbytes for buffer in buffers) > self.messages.SHORT
+        traffic = self.traffic if long else None
+        return start(self.messages, [(peer, buffers)], [], self.number, self.name, traffic)
 
     def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
-        if self.short is not None and _is_short(buffers):
-            return self.short.receive(peer, self.number, flat(buffers), self.name)
-        parcels = [(0, buffer) for buffer in flat(buffers)]
-        return self._pair(peer, self.rank).exchange([], parcels, self.name)
+        # Without a turn: a receive that waits for its sender does not use the link.
+        return start(self.messages, [], [(peer, buffers)], self.number, self.name)
 
 
-def _is_short(buffers: Sequence[Tensor]) -> bool:
-    return sum(buffer.nbytes for buffer in buffers) <= MOST_BYTES
-
-
-class DistFabric:
+class ProcessFabric:
     """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -129,19 +96,14 @@ class DistFabric:
         self._number = next(_numbers[epoch()])
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()
-        self._group, self._short = None, None
+        self._messages: comm_core.MessageChannel | None = None
         if self.size > 1:
-            self._group = data_group(channel=_CHANNEL)
-            name, everyone = f"{self._name}/short", range(self.size)
-            connections = connected(comm_core.tcp_connections, name, everyone, self.timeout)
-            self._short = ShortMessages(self.rank, connections, self.timeout)
+            self._messages = messages_between(f"{self._name}/messages", range(self.size), self.timeout)
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
-        if self._group is None or self._short is None:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
+        if self._messages is None:
             return NoLane()
-        number = (_LANES * self._number + next(self._lanes)) % _MOST_LANES
-        way = self._short if short else None
-        return DistLane(self._group, way, f"{self._name}: {name}", self.timeout, number, traffic)
+        return ProcessLane(self._messages, next(self._lanes), f"{self._name}: {name}", traffic)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
         channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
@@ -150,13 +112,13 @@ class DistFabric:
         return transport
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
-        if self._group is None:
+        if self._messages is None:
             return SilentChannel()
-        return DistChannel(self._group, ranks, self.timeout)
+        return ProcessChannel(self._messages, self.rank, ranks, name)
 
     def abort(self) -> None:
-        if self._short is not None:
-            self._short.abort()
+        if self._messages is not None:
+            self._messages.abort(f"rank {self.rank} has given up {self._name}")
 
 
 class NoLane:
@@ -229,7 +191,7 @@ class ThreadFabric:
         self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
         self._made = 0
 
-    def lane(self, name: str, traffic: comm_core.Traffic | None = None, *, short: bool = True) -> Lane:
+    def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
         self._made += 1
         return ThreadLane(self.world.hub(f"{self._made} {name}", self.size), name, self.rank)
 

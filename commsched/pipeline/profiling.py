@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from comm_core import MessageChannel
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.factory import keep_freed_memory
 from commsched.pipeline.messages import Fabric, Lane, receive_object, send_object
@@ -19,7 +20,6 @@ from commsched.pipeline.reduction import Scattered
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
 from commsched.pipeline.stage import Loss, Version
 from commsched.pipeline.update import Factory, made_by
-from commsched.transport.short_messages import MOST_BYTES
 from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
 
@@ -107,14 +107,14 @@ def _median(values: list[float]) -> float:
 def message_link(fabric: Fabric, largest: float | None = None) -> Link:
     """Measure a message from the first rank to the second, in seconds and seconds per byte; every rank
     calls and gets it. Both ways at once, as RS and AG use it; links that let a burst pass are measured behind
-    one: gradients come in large numbers. Short messages travel in another way, and are measured in it where
-    none is longer than ``largest`` bytes.
+    one: gradients come in large numbers. Short messages leave without their receiver's grant; only they are
+    measured where none is longer than ``largest`` bytes.
     """
     if fabric.size == 1:
         raise ValueError("a link joins two ranks, this job has one; start it with a launcher on two or more")
-    short = largest is not None and largest <= MOST_BYTES
+    short = largest is not None and largest <= MessageChannel.SHORT
     sizes = _SHORT_SIZES if short else _SIZES
-    lane, times = fabric.lane("timing", short=short), []
+    lane, times = fabric.lane("timing"), []
     for size in sizes if fabric.rank < 2 else ():
         seconds = []
         for _ in range(_MESSAGES):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from commsched.channels import Pending
 from commsched.pipeline.messages import Fabric, Lane
 from commsched.pipeline.random_state import set_random_state
 from commsched.pipeline.rows import Share, held, rows_of, shape_key, size_of
-from commsched.transport.channel import Pending
 from scheduler.ir.layout import Layout
 
 

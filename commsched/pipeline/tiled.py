@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from commsched.channels import Channel, Parcel, Pending, SilentChannel
 from commsched.pipeline.rows import Cut, Part, border, entering, part_of
 from commsched.spatial.explain import backward_of_sums, fusion_of, naming
 from commsched.spatial.intervals import Split
@@ -21,7 +22,6 @@ from commsched.spatial.mesh import Mesh, Rates, current_mesh
 from commsched.spatial.shard import meta_state, meta_tile, owned_outputs, shard
 from commsched.spatial.tile import Cut as TileCut
 from commsched.spatial.tile import Cuts, Tile, local_of
-from commsched.transport.channel import Channel, Parcel, Pending, SilentChannel
 from scheduler.ir.layout import Placement, Tiles, place
 from scheduler.ir.profile import Border
 

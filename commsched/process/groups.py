@@ -1,4 +1,4 @@
-"""Private c10d process groups, which carry collectives, halos and buckets.
+"""Private c10d process groups, which carry collectives, and buckets on GPUs.
 
 They are c10d backend objects outside of torch.distributed's registry, whose default group is the script's.
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,12 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from commsched.env import settings
 from commsched.errors import CommError
 
-_members: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-
-
-def members(group: Any) -> frozenset[int]:
-    """Return the job's ranks in a group of `gloo_group()`, an empty set for any other group."""
-    return _members.get(group, frozenset())
+_groups: WeakSet[Any] = WeakSet()
 
 
 def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address: str) -> Any:
@@ -43,7 +38,7 @@ def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address
             f"rank {rank} of {len(ranks)} could not connect to the others from {address}: {error}; "
             "GLOO_SOCKET_IFNAME names the network interface to use"
         ) from error
-    _members[group] = frozenset(ranks)
+    _groups.add(group)
     return group
 
 
@@ -80,8 +75,8 @@ def _never_destroy() -> None:
     Destroying a group there would remove its sockets from the epoll object that parent and child share, and
     the parent would receive no more messages.
     """
-    for reference in _members.keyrefs():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference()))
+    for group in _groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 os.register_at_fork(after_in_child=_never_destroy)

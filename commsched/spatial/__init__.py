@@ -12,15 +12,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from commsched.channels import SilentChannel, ThreadHub
 from commsched.errors import CommError
 from commsched.spatial import ops
 from commsched.spatial.api import from_local, gather, regrid, scatter, sum_gradients, tile_bounds
 from commsched.spatial.explain import Report, explain
 from commsched.spatial.mesh import Mesh, current_mesh, use_mesh
 from commsched.spatial.run import run
-from commsched.spatial.shard import shard, unshard
+from commsched.spatial.shard import channel, shard, unshard
 from commsched.spatial.tile import Tile
-from commsched.transport.channel import DistChannel, SilentChannel, ThreadHub
 from scheduler.ir.layout import Samples, Tiles
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _HOME = {
 
 __all__ = [
     "CommError",
-    "DistChannel",
     "Hybrid",
     "Mesh",
     "Report",
@@ -49,6 +48,7 @@ __all__ = [
     "ThreadHub",
     "Tile",
     "Tiles",
+    "channel",
     "current_mesh",
     "explain",
     "explain_stages",

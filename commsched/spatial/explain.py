@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from commsched.channels import SilentChannel
 from commsched.spatial.api import even_cuts
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import (
@@ -29,7 +30,6 @@ from commsched.spatial.shard import (
     owned_outputs,
 )
 from commsched.spatial.tile import tiles_in
-from commsched.transport.channel import SilentChannel
 
 
 @dataclass

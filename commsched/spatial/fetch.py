@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
+from commsched.channels import Parcel, Pending
 from commsched.spatial.intervals import Fill, Interval, Run, Split, Want, Window, want_length
 from commsched.spatial.mesh import TRANSPOSED, Mesh, apply
-from commsched.transport.channel import Parcel, Pending
 
 # -- exchange plans: which rank sends which rectangle to which -----------------------------------------------
 

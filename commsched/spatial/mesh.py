@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from commsched.channels import Channel
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.spatial.intervals import Split
-from commsched.transport.channel import Channel
 
 # With fewer multiplications in the interior, splitting an operation costs more than waiting for the halo.
 OVERLAP_WORK = 1 << 27

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from commsched.channels import Channel, Parcel, Pending, SilentChannel
 from commsched.spatial.api import even_cuts, from_local, tile_bounds
 from commsched.spatial.explain import naming
 from commsched.spatial.intervals import Split
@@ -21,7 +22,6 @@ from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, NeedsOthersError, current_mesh, use_mesh
 from commsched.spatial.shard import agree, default_channel, is_sharded, meta_state, meta_tile, shard, unshard
 from commsched.spatial.tile import Cut, Tile, cut_axes, name_of, tiles_in
-from commsched.transport.channel import Channel, Parcel, Pending, SilentChannel
 
 
 def run(

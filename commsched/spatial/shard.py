@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from comm_core import EngineError, MessageChannel, message_channel, tcp_connections
+from commsched.channels import Channel, ProcessChannel, SilentChannel
+from commsched.collectives.current_carrier import carrier_or_none
+from commsched.collectives.private_groups import messages_between
+from commsched.env import settings
 from commsched.errors import CommError
+from commsched.process.network import chosen_interface, own_addresses
 from commsched.spatial.layout import Folded, trimmed
 from commsched.spatial.mesh import Mesh, Rates, SharedGenerators, Site, Visit, everyone, exchanged, set_mesh
 from commsched.spatial.tile import Cuts, Tile, cut_axes, tiles_in, tree_map
-from commsched.transport.channel import Channel, DistChannel, SilentChannel
 
 Model = TypeVar("Model", bound=nn.Module)
-_DATA_CHANNEL = 5  # separate connections: halos do not wait behind the optimizer's messages
 _NOTE = 512  # bytes of a note that ranks compare
 
 
@@ -103,28 +110,91 @@ def _is_ours(hook: Any) -> bool:
 
 
 def default_channel(name: str, grid: tuple[int, ...], replicas: int, timeout: float) -> Channel:
-    """A channel over this rank's block of consecutive ranks, in the job's process group."""
-    group, tiles = _group(), prod(grid)
-    world = 1 if group is None else group.size()
+    """A channel over this rank's block of consecutive ranks of the job."""
+    job, tiles = _job(), prod(grid)
+    world = 1 if job is None else job.size
     if world != tiles * replicas or replicas < 1:
         raise ValueError(
             f"{name}: a grid of {'x'.join(map(str, grid))} with {replicas} replicas needs {tiles * replicas} "
             f"ranks, and there are {world}; choose grid and replicas whose product is {world}"
-            + ("" if group is not None else ", or call commsched.init() (or init_process_group) first")
+            + ("" if job is not None else ", or call commsched.init() (or init_process_group) first")
         )
-    if group is None:
+    if job is None:
         return SilentChannel()
-    first = group.rank() // tiles * tiles
-    return DistChannel(group, range(first, first + tiles), timeout)
+    first = job.rank // tiles * tiles
+    return channel(range(first, first + tiles), timeout)
 
 
-def _group() -> Any:
+def channel(ranks: Sequence[int] | None = None, timeout: float = 60.0) -> Channel:
+    """Return a channel between these ranks of the job, in the order of the grid (default: all of them).
+
+    Each of these ranks must make the same channels in the same order. ``timeout``: seconds that a wait lasts
+    in which no byte comes. Channels between the same ranks share their connections.
+    """
+    job = _job()
+    if job is None:
+        raise ValueError("a channel needs a job: call commsched.init() (or init_process_group) first")
+    order = tuple(range(job.size) if ranks is None else ranks)
+    members = tuple(sorted(order))
+    if (
+        job.rank not in members
+        or len(set(members)) < len(members)
+        or not set(members) <= set(range(job.size))
+    ):
+        raise ValueError(
+            f"rank {job.rank} of {job.size} needs different ranks with its own, got {list(order)}"
+        )
+    if len(members) == 1:
+        return SilentChannel()
+    known = _connections.setdefault(job.key, {})
+    if (members, timeout) not in known:
+        name = f"tiles/{'-'.join(map(str, members))}/{timeout:g}"
+        known[members, timeout] = job.connect(name, members, timeout), itertools.count()
+    messages, numbers = known[members, timeout]
+    places = [members.index(rank) for rank in order]
+    return ProcessChannel(messages, members.index(job.rank), places, f"mesh {next(numbers)}")
+
+
+class _Job(NamedTuple):
+    """The ranks of this job, and how to connect some of them. `key` lives as long as the job."""
+
+    rank: int
+    size: int
+    key: Any
+    connect: Callable[[str, Sequence[int], float], MessageChannel]
+
+
+_connections: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _job() -> _Job | None:
     """The ranks of torch.distributed's default group, else of ``commsched.init()``, else None."""
+    known = carrier_or_none()
     if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    import commsched
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if known is None or (known.launch.rank, known.launch.size) != (rank, size):
+            return _Job(rank, size, dist.group.WORLD, _connect_through_torch)
+    return None if known is None else _Job(known.launch.rank, known.launch.size, known, messages_between)
 
-    return commsched.data_group(channel=_DATA_CHANNEL) if commsched.is_initialized() else None
+
+def _connect_through_torch(name: str, ranks: Sequence[int], timeout: float) -> MessageChannel:
+    """The ranks of torch.distributed's default group meet in its store."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    place, store = ranks.index(dist.get_rank()), PrefixStore(f"commsched/{name}", store)
+    # Without an address a rank listens at the one from which it reaches the store's host, if that is known.
+    known = isinstance(_innermost(store), TCPStore) and not chosen_interface()
+    address = None if known else own_addresses(one_host=False)[0]
+    try:
+        connections = tcp_connections(
+            store, place, len(ranks), address, timeout, host_timeout_seconds=settings().host_timeout
+        )
+    except EngineError as error:
+        raise CommError(f"rank {place} of {len(ranks)} could not connect to the others: {error}") from error
+    return message_channel(place, connections, timeout)
+
+
+def _innermost(store: Any) -> Any:
+    return _innermost(store.underlying_store) if hasattr(store, "underlying_store") else store
 
 
 def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list[bytes]:

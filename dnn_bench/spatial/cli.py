@@ -171,11 +171,11 @@ def measure_halo(
 ) -> None:
     """Measure as one rank; rank 0 prints."""
     import commsched as hvd
-    from commsched.spatial import DistChannel
+    from commsched import spatial
     from dnn_bench.spatial.halo import measure
 
     note = progress if hvd.rank() == 0 and sys.stderr.isatty() else lambda text: None
-    channel, counts = DistChannel(hvd.data_group(channel=5)), (options.warmup, options.iterations)
+    channel, counts = spatial.channel(), (options.warmup, options.iterations)
     measured = measure(shape, options.halo_len, grid, counts, channel, note)
     if hvd.rank() == 0:
         show_halo(measured, options)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commsched import spatial
+from commsched.channels import Channel, Parcel, SilentChannel
 from commsched.spatial.mesh import Mesh, everyone
 from commsched.spatial.tile import Tile
-from commsched.transport.channel import Channel, Parcel, SilentChannel
 from scheduler.ir.layout import Tiles
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Border, Layer, Profile

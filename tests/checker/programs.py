@@ -125,7 +125,7 @@ def draw(
     dice = random.Random(seed)
     options = _options_with(dice, ranks, fixed or {}) | {"processes": processes, "transport": "direct"}
     if processes:
-        transports = ["direct", "direct", "ring", "tiers", "gloo"] + ["stream"] * (not options["two"])
+        transports = ["direct", "direct", "ring", "tiers"] + ["stream"] * (not options["two"])
         options |= {"transport": random.Random(f"transport {seed}").choice(transports), "stream": False}
         if options["transport"] != "direct" and options["row_sparse"] is True:
             options["row_sparse"] = "auto"

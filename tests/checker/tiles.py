@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched import spatial
+from commsched.channels import Channel, ThreadHub
 from commsched.spatial.shard import default_channel
-from commsched.transport.channel import Channel, ThreadHub
 from tests.checker import command
 from tests.checker.layers import CHANNELS, CLASSES, HEADS, LAYERS, OFTEN, Layer, made
 from tests.support.rounding import rounding

@@ -14,7 +14,7 @@ from tests.support.launch import PATIENCE, RankResult, run_ranks, start_ranks
 pytestmark = pytest.mark.dist
 
 PROGRAM = Path(__file__).with_name("programs") / "engine_ranks.py"
-TRANSPORTS = ["tcp", "tcp-ring", "gloo", "python"]
+TRANSPORTS = ["tcp", "tcp-ring", "python"]
 
 
 def failed_after(result: RankResult) -> float:
@@ -29,7 +29,7 @@ def test_every_transport_sums(size: int) -> None:
         assert result.stdout == "right\n" * len(TRANSPORTS)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "tcp-ring", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "tcp-ring"])
 def test_a_killed_rank_ends_the_others_with_a_reason(transport: str) -> None:
     with start_ranks(PROGRAM, 3, ["endless", transport]) as ranks:
         for rank in range(3):
@@ -60,7 +60,7 @@ def test_forked_children_end_without_harm_and_hide_no_death() -> None:
         assert "peer_lost peer=1" in results[rank].stdout, results[rank].stdout + results[rank].stderr
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "tcp-ring"])
 def test_a_rank_that_takes_fewer_steps_is_named_within_the_time_out(transport: str) -> None:
     *others, _ = run_ranks(PROGRAM, 2, ["fewer", transport], check=True)
     for result in others:
@@ -68,7 +68,7 @@ def test_a_rank_that_takes_fewer_steps_is_named_within_the_time_out(transport: s
         assert failed_after(result) > 2.5
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "tcp-ring"])
 def test_another_plan_is_an_error_on_every_rank(transport: str) -> None:
     results = run_ranks(PROGRAM, 3, ["plans", transport], check=True)
     for result in results:
@@ -77,7 +77,7 @@ def test_another_plan_is_an_error_on_every_rank(transport: str) -> None:
         assert "do all ranks run the same plan?" in "".join(result.stdout for result in results)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo", "python"])
+@pytest.mark.parametrize("transport", ["tcp", "python"])
 def test_a_process_ends_although_its_engine_was_not_closed(transport: str) -> None:
     for result in run_ranks(PROGRAM, 2, ["unclosed", transport]):
         assert result.stdout == "end\n"

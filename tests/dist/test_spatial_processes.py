@@ -42,4 +42,4 @@ def test_a_dead_rank_is_named_at_once() -> None:
     assert [result.returncode for result in results] == [0, 3, 0]
     for rank in (0, 2):
         said = results[rank].stdout
-        assert "Conv2d" in said and "of rank 1" in said, said
+        assert "Conv2d" in said and "has lost rank 1" in said, said

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from commsched import spatial
-from commsched.transport.channel import Channel
+from commsched.channels import Channel
 from tests.models.tiled_models import MODELS
 from tests.models.zoo import made
 from tests.support.spatial_cases import on_threads

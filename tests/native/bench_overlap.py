@@ -1,6 +1,6 @@
 """What communication costs the computation beside it, and the other way round, between emulated hosts.
 
-python tests/native/bench_overlap.py --link 250mbit --transports tcp,gloo
+python tests/native/bench_overlap.py --link 250mbit --transports tcp,tcp-ring
 
 Every rank multiplies matrices on one thread while its engine reduces and gathers --buckets buckets that were
 ready from the beginning. Each line, in milliseconds: the computation alone, the communication alone, both at
@@ -97,7 +97,7 @@ def measure(transport: comm_core.Transport, arguments: argparse.Namespace) -> di
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, link="250mbit", transports="tcp,gloo", megabytes=16.0)
+    options = parser(__doc__, link="250mbit", transports="tcp,tcp-ring", megabytes=16.0)
     options.add_argument("--buckets", type=int, default=8)
     options.add_argument("--products", type=int, default=150)
     sys.exit(run(options.parse_args(), measure))

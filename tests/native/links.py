@@ -60,12 +60,8 @@ def _as_rank(arguments: argparse.Namespace, measure: Measure) -> None:
 
 
 def _transport(name: str, store: Any, rank: int, size: int, options: dict[str, int]) -> comm_core.Transport:
-    kind, _, ring = name.partition("-")
-    exchange = comm_core.RingTransport if ring == "ring" else comm_core.DirectTransport
-    if kind == "tcp":
-        return exchange(comm_core.tcp_channel(store, rank, size), rank, size, **options)
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-    return exchange(backend, rank, size, **options)
+    exchange = {"tcp": comm_core.DirectTransport, "tcp-ring": comm_core.RingTransport}[name]
+    return exchange(comm_core.tcp_channel(store, rank, size), rank, size, **options)
 
 
 def cpu() -> float:

@@ -34,7 +34,7 @@ inline void on_ranks(int size, const std::function<void(int)>& call) {
   for (auto& thread : threads) thread.join();
 }
 
-inline Channels over_sockets(int size, unsigned) {
+inline std::vector<std::vector<Connection>> rows_of_sockets(int size) {
   std::vector<std::vector<Connection>> rows(size);
   for (auto& row : rows) row.resize(size);
   for (int one = 0; one < size; ++one) {
@@ -45,8 +45,12 @@ inline Channels over_sockets(int size, unsigned) {
       rows[other][one].data = Socket(ends[1]);
     }
   }
+  return rows;
+}
+
+inline Channels over_sockets(int size, unsigned) {
   Channels channels;
-  for (int rank = 0; rank < size; ++rank) channels.push_back(std::make_shared<TcpChannel>(rank, std::move(rows[rank])));
+  for (auto& row : rows_of_sockets(size)) channels.push_back(std::make_shared<TcpChannel>(static_cast<int>(channels.size()), std::move(row)));
   return channels;
 }
 

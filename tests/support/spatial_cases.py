@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from commsched.channels import Channel
 from commsched.spatial import Mesh, ThreadHub, Tile, scatter
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
 from commsched.spatial.mesh import everyone, sum_in_order
-from commsched.transport.channel import Channel
 from tests.support.thread_ranks import run_threads
 
 DIVISIBLE = 216000  # by every product of three counts up to 6: averages stay integers

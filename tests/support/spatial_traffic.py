@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from commsched.transport.group_messages import PATIENCE
+from comm_core import MessageChannel
 
 PROGRAM = """
 import torch
@@ -86,7 +86,7 @@ def violations(halos: list[Any], chunks: list[Any]) -> list[tuple[float, float]]
     """
     found = []
     for halo in halos:
-        start, end = halo["ts"], halo["ts"] + min(halo["dur"], 1e6 * PATIENCE)
+        start, end = halo["ts"], halo["ts"] + min(halo["dur"], 1e6 * MessageChannel.TURN_PATIENCE)
         # A microsecond of rounding on both sides.
         found += [(c["ts"], halo["dur"] / 1e3) for c in chunks if start + 1 < c["ts"] < end - 1]
     return found

@@ -1,8 +1,6 @@
 #include "tcp_channel.h"
 
-#include <linux/sockios.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -17,37 +15,6 @@ namespace {
 constexpr uint64_t kMessage = 0x636f6d6d73636864;   // an ordinary message
 constexpr uint64_t kFarewell = 0x636f6d6d73656e64;  // the sender leaves; tag.bucket is the rank at fault, a text follows
 constexpr int kPieces = 16;                         // pieces of memory per system call
-constexpr size_t kMaxText = 400;
-constexpr size_t kMostDiscarded = 64 << 20;  // bytes: a peer may send faster than they are discarded
-constexpr auto kFarewellPatience = std::chrono::seconds(1);  // a peer that computes may have no room for a farewell
-constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
-// Poll again after this time: poll() can miss readable bytes when SO_RCVLOWAT changes under it.
-constexpr auto kLongestSleep = std::chrono::milliseconds(200);
-
-// Reads up to so many bytes that have arrived, and forgets them. Returns their number.
-size_t discard(int fd, size_t most) noexcept {
-  std::array<char, 1 << 16> scratch;
-  size_t read = 0;
-  while (read < most) {
-    const ssize_t got = ::recv(fd, scratch.data(), std::min(most - read, scratch.size()), MSG_DONTWAIT);
-    if (got <= 0 && (got == 0 || errno != EINTR)) break;
-    read += std::max<ssize_t>(got, 0);
-  }
-  return read;
-}
-
-// Waits up to a millisecond. Returns whether the other kernel has yet to take bytes that this one holds.
-bool unacknowledged(int fd) noexcept {
-  int family = AF_UNIX, bytes = 0;
-  socklen_t length = sizeof(family);
-  getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &length);
-  if (family == AF_UNIX || ioctl(fd, SIOCOUTQ, &bytes) != 0 || bytes == 0) return false;  // AF_UNIX delivers at once
-  pollfd entry{fd, 0, 0};  // no events: poll() reports the end of the connection anyway
-  return ::poll(&entry, 1, 1) == 0;
-}
-
-std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
-
 }  // namespace
 
 TcpChannel::TcpChannel(int rank, std::vector<Connection> connections)
@@ -225,10 +192,9 @@ void TcpChannel::check_arrived(int peer, const Message& message) {
 
 // Reads the text of a farewell whose header was read.
 void TcpChannel::hear_farewell(int peer, const Header& header) {
-  char text[kMaxText] = {};
-  const ssize_t length = ::recv(peers_[peer].fd(), text, std::min<size_t>(header.bytes, kMaxText), MSG_DONTWAIT);
+  const std::string text = farewell_text(peers_[peer].fd(), header.bytes);
   culprit_ = static_cast<int>(header.tag.bucket);
-  throw EngineError(ErrorKind::peer_lost, rank_name(peer) + " gave up: " + std::string(text, std::max<ssize_t>(length, 0)), culprit_);
+  throw EngineError(ErrorKind::peer_lost, rank_name(peer) + " gave up: " + text, culprit_);
 }
 
 void TcpChannel::lose(int peer, const std::string& why) {
@@ -268,10 +234,7 @@ void TcpChannel::watch(size_t i) {
   if (peer.in.idle()) return;
   // At most the rest of the next message: the peer may send more only after this message was answered.
   const size_t left = total(peer.in[peer.in.done]) - peer.in.moved;
-  const int enough = static_cast<int>(std::min(left, kWorthWaking));
-  if (enough == peer.enough) return;
-  peer.enough = enough;
-  setsockopt(peer.fd(), SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof(enough));
+  wake_from(peer.fd(), left, peer.enough);
 }
 
 void TcpChannel::sleep(Deadline deadline) {
@@ -338,20 +301,13 @@ void TcpChannel::abort(const std::string& reason) noexcept {
   say_farewell(reason);
 }
 
-// A closed socket answers further bytes of the peer with a reset, and so does one that is closed with unread bytes. The reset
-// discards what this end has not sent yet, the farewell among it. Bytes that the other kernel has acknowledged are safe.
 void TcpChannel::close() noexcept {
   if (!owned_.here()) return;
   abort(rank_name(rank_) + " closed its engine");
   const std::lock_guard lock(mutex_);
-  const Deadline deadline = Clock::now() + kFarewellPatience;
-  for (Peer& peer : peers_) {
-    if (!peer.connection.data) continue;
-    do discard(peer.fd(), kMostDiscarded);
-    while (unacknowledged(peer.fd()) && Clock::now() < deadline);
-    peer.connection.data.close();
-    peer.connection.keepalive.close();
-  }
+  std::vector<Connection*> connections;
+  for (Peer& peer : peers_) connections.push_back(&peer.connection);
+  close_connections(connections);
   for (pollfd& entry : polled_) entry.fd = -1;
   wake_.close();
 }
@@ -361,14 +317,8 @@ void TcpChannel::say_farewell(const std::string& reason) noexcept {
   const std::string text = reason.substr(0, kMaxText);
   Header header{kFarewell, text.size(), {}};
   header.tag.bucket = static_cast<uint32_t>(culprit_);
-  const std::string bytes = std::string(reinterpret_cast<const char*>(&header), sizeof(header)) + text;
   for (Peer& peer : peers_) {
-    if (!peer.connection.data) continue;
-    const int fd = peer.fd();
-    if (peer.out.moved == 0) {
-      [[maybe_unused]] const ssize_t sent = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    }
-    ::shutdown(fd, SHUT_WR);
+    if (peer.connection.data) send_farewell(peer.fd(), &header, sizeof(header), text, peer.out.moved == 0);
   }
 }
 

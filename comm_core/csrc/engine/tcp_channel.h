@@ -11,17 +11,9 @@
 #include <vector>
 
 #include "channel.h"
-#include "socket.h"
+#include "connection.h"
 
 namespace commsched {
-
-// The connections to one other rank. `keepalive` never carries data, so it shows whether the other host answers even while
-// bytes in `data` wait for a rank that computes for minutes. Without it only the end of the other process is noticed.
-struct Connection {
-  Socket data;
-  Socket keepalive;
-  std::string host;  // the other end's address
-};
 
 class TcpChannel : public Channel {
  public:

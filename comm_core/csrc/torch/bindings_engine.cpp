@@ -4,8 +4,8 @@
 
 #include "bindings_blocks.h"
 #include "bindings_memory.h"
+#include "bindings_messages.h"
 #include "bindings_rows.h"
-#include "c10d_channel.h"
 #include "dtypes.h"
 #include "engine/direct.h"
 #include "engine/engine.h"
@@ -24,19 +24,9 @@ constexpr size_t kTierSegmentBytes = 128 << 10;  // a board has a slot for each 
 constexpr int kDepth = 4;
 constexpr double kPatience = 5.0;  // seconds for aborted operations to end
 
-c10::intrusive_ptr<c10d::Backend> as_backend(const py::object& object) {
-  try {
-    auto* backend = object.cast<c10d::Backend*>();
-    return c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(backend);
-  } catch (const py::cast_error&) {
-    throw EngineError(ErrorKind::usage, "a channel or a c10d backend such as torch.distributed.ProcessGroupGloo is needed, not " +
-                                            py::repr(py::type::of(object)).cast<std::string>());
-  }
-}
-
 std::shared_ptr<Channel> as_channel(const py::object& object) {
   if (py::isinstance<Channel>(object)) return object.cast<std::shared_ptr<Channel>>();
-  return std::make_shared<C10dChannel>(as_backend(object));
+  throw EngineError(ErrorKind::usage, "a channel is needed, not " + py::repr(py::type::of(object)).cast<std::string>());
 }
 
 void check_flat(const at::Tensor& tensor, const char* what) {
@@ -130,19 +120,8 @@ std::shared_ptr<TcpChannel> make_tcp_channel(int rank, const std::vector<std::tu
 
 void bind_channels(py::module_& m) {
   py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel");
-  py::class_<C10dChannel, Channel, std::shared_ptr<C10dChannel>>(m, "C10dChannel")
-      .def(py::init([](const py::object& backend) { return std::make_shared<C10dChannel>(as_backend(backend)); }),
-           py::arg("backend"));
   py::class_<TcpChannel, Channel, std::shared_ptr<TcpChannel>>(m, "TcpChannel")
       .def(py::init(&make_tcp_channel), py::arg("rank"), py::arg("connections"));
-  m.def(
-      "abort_message",
-      [](const py::object& work) {
-        auto* message = work.cast<c10d::Work*>();
-        const py::gil_scoped_release no_gil;
-        message->abort();
-      },
-      py::arg("work"));
   m.def("lost_host", &lost_host, py::arg("descriptor"), py::arg("address"));
 }
 
@@ -307,6 +286,7 @@ void bind_engine(py::module_& m) {
   bind_blocks(m);
   bind_rows(m);
   bind_memory(m);
+  bind_messages(m);
 }
 
 }  // namespace commsched

@@ -49,9 +49,7 @@ def make_transport(kind: str, store: dist.Store) -> Transport:
         exchange = RingTransport if kind == "tcp-ring" else DirectTransport
         return exchange(tcp_channel(store, RANK, SIZE), RANK, SIZE, segment_bytes=4096)
     backend = dist.ProcessGroupGloo(store, RANK, SIZE, timedelta(seconds=TIMEOUT))
-    if kind == "python":
-        return PythonTransport(GlooCollectives(backend))
-    return DirectTransport(backend, RANK, SIZE, segment_bytes=4096)
+    return PythonTransport(GlooCollectives(backend))
 
 
 def make_engine(transport: Transport) -> tuple[Engine, list[torch.Tensor]]:

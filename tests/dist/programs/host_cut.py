@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.distributed import PrefixStore
 
 import comm_core
 import commsched as hvd
+from commsched import spatial
 from commsched.env import settings
-from commsched.transport.short_messages import ShortMessages
-from commsched.collectives.current_carrier import carrier
 from commsched.collectives.private_groups import data_channel
-from commsched.transport.channel import DistChannel
+from commsched.pipeline.messages import ProcessFabric
 from tests.support.reference_run import some_profile
 
 hvd.init()
@@ -40,11 +38,11 @@ def mine(transports: list[comm_core.Transport], buffer: torch.Tensor) -> Callabl
     return lambda: transports[ME].all_gather(buffer)
 
 
-def trained(transport: str) -> Callable[[], object]:
+def trained() -> Callable[[], object]:
     """Steps without end: bytes are always on their way."""
     model = torch.nn.Linear(300, 300)
     sgd = torch.optim.SGD(model.parameters(), 0.01)
-    options = {"schedule": "dear", "profile": some_profile(model), "transport": transport}
+    options = {"schedule": "dear", "profile": some_profile(model)}
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), **options)
 
     def run() -> None:
@@ -57,19 +55,16 @@ def trained(transport: str) -> Callable[[], object]:
     return run
 
 
-meeting = carrier().meeting
-connections = comm_core.tcp_connections(
-    PrefixStore("short", meeting.store), ME, 2, meeting.address, settings().timeout, settings().host_timeout
-)
-short = ShortMessages(ME, connections, settings().timeout)
-halos = DistChannel(hvd.data_group(), timeout=settings().timeout, traffic=None)
+fabric = ProcessFabric()
+stages, unread = fabric.lane("stages"), fabric.lane("unread")
+halos = spatial.channel(timeout=settings().timeout)
 waits: dict[str, Callable[[], object]] = {
-    "direct": trained("direct"),
-    "gloo": trained("gloo"),
+    "direct": trained(),
     "idle": mine([direct(), direct()], LITTLE),
     "full": mine([direct(), direct()], MUCH),
     "halo": lambda: halos.exchange([], [(PEER, LITTLE.clone())], "halo").wait(),
-    "short": lambda: short.receive(PEER, 0, [LITTLE.clone()], "short").wait(),
+    "short": lambda: stages.receive(PEER, [LITTLE.clone()]).wait(),
+    "long": lambda: unread.send(PEER, [MUCH]).wait(),
     "allreduce": lambda: hvd.allreduce(LITTLE, name=f"lonely {ME}"),
 }
 

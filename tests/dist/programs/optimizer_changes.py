@@ -145,7 +145,7 @@ def buckets_made_anew_leave_no_threads_and_files_behind(me: Me) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
-    for transport in ("direct", "gloo"):
+    for transport in ("direct", "ring"):
         twin = Twin(me, Branches, transport=transport, lag=0.0)
         counts = []
         for step in range(7):

@@ -22,7 +22,7 @@ from tests.support.reference_run import momentum
 def every_plan_gives_the_bits_of_the_oracle(me: Me, code: str) -> None:
     ways = [{"schedule": policy} for policy in ("wfbp", "dear", "bytescheduler", "sequential")]
     ways += [{"schedule": "optimal", "bucket_mb": size} for size in (0.001, 0.02, 10)]
-    for way in (*ways, {"transport": "gloo"}):
+    for way in ways:
         twin = quantised(me, code, **way)
         for step in range(6):
             twin.step(loss_of(step))

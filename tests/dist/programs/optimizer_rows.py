@@ -96,7 +96,6 @@ def rows_give_the_bits_of_whole_gradients(me: Me) -> None:
     compare(me, momentum, once, "bf16", compression=hvd.Compression.bf16, **planned)
     compare(me, momentum, once, "sums", op=hvd.Sum, **planned)
     compare(me, momentum, once, "predivided", gradient_predivide_factor=3.0, **planned)
-    compare(me, momentum, once, "gloo", transport="gloo", **planned)
     compare(me, momentum, once, "groups", num_groups=2, **planned)
 
 

@@ -99,7 +99,6 @@ def on_any_wire(me: Me) -> None:
     compare(me, momentum, once, "bf16", compression=hvd.Compression.bf16)
     compare(me, momentum, once, "sums", op=hvd.Sum)
     compare(me, momentum, once, "predivided", gradient_predivide_factor=3.0)
-    compare(me, momentum, once, "gloo", transport="gloo")
 
 
 @case(ranks=(2, 3))

@@ -15,19 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched import spatial
-from commsched.spatial import DistChannel
 from tests.support import spatial_stages
 from tests.support.cases import Me, case, main
 from tests.support.spatial_cases import RANDOM_OVER_PROCESSES, check, integers, process_cases
 from tests.support.spatial_models import build, conv_norm_relu
 
-HALOS = 5  # the channel of messages that `shard` uses
-
 
 @case(ranks=(2, 3, 4))
 def random_integers_bit_for_bit(me: Me) -> None:
     warnings.simplefilter("ignore")
-    channel = DistChannel(hvd.data_group(channel=HALOS), timeout=60)
+    channel = spatial.channel(timeout=60)
     for one, overlap in process_cases(me.size, RANDOM_OVER_PROCESSES[me.size]):
         check(one, channel, overlap)
 
@@ -232,7 +229,7 @@ def mirrored_replicas_share_the_ranks(me: Me) -> None:
     reference = torch.optim.SGD(plain.parameters(), lr=0.05)
     replicas, meshes = [copy.deepcopy(model) for _ in range(2)], []
     for replica, order in zip(replicas, (ranks, ranks[::-1])):
-        channel = DistChannel(hvd.data_group(channel=HALOS), ranks=order, timeout=60)
+        channel = spatial.channel(order, timeout=60)
         spatial.shard(replica, grid=(1, 3), channel=channel, fuse_halo="off")
         meshes.append(spatial.current_mesh())
     optimizer = torch.optim.SGD(replicas[0].parameters(), lr=0.05)

@@ -77,7 +77,7 @@ def test_facts_that_contradict_each_other_are_told(
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match="no transport 'rings'; the transports are auto, direct, ring, tiers, gloo"
+        ValueError, match="no transport 'rings'; the transports are auto, direct, ring, tiers, horovod"
     ):
         cpu.asked_transport("rings")
 

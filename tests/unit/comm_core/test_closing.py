@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from comm_core import (
-    C10dChannel,
     DirectTransport,
     Engine,
     EngineError,
@@ -79,18 +78,7 @@ def over_tcp(size: int) -> list[Any]:
     return on_ranks(size, lambda rank: tcp_channel(store, rank, size, HOST, timeout_seconds=LONG))
 
 
-def over_gloo(size: int) -> list[Any]:
-    store = HashStore()
-
-    def one(rank: int) -> C10dChannel:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
-        return C10dChannel(ProcessGroupGloo(store, rank, size, options))
-
-    return on_ranks(size, one)
-
-
-CHANNELS = [over_local, over_tcp, over_gloo]
+CHANNELS = [over_local, over_tcp]
 
 
 def engine_over(channel: Any, rank: int, size: int, kind: Any = DirectTransport) -> Engine:

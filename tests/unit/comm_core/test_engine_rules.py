@@ -417,6 +417,6 @@ def test_transports_and_engines_check_what_they_are_given() -> None:
     assert "divide by the number of ranks" in str(
         failure(lambda: Engine(transport, 0, 2).add_bucket(torch.ones(3), name="odd"))
     )
-    assert "c10d backend" in str(failure(lambda: RingTransport("gloo", 0, 2)))
+    assert "a channel is needed, not" in str(failure(lambda: RingTransport("gloo", 0, 2)))
     assert "rank must be in [0, size)" in str(failure(lambda: RingTransport(channel, 2, 2)))
     assert "segment_bytes" in str(failure(lambda: RingTransport(channel, 0, 2, segment_bytes=9)))

@@ -87,7 +87,7 @@ def program_of(profile: Profile) -> Any:
     "different, words",
     [
         ({"gather": "parameters"}, "rank 1: row_sparse=True needs gather='gradients', got 'parameters'"),
-        ({"by_rows": False}, "'direct' or 'gloo' on CPUs, but the transport is 'ring'"),
+        ({"by_rows": False}, "transport 'direct' on CPUs, but the transport is 'ring'"),
         (
             {"schedule": program_of(Model(("a",), (9,), (torch.float32,)).guess([0], LINK))},
             "name of a policy as the schedule",

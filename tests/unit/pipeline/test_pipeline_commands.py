@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from comm_core import MessageChannel
 from commsched.cli import main
 from commsched.pipeline import Job, Pipeline, ThreadWorld, profile
 from commsched.pipeline.interpreter import Span, handling
 from commsched.pipeline.job import load_job
-from commsched.pipeline.messages import ThreadFabric
 from commsched.pipeline.profiling import message_link
 from dnn_bench import models
 from dnn_bench.pipeline import cli
@@ -24,6 +24,7 @@ from dnn_bench.pipeline.worker import default_rows
 from scheduler import profiles
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
+from scheduler.ir.link import fit
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate
 from tests.support.documented_runs import CONF, partitioned
@@ -111,15 +112,14 @@ def test_messages_are_timed_in_the_way_they_will_go(
     largest: float | None, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    lane = ThreadFabric.lane
 
-    def watched(fabric: ThreadFabric, name: str, traffic: Any = None, *, short: bool = True) -> Any:
-        asked.append(short)
-        return lane(fabric, name, traffic, short=short)
+    def fitted(sizes: Any, times: Any) -> Any:
+        asked.append(max(sizes) <= MessageChannel.SHORT)
+        return fit(sizes, times)
 
-    monkeypatch.setattr(ThreadFabric, "lane", watched)
+    monkeypatch.setattr("commsched.pipeline.profiling.fit", fitted)
     on_threads(2, lambda fabric: message_link(fabric, largest))
-    assert asked == [short, short]
+    assert asked == [short]
 
 
 def test_handling_is_what_lies_between_actions_without_the_waits() -> None:

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 from torch import Tensor
 
+from commsched.channels import Pending
 from commsched.pipeline.messages import ThreadLane
-from commsched.transport.channel import Pending
 from tests.support.pipeline_runs import (
     ROUNDING,
     assert_close,

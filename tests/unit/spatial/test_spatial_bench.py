@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from commsched import spatial
+from commsched.channels import Parcel, SilentChannel
 from commsched.spatial.mesh import OVERLAP_WORK
-from commsched.transport.channel import Parcel, SilentChannel
 
 CHANNELS = 16
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from commsched import spatial
+from commsched.channels import Channel
 from commsched.spatial.explain import PeakMeter
 from commsched.spatial.ops import windows
-from commsched.transport.channel import Channel
 from dnn_bench.models.convolutional import ResNet
 from dnn_bench.spatial.models import unet
 from tests.support.spatial_cases import on_threads

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from commsched import spatial
-from commsched.transport.channel import Parcel, Pending
+from commsched.channels import Parcel, Pending
 from scheduler.ir.layout import Placement
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile

@@ -10,13 +10,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from commsched.channels import Channel
 from commsched.errors import CommError
 from commsched.spatial import Mesh, scatter
 from commsched.spatial.fetch import delivered, fetched
 from commsched.spatial.intervals import Fill, Run, Split, Want
 from commsched.spatial.layout import plan_for, recut, replicate
 from commsched.spatial.mesh import apply, everyone, spread, sum_in_order
-from commsched.transport.channel import Channel
 from tests.support.spatial_cases import bounds_of, integers, on_threads
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from commsched import spatial
+from commsched.channels import Channel
 from commsched.spatial import fetch
 from commsched.spatial.intervals import Split, TransposedWindow, Window, spare_margin
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import cost, dry_runner, find_fusion, name_hooks
-from commsched.transport.channel import Channel
 from tests.support.spatial_cases import integers, on_threads
 from tests.support.spatial_models import build, train
 

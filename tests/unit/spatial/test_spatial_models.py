@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from commsched import spatial
-from commsched.transport.channel import Channel
+from commsched.channels import Channel
 from dnn_bench import models
 from tests.support.oracle import assert_close, terms_of
 from tests.support.spatial_cases import on_threads

@@ -13,11 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from commsched.channels import Channel
 from commsched.spatial import Mesh, scatter, tile_bounds
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
 from commsched.spatial.mesh import everyone, sum_in_order
-from commsched.transport.channel import Channel
 from tests.support.spatial_cases import integers, on_threads
 
 C, SHAPE = 4, (2, 4, 12, 14)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched import spatial
-from commsched.transport.channel import Channel
+from commsched.channels import Channel
 from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 from tests.support.spatial_models import build

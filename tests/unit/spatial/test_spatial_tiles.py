@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commsched import spatial
+from commsched.channels import Channel
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import recut
-from commsched.transport.channel import Channel
 from tests.support.oracle import assert_close
 from tests.support.spatial_cases import integers, on_threads
 

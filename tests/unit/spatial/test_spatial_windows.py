@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched import spatial
-from commsched.transport.channel import Channel
+from commsched.channels import Channel
 from tests.support.spatial_cases import on_threads
 
 

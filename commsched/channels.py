@@ -1,4 +1,4 @@
-"""Channels that exchange buffers between ranks: over a c10d group, between threads, or with no other rank."""
+"""Channels that exchange buffers between ranks: of processes, of threads, or of one rank alone."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Protocol
 from zlib import crc32
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from comm_core import Traffic
+from comm_core import EngineError, MessageChannel, PendingMessages, Traffic
 from commsched.errors import CommError
-from commsched.process import failure_monitor
-from commsched.process.groups import members
-from commsched.transport.group_messages import GroupMessages, begin_turn
 
 Parcel = tuple[int, Tensor]  # (peer, contiguous buffer)
 
@@ -30,7 +24,7 @@ class Pending(Protocol):
         """Return when every buffer has arrived; ``CommError`` after the time-out."""
 
     def watch(self) -> None:
-        """Let another thread notice the arrival, because this one computes before it calls `wait()`."""
+        """Let another thread move the messages, because this one computes before it calls `wait()`."""
         return None
 
 
@@ -72,77 +66,64 @@ class SilentChannel:
         return _Complete()
 
 
-class DistChannel:
-    """Point-to-point messages of a c10d group (default: the world).
+Message = tuple[int, Sequence[Tensor]]  # (peer, contiguous buffers)
 
-    ``ranks`` are the group's ranks that take part, in the order of the grid (default: all), so that several
-    meshes can share one group. The tag of a message contains the number of the exchange and, with a ``lane``
-    (a number below 32768), the lane; otherwise the operation's name. ``traffic`` is the kind of the messages
-    for the link's gate, None for messages for which no other one has to wait.
+
+def start(
+    messages: MessageChannel,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    lane: int,
+    operation: str,
+    traffic: Traffic | None = None,
+) -> Pending:
+    """Start messages between processes; see ``MessageChannel.exchange``. Errors are a `CommError`."""
+    try:
+        return _ProcessMessages(messages.exchange(sends, receives, lane, operation, traffic))
+    except EngineError as error:
+        raise CommError(str(error)) from error
+
+
+class _ProcessMessages(Pending):
+    def __init__(self, messages: PendingMessages) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        try:
+            self._messages.wait()
+        except EngineError as error:
+            raise CommError(str(error)) from error
+
+    def watch(self) -> None:
+        self._messages.watch()
+
+
+class ProcessChannel:
+    """The ranks of a mesh that are processes, connected by `messages`.
+
+    ``places`` are the places of the mesh's ranks among those that are connected, ``place`` is this rank's.
+    Meshes with the same connections have different names.
     """
 
     own_generator = True
 
-    def __init__(
-        self,
-        group: Any = None,
-        ranks: Sequence[int] | None = None,
-        timeout: float = 60.0,
-        traffic: Traffic | None = Traffic.halo,
-        lane: int | None = None,
-    ) -> None:
-        world: Any = dist.group.WORLD
-        self.group = world if group is None else group
-        self.ranks = list(range(self.group.size()) if ranks is None else ranks)
-        self.rank, self.size, self.timeout = self.ranks.index(self.group.rank()), len(self.ranks), timeout
-        # Part of the tag, so that meshes with the same ranks in another order use other tags.
-        self._ranks_checksum = crc32(str(self.ranks).encode())
-        self._count, self.sent = 0, 0
-        self._traffic, self._lane = traffic, lane
-        self._abort_reason = ""
-        self._in_flight: WeakValueDictionary[int, GroupMessages] = WeakValueDictionary()
-        failure_monitor.register(self, members(self.group))
-
-    def abort(self, reason: str) -> None:
-        self._abort_reason = reason
-        for reference in self._in_flight.valuerefs():
-            messages = reference()
-            if messages is not None:
-                messages.abort(reason)
+    def __init__(self, messages: MessageChannel, place: int, places: Sequence[int], name: str) -> None:
+        self._messages, self._places = messages, list(places)
+        self.rank, self.size, self.timeout = self._places.index(place), len(self._places), messages.timeout
+        self._lane = lane_of(f"{name} {self._places}")
+        self.sent = 0
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
-        tag = self._tag(operation)
-        self._count += 1
-        send_bytes = total_bytes(sends)
-        self.sent += send_bytes
-        end_turn = begin_turn(self._traffic, send_bytes + total_bytes(recvs))
-        try:
-            # Receives first, so that arriving messages find their buffers posted.
-            works = [(peer, self._post(self.group.recv, peer, b, tag, operation)) for peer, b in recvs]
-            works += [(peer, self._post(self.group.send, peer, b, tag, operation)) for peer, b in sends]
-        except CommError:
-            end_turn()
-            raise
-        buffers = [buffer for _, buffer in (*sends, *recvs)]
-        messages = GroupMessages(works, buffers, end_turn, operation, self.rank, self.timeout)
-        self._in_flight[self._count] = messages
-        if self._abort_reason:
-            messages.abort(self._abort_reason)
-        return messages
+        self.sent += total_bytes(sends)
+        going, coming = (
+            [(self._places[peer], [buffer]) for peer, buffer in parcels] for parcels in (sends, recvs)
+        )
+        return start(self._messages, going, coming, self._lane, operation, Traffic.halo)
 
-    def _tag(self, operation: str) -> int:
-        # Ranks that run different operations use different tags: they time out instead of mixing up buffers.
-        name = (crc32(operation.encode()) ^ self._ranks_checksum) & 0x7FFF
-        return (name if self._lane is None else 0x8000 | self._lane) << 12 | self._count & 0xFFF
 
-    def _post(self, send_or_recv: Any, peer: int, buffer: Tensor, tag: int, operation: str) -> Any:
-        try:
-            return send_or_recv([buffer.view(torch.uint8)], self.ranks[peer], tag)  # gloo lacks some dtypes
-        except RuntimeError as error:
-            raise CommError(
-                f"{operation}: rank {self.rank} has lost the connection of rank {peer}; look for the first"
-                f" error on rank {peer} ({error})"
-            ) from error
+def lane_of(name: str) -> int:
+    """Return the number of a lane that is not made by all ranks alike, so that they cannot count it."""
+    return 1 << 31 | crc32(name.encode())
 
 
 class ThreadHub:

@@ -1,1 +1,0 @@
-"""Point-to-point messages between ranks, for pipelines and spatial tiles."""
