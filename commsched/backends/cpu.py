@@ -29,7 +29,6 @@ from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process import failure_monitor
 
 NAMES = ("direct", "ring", "tiers", "horovod")
 
@@ -196,7 +195,6 @@ class EngineBackend(Backend):
         self.engine.abort(reason)
 
     def close(self, orderly: bool = True) -> None:
-        failure_monitor.unregister(self)
         self.engine.close(
             f"rank {self.ranks.rank}: the optimizer is closed, and its connections with it: make a new"
             " DistributedOptimizer to train on"

@@ -24,7 +24,7 @@ TWO_HOSTS = "srun-env"
 PATIENT = {"COMMSCHED_TIMEOUT": "900"}
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("optimizer_tiers"))
+@pytest.mark.parametrize("program, ranks, name", parameters("two_tiers"))
 def test_case(program, ranks, name):
     check(program, ranks, name, TWO_HOSTS)
 
