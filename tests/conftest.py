@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ variables = clean_environment()
 os.environ.clear()
 os.environ.update(variables)
 fork_server.share()
+
+if find_spec("hypothesis"):  # the environment of tests/models has none
+    from hypothesis import HealthCheck, settings
+
+    # By default an example that takes 200 ms fails, and so do ten that take a second to draw: a busy machine
+    # decides that. Settings of single tests start from this profile.
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
 
 # pytest-timeout raises in the main thread once that runs Python again. If it never does, this many seconds
 # later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
