@@ -39,6 +39,7 @@ if find_spec("hypothesis"):  # the environment of tests/models has none
 # pytest-timeout raises in the main thread once that runs Python again. If it never does, this many seconds
 # later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
 GRACE = float(os.environ.get("PYTEST_STUCK_GRACE", 60))
+SEED = 67280421310721  # torch's own default
 STDERR = pytest.StashKey[int]()
 COLLECTED = pytest.StashKey[dict[str, list[str]]]()
 
@@ -73,6 +74,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # before pytest captures it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give every test the random numbers that it has alone: chance decides which tests ran here before."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(SEED)
 
 
 @pytest.hookimpl(wrapper=True)

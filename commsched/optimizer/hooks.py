@@ -384,9 +384,11 @@ def follow(reader: Reader, params: Sequence[nn.Parameter]) -> bool:
 
 
 def unfollow(reader: Reader) -> None:
-    # Other threads may follow and unfollow at the same time: copy, and delete what is still there.
-    for key, entry in list(_entries.items()):
-        if entry.reader() in (reader, None):
+    # Other threads may follow and unfollow at the same time, and the collector may unfollow wherever objects
+    # are made. list(items()) makes a tuple for each item, a list of the keys makes none.
+    for key in list(_entries):
+        entry = _entries.get(key)
+        if entry is not None and entry.reader() in (reader, None):
             _entries.pop(key, None)
 
 
