@@ -188,10 +188,10 @@ def _hide_from_scripting() -> None:
             for param in module._parameters.values():
                 if isinstance(param, PendingParameter):
                     complete_value(param)
-            for place in places:
-                for key, hook in list(place.items()):
+            for place, hooks in zip(places, before, strict=True):
+                for key, hook in hooks.items():
                     if isinstance(hook, (_BeforeForward, _AfterForward)):
-                        del place[key]
+                        place.pop(key, None)  # the collector may have freed its optimizer meanwhile
             try:
                 return function(module, *args)
             finally:
