@@ -262,7 +262,7 @@ def end(processes: Sequence[Process]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait(10)
+        process.wait(60)  # killed is not gone: a busy machine takes its time
 
 
 def add_cluster(given: argparse.ArgumentParser, link: str = "1gbit") -> None:

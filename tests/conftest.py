@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,18 @@ os.environ.clear()
 os.environ.update(variables)
 fork_server.share()
 
+if find_spec("hypothesis"):  # the environment of tests/models has none
+    from hypothesis import HealthCheck, settings
+
+    # By default an example that takes 200 ms fails, and so do ten that take a second to draw: a busy machine
+    # decides that. Settings of single tests start from this profile.
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
+
 # pytest-timeout raises in the main thread once that runs Python again. If it never does, this many seconds
 # later its process ends; the stacks stand in the output, and pytest-xdist starts another process.
 GRACE = float(os.environ.get("PYTEST_STUCK_GRACE", 60))
+SEED = 67280421310721  # torch's own default
 STDERR = pytest.StashKey[int]()
 COLLECTED = pytest.StashKey[dict[str, list[str]]]()
 
@@ -64,6 +74,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # before pytest captures it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give every test the random numbers that it has alone: chance decides which tests ran here before."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(SEED)
 
 
 @pytest.hookimpl(wrapper=True)

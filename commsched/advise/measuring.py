@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from commsched.collectives.process_sets import global_process_set
 from commsched.optimizer.hooks import forward_order, owners
 from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 from commsched.optimizer.planner import Model, TimedLink
+from commsched.process.network import held_port
 from scheduler.ir.link import Link
 
 # Larger messages show the link's rate; none may take longer than this many seconds.
@@ -238,11 +238,8 @@ def _constructor_observed(made: Callable[[DistributedDataParallel], None]) -> It
 
 def _join_commsched(ddp: DistributedDataParallel) -> None:
     """Start commsched's runtime beside the script's group, which may hold the launcher's port. Collective."""
-    contact: list[Any] = [None]
-    if dist.get_rank() == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            contact = [(os.environ.get("MASTER_ADDR", "127.0.0.1"), free.getsockname()[1])]
-    dist.broadcast_object_list(contact, src=0)
-    os.environ["COMMSCHED_MASTER_ADDR"], os.environ["COMMSCHED_MASTER_PORT"] = map(str, contact[0])
-    commsched.init()
+    with held_port() as port:
+        contact: list[Any] = [(os.environ.get("MASTER_ADDR", "127.0.0.1"), port)]
+        dist.broadcast_object_list(contact, src=0)
+        os.environ["COMMSCHED_MASTER_ADDR"], os.environ["COMMSCHED_MASTER_PORT"] = map(str, contact[0])
+        commsched.init()

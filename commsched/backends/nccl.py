@@ -153,7 +153,9 @@ class PeerConnections:
         other_failure: Callable[[], str | None],
     ) -> None:
         self._rank, self._other_failure = rank, other_failure
-        self._lock = threading.Lock()  # descriptors are not closed while they are polled
+        # Descriptors are not closed while another thread polls them. Reentrant: the collector may free the
+        # backend, which closes them, in a thread that polls.
+        self._lock = threading.RLock()
         self._poll = select.poll()
         self._peers = {
             handle.fileno(): (peer, one)
@@ -172,7 +174,8 @@ class PeerConnections:
             problem = self._other_failure()
             for number, _ in self._poll.poll(0):
                 self._poll.unregister(number)
-                problem = problem or self._ending(*self._peers[number])
+                if not problem and number in self._peers:
+                    problem = self._ending(*self._peers[number])
             return problem
 
     def _ending(self, peer: int, connection: TcpConnection) -> str | None:

@@ -95,7 +95,10 @@ def _checked_joiners() -> list[Any]:
     No user can act on an optimizer that only the garbage collector still knows: it must not stop the join.
     """
     gc.collect()
-    joiners = [joiner for (made_in, _), joiner in sorted(_joiners.items()) if made_in == epoch()]
+    # Not items(): other threads may register joiners, and the collector may free some.
+    known = [(ref.key, joiner) for ref in _joiners.valuerefs() if (joiner := ref()) is not None]
+    known.sort(key=lambda item: item[0])
+    joiners = [joiner for (made_in, _), joiner in known if made_in == epoch()]
     for joiner in joiners:
         joiner.check_can_join()
     return joiners

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from commsched.collectives.current_carrier import carrier
 from commsched.collectives.initialization import init, rank, size
 from commsched.collectives.objects import broadcast_object
 from commsched.errors import CommError
+from commsched.process.network import held_port
 
 
 @contextmanager
@@ -29,24 +29,23 @@ def joined() -> Iterator[None]:
     if size() == 1 or distributed.is_initialized() or carrier().launch.launcher == "torchrun":
         yield
         return
-    variables = _torchrun_variables()
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with held_port() as port:
+        variables = _torchrun_variables(port)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
-def _torchrun_variables() -> dict[str, str]:
+def _torchrun_variables(own_port: int) -> dict[str, str]:
     launch = carrier().launch
-    with socket.socket() as free:
-        free.bind(("", 0))
-        address, port = broadcast_object((carrier().meeting.address, free.getsockname()[1]), 0)
+    address, port = broadcast_object((carrier().meeting.address, own_port), 0)
     return {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.size),

@@ -188,10 +188,10 @@ def _hide_from_scripting() -> None:
             for param in module._parameters.values():
                 if isinstance(param, PendingParameter):
                     complete_value(param)
-            for place in places:
-                for key, hook in list(place.items()):
+            for place, hooks in zip(places, before, strict=True):
+                for key, hook in hooks.items():
                     if isinstance(hook, (_BeforeForward, _AfterForward)):
-                        del place[key]
+                        place.pop(key, None)  # the collector may have freed its optimizer meanwhile
             try:
                 return function(module, *args)
             finally:
@@ -384,9 +384,11 @@ def follow(reader: Reader, params: Sequence[nn.Parameter]) -> bool:
 
 
 def unfollow(reader: Reader) -> None:
-    # Other threads may follow and unfollow at the same time: copy, and delete what is still there.
-    for key, entry in list(_entries.items()):
-        if entry.reader() in (reader, None):
+    # Other threads may follow and unfollow at the same time, and the collector may unfollow wherever objects
+    # are made. list(items()) makes a tuple for each item, a list of the keys makes none.
+    for key in list(_entries):
+        entry = _entries.get(key)
+        if entry is not None and entry.reader() in (reader, None):
             _entries.pop(key, None)
 
 

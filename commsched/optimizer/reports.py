@@ -269,7 +269,8 @@ _REFRESH = 1.0  # seconds between two sets of figures for Prometheus
 _UNITS = {"steps": "", "link_busy": "_ratio", "predicted_link_busy": "_ratio"}
 _UNITS |= {"bytes": "_per_step", "link_rate": "_bytes_per_second"}  # all other figures are seconds
 _open: dict[int, Endpoint] = {}  # by port: the optimizers of a process share one
-_lock = threading.Lock()
+# Reentrant: while a thread holds it, the collector may free an optimizer there, which removes its figures.
+_lock = threading.RLock()
 
 
 class Endpoint:
@@ -318,8 +319,8 @@ class Endpoint:
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        for optimizer, scalars in sorted(self._shown.items()):
-            for name, value in scalars.items():
+        for optimizer in sorted(list(self._shown)):  # a copy: other threads may add and remove some meanwhile
+            for name, value in self._shown.get(optimizer, {}).items():
                 name = f"commsched_{name}{_UNITS.get(name, '_seconds')}"
                 if name not in families:
                     text = "one of the figures of commsched.metrics()"
@@ -331,9 +332,13 @@ class Endpoint:
 def endpoint(port: int, rank: int) -> tuple[Endpoint, int]:
     """Return this process's endpoint on ``port``, and the number of a new optimizer there."""
     with _lock:
-        if port not in _open:
-            _open[port] = Endpoint(port, rank)
-        return _open[port], _open[port].add()
+        while True:
+            if port not in _open:
+                _open[port] = Endpoint(port, rank)
+            shared = _open[port]
+            number = shared.add()
+            if _open.get(port) is shared:  # not closed by the last optimizer, freed by the collector just now
+                return shared, number
 
 
 class StepReports:

@@ -18,7 +18,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 _log = logging.getLogger("commsched")
 _PROBE_SECONDS = 0.2  # between two calls of each probe
@@ -42,7 +42,8 @@ class FailureMonitor:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        # Reentrant: while a thread holds it, the collector may free a waiter there, which unregisters itself.
+        self._lock = threading.RLock()
         self._ranks: weakref.WeakKeyDictionary[Abortable, frozenset[int]] = weakref.WeakKeyDictionary()
         self._probes: weakref.WeakKeyDictionary[Abortable, Probe] = weakref.WeakKeyDictionary()
         self._lost: dict[int, str] = {}
@@ -110,18 +111,23 @@ class FailureMonitor:
                 continue
             if report is not None:
                 with self._lock:
-                    waiters = [waiter for waiter, ranks in self._ranks.items() if report[0] in ranks]
+                    waiters = [w for w in _alive(self._ranks) if report[0] in self._ranks.get(w, ())]
                 for waiter in waiters:
                     _abort(waiter, report[1])
 
     def _probe_all(self) -> None:
         with self._lock:
-            probes = list(self._probes.items())
+            probes = [(waiter, self._probes.get(waiter)) for waiter in _alive(self._probes)]
         for waiter, probe in probes:
-            reason = probe()
+            reason = None if probe is None else probe()
             if reason is not None:
                 self.unregister(waiter)
                 _abort(waiter, reason)
+
+
+def _alive(waiters: weakref.WeakKeyDictionary[Abortable, Any]) -> list[Abortable]:
+    """Return the keys that exist. ``items()`` fails if the collector frees one that unregisters itself."""
+    return [waiter for reference in waiters.keyrefs() if (waiter := reference()) is not None]
 
 
 def _abort(waiter: Abortable, reason: str) -> None:

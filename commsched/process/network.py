@@ -9,12 +9,26 @@ import struct
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from commsched.errors import CommError
 
 _SIOCGIFADDR = 0x8915
 _POLL_SECONDS = 0.05
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a free port that no other process is given within this context.
+
+    A socket stays bound to it without listening. Both sides allow the reuse of addresses (torch's stores do),
+    so a store can listen on it all the same.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
 
 
 def interface_address(name: str) -> str | None:

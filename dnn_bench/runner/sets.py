@@ -118,10 +118,10 @@ class RankSet:
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        psutil.wait_procs(left, timeout=5)
+        psutil.wait_procs(left, timeout=60)  # killed is not gone: a busy machine takes its time
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+                process.wait(timeout=60)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids:

@@ -155,7 +155,7 @@ def share(asked: argparse.Namespace) -> int:
     return max(job.wait() for job in jobs)
 
 
-def on_threads(program: Program, patience: float = 20.0, tally: Tally | None = None) -> Failure | None:
+def on_threads(program: Program, patience: float = 60.0, tally: Tally | None = None) -> Failure | None:
     """Run a program on threads; a fault of the checker itself is a failure like another one."""
     try:
         return run_on_threads(program, patience, tally)

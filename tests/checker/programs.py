@@ -482,7 +482,7 @@ class Tally:
             which[name] += 1
 
 
-def run_on_threads(program: Program, patience: float = 20.0, tally: Tally | None = None) -> Failure | None:
+def run_on_threads(program: Program, patience: float = 60.0, tally: Tally | None = None) -> Failure | None:
     """Run a program with ranks that are threads; return how it failed, if it did."""
     from tests.checker.threads import Meeting, run_threads
 
@@ -552,7 +552,8 @@ class ThreadJob:
         self.aborted = False
         self._lock = threading.Lock()
         self._backends: list[Any] = []
-        self._arrived = threading.Barrier(meeting.size)
+        self._at_the_end = 0  # ranks
+        self._changed = threading.Condition(self._lock)
 
     def made(self, backend: Any) -> None:
         with self._lock:
@@ -561,10 +562,11 @@ class ThreadJob:
             backend.abort("the program has failed")
 
     def abort(self) -> None:
-        self.aborted = True
-        self.meeting.abort()
         with self._lock:
+            self.aborted = True
+            self._changed.notify_all()
             backends = list(self._backends)
+        self.meeting.abort()
         for backend in backends:
             backend.abort("the program has failed")
 
@@ -580,16 +582,28 @@ class ThreadJob:
             self._stopped(stop)
         except Exception as error:
             self._stopped(Stop(_raised(error, rank, -1, "wrap")))
-        try:
-            self._arrived.wait(1.0)
-        except threading.BrokenBarrierError:
-            # A rank that a listed error has ended leaves the others waiting.
-            if self.ended and not self.aborted:
-                self.abort()
+        self._wait_for_the_others()
         if world is not None:
             raised = world.end()
             with self._lock:
                 self.close_failures += raised
+
+    def _wait_for_the_others(self) -> None:
+        """Wait until all ranks have come to the end: those that still run may need this one.
+
+        A rank that a listed error has ended leaves the others waiting. They are aborted a second later.
+        """
+
+        def over() -> bool:
+            return self.aborted or self._at_the_end == self.meeting.size
+
+        with self._lock:
+            self._at_the_end += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: over() or self.ended, 6 * self.patience)
+            if self._changed.wait_for(over, 1.0):
+                return
+        self.abort()
 
     def _stopped(self, stop: Stop) -> None:
         with self._lock:

@@ -47,12 +47,13 @@ def test_peers_stay_and_policies_start_anew() -> None:
         first, steps = compare(entries("local", "ddp", "auto"), effort, crew)
         assert [name for name in ("local", "ddp", "auto") if name in crew] == ["local", "ddp"]
         pids = crew.ranks(baselines.get("ddp"), JOB, ThisMachine(RANKS)).pids
+        ranks = [psutil.Process(pid) for pid in pids]
         second, again = compare(entries("local", "ddp", "auto"), effort, crew)
     assert [step for step in steps if "ddp" in step] == ["starting ddp", "checking ddp", "timing ddp"]
     assert [step for step in again if "timing" not in step] == ["starting auto", "checking auto"]
     assert len(again) == again.total
     assert second["ddp"]["status"] == "ok" and second["ddp"]["error"] == first["ddp"]["error"]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(rank.is_running() for rank in ranks), "another process with the same number does not count"
 
 
 def test_a_peer_whose_operations_were_recorded_starts_anew() -> None:
@@ -81,7 +82,7 @@ def test_short_memory_lets_only_the_best_tuned_peer_in(monkeypatch: pytest.Monke
     room = RANKS * (3.5 * need.rank() + need.rank(32) - need.rank()) / module.MEMORY_SHARE
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
     wanted = entries("local", "ddp", "ddp_1mb", "ddp_4mb")
-    found, steps = compare(wanted, Effort(3, 1, trace="none", give_up=10.0))
+    found, steps = compare(wanted, Effort(3, 1, trace="none", give_up=1e9))
     timed = [step.removeprefix("timing ") for step in steps if step.startswith("timing")]
     assert timed[:4] == ["ddp_1mb", "ddp_4mb"] * 2
     best = timed[-1]

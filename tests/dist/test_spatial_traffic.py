@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dnn_bench.cluster import Cluster
-from tests.support.launch import ROOT, run_ranks
+from tests.support.launch import PATIENCE, ROOT, run_ranks
 from tests.support.spatial_traffic import COUNTED, events, program, violations
 from tests.support.needs import needs, needs_root
 
@@ -45,7 +45,7 @@ def on_slow_hosts(folder: Path, text: str, env: dict[str, str]) -> None:
     with Cluster(RANKS, "250mbit", ssh=False) as cluster:
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         processes = cluster.launch([sys.executable, str(script)], env)
-        assert [process.wait(120) for process in processes] == [0] * RANKS
+        assert [process.wait(PATIENCE) for process in processes] == [0] * RANKS
 
 
 @pytest.mark.root

@@ -130,6 +130,8 @@ def whole_step() -> tuple[int, list[str], list[str]]:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
     )
+    # Measurements are made again where other work disturbed them, until after the step that is counted.
+    optimizer._session._repeats = 0
     codes: list[Any] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:

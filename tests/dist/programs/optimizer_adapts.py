@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
+from commsched.backends import cpu, interface
+from commsched.optimizer import measuring, round as rounds
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch
 from tests.support.reference_run import Twin
 
 
+class Clock:
+    """A clock that pauses move, and every look at it by a microsecond; other work on the machine takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@contextmanager
+def only_pauses_take_time() -> Iterator[None]:
+    """Within this context, layers and steps are timed by a ``Clock``, which pauses move without sleeping."""
+    clock = Clock()
+    times = SimpleNamespace(sleep=clock.sleep, monotonic=clock.monotonic)
+    with (
+        patch.object(cpu, "time", times),
+        patch.object(measuring, "time", times),
+        patch.object(rounds, "time", times),
+        patch.object(interface, "Watch", lambda: measuring.Watch(clock.monotonic)),
+        patch.object(Stack, "sleep", staticmethod(clock.sleep)),
+    ):
+        yield
+
+
 class Stack(nn.Module):
     """Layers that take their time, in an order of their own."""
+
+    sleep = staticmethod(time.sleep)
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +61,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in self.order:
-            time.sleep(self.pause)
+            self.sleep(self.pause)
             x = torch.tanh(self.layers[number](x))
         return x
 
@@ -54,12 +90,13 @@ def forward(profile: Profile) -> float:
 
 
 @case()
+@only_pauses_take_time()
 def a_step_that_has_become_slower_is_planned_anew(me: Me) -> None:
     twin = adapting(me)
     twin.model.pause = 0.001
     train(twin, range(50))
     twin.optimizer._session.times.patience = 30  # as if many more steps had passed
-    twin.model.pause = 0.03  # more than what other work on this machine may add
+    twin.model.pause = 0.03
     step = profiles_until(twin, range(50, 400), lambda old, new: forward(new) > 2 * forward(old))
     assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
     train(twin, range(step + 1, step + 12))
@@ -67,6 +104,7 @@ def a_step_that_has_become_slower_is_planned_anew(me: Me) -> None:
 
 
 @case()
+@only_pauses_take_time()
 def what_was_measured_beside_another_program_is_measured_again(me: Me) -> None:
     """The first ten iterations take one rank twice as long. Their times are not those of training."""
     twin = adapting(me)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -70,19 +71,26 @@ def die(*_: Any) -> None:
 class SlowData(Dataset[int]):
     """Keeps the workers of a DataLoader busy for longer than any test."""
 
+    def __init__(self) -> None:
+        self.busy = multiprocessing.Semaphore(0)
+
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> int:
         if index >= 2:
+            self.busy.release()
             time.sleep(900)
         return index
 
 
 def start_workers() -> Any:
-    batches = iter(DataLoader(SlowData(), batch_size=None, num_workers=2))
+    data = SlowData()
+    batches = iter(DataLoader(data, batch_size=None, num_workers=2))
     print(f"workers={[worker.pid for worker in batches._workers]}", flush=True)  # type: ignore[attr-defined]
     next(batches)
+    for _ in range(2):  # a worker that finds its parent dead before it is busy ends
+        data.busy.acquire()
     return batches
 
 

@@ -15,6 +15,7 @@ from tests.support.host_kernels import HostLauncher
 from tests.support.stream_backend import SHAPES, SIZE, OneRank
 
 ALL = range(len(SHAPES))
+PATIENCE = 200.0  # seconds that no test waits
 
 
 def values(rank: OneRank) -> list[torch.Tensor]:
@@ -349,16 +350,16 @@ def test_a_rank_that_is_lost_while_close_waits_ends_the_wait(monkeypatch: pytest
 
     def finished(patience: float) -> bool:
         waiting.set()
-        return lost.wait(20)
+        return lost.wait(PATIENCE)
 
     monkeypatch.setattr(rank.backend.streams, "finished", finished)
     monkeypatch.setattr(rank.backend.exchange, "abort", lambda reason: lost.set())
     closing = threading.Thread(target=rank.backend.close)
     closing.start()
-    assert waiting.wait(20)
+    assert waiting.wait(PATIENCE)
     with pytest.warns(UserWarning, match="rank 1 is gone"):
         rank.backend.abort("rank 1 is gone")
-    closing.join(20)
+    closing.join(PATIENCE)
     assert lost.is_set() and not closing.is_alive()
     with pytest.raises(CommError, match="rank 1 is gone"):
         rank.backend.wait_gathered(0)

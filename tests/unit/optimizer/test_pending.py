@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,7 @@ def access_of(
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
+    gc.collect()  # the optimizers of other tests: what is pending there must not end within this one
     before = dict(pending._accesses), set(pending._only_gradients)
     yield
     assert (pending._accesses, pending._only_gradients) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -136,14 +137,28 @@ def test_handling_is_what_lies_between_actions_without_the_waits() -> None:
 
 
 def test_a_running_pipeline_tells_when_it_waited() -> None:
-    """The second rank waits for the first one's forwards, not the other way round."""
+    """The second rank waits for the first one's forwards, not the other way round.
+
+    Each of these forwards sleeps for 30 ms once the second rank waits for it.
+    """
+    waits = threading.Semaphore(0)
+
+    def sleep_while_it_waits(*_: Any) -> None:
+        assert waits.acquire(timeout=100)
+        time.sleep(0.03)
 
     def train(fabric: Any) -> tuple[float, float]:
-        model = nn.Sequential(*(paced(1, width=8, seconds=s).double()[0] for s in (0.03, 0.0)))
+        model = paced(2, width=8, seconds=0.0).double()
         pipeline = Pipeline(
             model, "gpipe", 3, (2, 1), loss=loss_of, optimizer=sgd, fabric=fabric, cuts=(0, 1)
         )
         pipeline._interpreter.spans = []
+        if fabric.rank == 0:
+            model[0].register_forward_pre_hook(sleep_while_it_waits)
+        else:
+            inbox: Any = pipeline._interpreter.exchange.inbox
+            take = inbox.take
+            inbox.take = lambda action: (waits.release(), take(action))[1]
         pipeline.step((torch.zeros(6, 8).double(), torch.zeros(6, 8).double()))
         spans = pipeline._interpreter.spans
         forwards = [span for span in spans if span.action.kind is Kind.F]

@@ -104,7 +104,16 @@ def test_what_has_ended_is_left_alone(monitor: FailureMonitor) -> None:
 def test_a_forked_child_aborts_nothing(monitor: FailureMonitor) -> None:
     waiter = Waiter()
     monitor.register(waiter, (1,))
-    monitor._lock.acquire()  # as if another thread had held it at the fork
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with monitor._lock:
+            held.set()
+            forked.wait(PATIENCE)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(PATIENCE)
     child = os.fork()
     if child == 0:
         monitor.report(1, "rank 1 is gone")
@@ -112,5 +121,30 @@ def test_a_forked_child_aborts_nothing(monitor: FailureMonitor) -> None:
         monitor.unregister(waiter)
         monitor.close()
         os._exit(0 if not waiter.reasons and monitor._thread is None else 1)
-    monitor._lock.release()
+    forked.set()
+    holder.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_waiters_that_are_freed_while_others_are_looked_up_unregister_themselves(
+    monitor: FailureMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may run in any line, in a thread that holds the monitor's lock."""
+    first, second, freed = Waiter(), Waiter(), Waiter()
+    for waiter in (first, freed, second):
+        monitor.register(waiter, (1,))
+    waiters = monitor._ranks
+
+    class Collecting:
+        def get(self, waiter: Waiter, default: object) -> object:
+            monitor.unregister(freed)
+            return waiters.get(waiter, default)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(waiters, name)
+
+    monkeypatch.setattr(monitor, "_ranks", Collecting())
+    monitor.report(1, "rank 1 is gone")
+    for waiter in (first, second):
+        assert waiter.aborted.wait(PATIENCE)
+    assert not freed.reasons

@@ -185,16 +185,22 @@ def big_profile(layers: int) -> Profile:
     return Profile("big", tuple(rows))
 
 
-# Machines differ: a limit that only work of another order exceeds, and with bench the one that is claimed.
-@pytest.mark.parametrize("limit", [60.0, pytest.param(2.0, marks=pytest.mark.bench)])
 @pytest.mark.parametrize("alpha", [0.0, 2e-4])
-def test_five_hundred_layers_in_two_seconds(alpha: float, limit: float) -> None:
-    """Seconds of this process, so that a busy machine does not count; compiling is not counted either."""
+def test_five_hundred_layers(alpha: float) -> None:
+    """The default budget, which bounds the jobs that the search places, is enough for a deep network."""
+    profile = big_profile(500)
+    link = link_at(profile, 1.0, alpha)
+    program: Program = policies.plan(profile, link, "optimal")
+    assert simulate(program, profile, link).period <= 1.02 * startup_bound(profile, link)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("alpha", [0.0, 2e-4])
+def test_five_hundred_layers_in_two_seconds(alpha: float) -> None:
+    """Seconds of this process, without those of compiling."""
     profile = big_profile(500)
     link = link_at(profile, 1.0, alpha)
     policies.plan(make_profile([9, 9], [1, 1], [1, 1]), link, "optimal", budget=1000)
     began = time.process_time()
-    program: Program = policies.plan(profile, link, "optimal")
-    took = time.process_time() - began
-    assert took < limit
-    assert simulate(program, profile, link).period <= 1.02 * startup_bound(profile, link)
+    policies.plan(profile, link, "optimal")
+    assert time.process_time() - began < 2.0

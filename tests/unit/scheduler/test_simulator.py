@@ -213,9 +213,8 @@ def test_deadlock_is_an_error_not_a_number() -> None:
         simulate(program("AG0 RS0 RS1 AG1"), TWO, WIRE)
 
 
-# Machines differ: a limit that only work of another order exceeds, and with bench the one that is claimed.
-@pytest.mark.parametrize("limit", [50e-3, pytest.param(1e-3, marks=pytest.mark.bench)])
-def test_thousand_buckets_in_a_millisecond(limit: float) -> None:
+@pytest.mark.bench
+def test_thousand_buckets_in_a_millisecond() -> None:
     layers = tuple(Layer(str(i), 1e-4, 2e-4, 1000 + i) for i in range(1000))
     profile = Profile("large", layers)
     order = [Action(Kind.RS, i) for i in range(1000)] + [Action(Kind.AG, i) for i in reversed(range(1000))]
@@ -227,7 +226,7 @@ def test_thousand_buckets_in_a_millisecond(limit: float) -> None:
         begin = time.thread_time()  # of this thread alone: others may have the processor meanwhile
         run(lowered, 1)
         taken.append(time.thread_time() - begin)
-    assert np.min(taken) < limit
+    assert np.min(taken) < 1e-3
 
 
 def test_import_neither_compiles_nor_imports_numba() -> None:

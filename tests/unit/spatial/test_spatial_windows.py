@@ -188,7 +188,7 @@ def test_reshaped_images_are_those_of_one_process(name: str, grid: tuple[int, in
         for parameter, grad in zip(mine.parameters(), wanted):
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-11)
 
-    on_threads(grid[0] * grid[1], run, timeout=30)
+    on_threads(grid[0] * grid[1], run)
 
 
 def test_a_stage_that_ends_with_a_reshape_is_whole() -> None:
