@@ -33,7 +33,9 @@ if find_spec("hypothesis"):  # the environment of tests/models has none
 
     # By default an example that takes 200 ms fails, and so do ten that take a second to draw: a busy machine
     # decides that. Settings of single tests start from this profile.
-    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # And chance does not decide what is tested: new cases are for the checkers (python -m tests.checker).
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("busy machine", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("busy machine")
 
 # pytest-timeout raises in the main thread once that runs Python again. If it never does, this many seconds

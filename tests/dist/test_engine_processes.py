@@ -65,7 +65,7 @@ def test_a_rank_that_takes_fewer_steps_is_named_within_the_time_out(transport: s
     *others, _ = run_ranks(PROGRAM, 2, ["fewer", transport], check=True)
     for result in others:
         assert "timeout peer=1 name=bucket3" in result.stdout
-        assert failed_after(result) > 2.5
+        assert failed_after(result) > 14
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp-ring"])

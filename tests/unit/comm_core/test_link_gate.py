@@ -174,15 +174,21 @@ def test_little_is_under_way_where_halos_come_and_go() -> None:
     time.sleep(1.05)  # a halo is forgotten after a second
     for urgent, expected in ((GRADIENT, 3), (HALO, 1)):
         for kind in (DirectTransport, RingTransport):
-            gate.end(gate.begin(urgent, 1, LONG))
-            mine, silent = local_channels(2)
-            engine = started(kind(mine, 0, 2, segment_bytes=64, depth=3))
-            while len(of_engine()) < expected:
-                gate.end(gate.begin(urgent, 1, LONG))  # on a slow machine the last one is long ago
-                time.sleep(0.001)
-            time.sleep(0.05)
-            engine.abort("enough")
-            engine.close()
+            longest = 1.0
+            while longest > 0.5:  # a halo was almost forgotten: this machine is busy, try once more
+                gate.passages()
+                gate.end(gate.begin(urgent, 1, LONG))
+                mine, silent = local_channels(2)
+                engine = started(kind(mine, 0, 2, segment_bytes=64, depth=3))
+                longest, last = 0.0, time.monotonic()
+                while len(of_engine()) < expected:
+                    gate.end(gate.begin(urgent, 1, LONG))
+                    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                    time.sleep(0.001)
+                time.sleep(0.05)
+                engine.abort("enough")
+                engine.close()
+                longest = max(longest, time.monotonic() - last)
             assert list(of_engine()["bytes"]) == [64] * expected, (urgent, kind, silent)
             gate.passages()
 
