@@ -27,6 +27,7 @@ def transports() -> dict[str, Baseline]:
         Baseline("direct", OURS, HERE + "Ours", {"transport": "direct"}),
         Baseline("ring", OURS, HERE + "Ours", {"transport": "ring"}),
         Baseline("tiers", OURS, HERE + "Ours", {"transport": "tiers"}),
+        Baseline("operations", OURS, HERE + "Operations"),
         Baseline("gloo", PEER, HERE + "Gloo"),
         replace(get("horovod"), trainer=HERE + "Horovod"),
     ]
@@ -107,7 +108,9 @@ def combine(
         row = {**same[0], "transport": transport}
         row |= {name: max(sample[name] for sample in same) for name in ("seconds", "cpu")}
         algorithm = row["bytes"] / row["seconds"]
-        bus = algorithm * share * (2 if row["operation"] == "all_reduce" else 1)
+        bus = algorithm * {"reduce_scatter": share, "all_gather": share, "broadcast": 1}.get(
+            row["operation"], 2 * share
+        )
         rows.append({**row, "algorithm_bandwidth": algorithm, "bus_bandwidth": bus})
     return rows
 

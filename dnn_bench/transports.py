@@ -15,14 +15,16 @@ from torch import Tensor
 
 from dnn_bench.baselines.trainer import Job, connected
 
-OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
+OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "all_reduce_50", "broadcast")
+PARTS = 50  # of a tensor, in as many asynchronous operations
 VOLUME = 2**22  # bytes that the repetitions of one size move at least
 LEAST, MOST = 3, 40  # repetitions
 
 
 class Collectives:
     """One rank's end. Subclasses have `reduce_scatter`, which leaves the sum over the ranks in this rank's
-    shard, `all_gather`, which fills every shard with the data of its rank, and `all_reduce`.
+    shard, `all_gather`, which fills every shard with the data of its rank, and `all_reduce`. Some have
+    `all_reduce_50`, the same in fifty asynchronous operations, and `broadcast` from the last rank.
     """
 
     library = "torch"
@@ -55,6 +57,13 @@ class Gloo(Collectives):
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
+    def all_reduce_50(self, tensor: Tensor) -> None:
+        for work in [dist.all_reduce(part, async_op=True) for part in tensor.chunk(PARTS)]:
+            work.wait()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self.size - 1)
+
 
 class Horovod(Collectives):
     """Horovod's operations, under horovodrun."""
@@ -70,6 +79,21 @@ class Horovod(Collectives):
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.ranks.allreduce_(tensor, op=self.ranks.Sum, name="all_reduce")
+
+    def all_reduce_50(self, tensor: Tensor) -> None:
+        ranks = self.ranks
+        parts = enumerate(tensor.chunk(PARTS))
+        for handle in [ranks.allreduce_async_(part, op=ranks.Sum, name=f"part {i}") for i, part in parts]:
+            ranks.synchronize(handle)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.ranks.broadcast_(tensor, self.size - 1, name="broadcast")
+
+
+class Operations(Horovod):
+    """commsched's operations of the same names, over its channel of messages."""
+
+    library = "commsched"
 
 
 class Ours(Collectives):
@@ -98,7 +122,7 @@ def measure(collectives: Any, sizes: Sequence[int]) -> list[Sample]:
     samples = []
     for size in sizes:
         count = max(1, round(size / 4 / collectives.size)) * collectives.size
-        for operation in OPERATIONS:
+        for operation in (name for name in OPERATIONS if hasattr(collectives, name)):
             check(collectives, operation, count)
             samples.append(time_one(collectives, operation, count))
     return samples
@@ -120,6 +144,8 @@ def check(collectives: Collectives, operation: str, count: int) -> None:
         "reduce_scatter": (collectives.shard(tensor), collectives.shard(total)),
         "all_gather": (tensor, torch.cat([part.view(size, -1)[rank] for rank, part in enumerate(parts)])),
         "all_reduce": (tensor, total),
+        "all_reduce_50": (tensor, total),
+        "broadcast": (tensor, parts[-1]),
     }[operation]
     if not torch.equal(actual, expected):
         first = int((actual != expected).nonzero()[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.objects import dumps, loads
 from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
 from commsched.collectives.torch_carrier import algorithms
-from commsched.collectives.torch_carrier.rank_group import GlooGroup
+from commsched.collectives.torch_carrier.rank_group import ChannelGroup
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process import failure_monitor
+from commsched.process import groups
 from commsched.process.groups import gloo_group, nccl_group
 
 _groups: dict[tuple[int, int, str, int], Any] = {}
-_calls: defaultdict[tuple[int, int, int], Iterator[int]] = defaultdict(itertools.count)
+_calls: defaultdict[tuple[int, str, int, int], Iterator[int]] = defaultdict(itertools.count)
 
 
 def data_group(
@@ -46,7 +45,7 @@ def data_group(
 def private_group(process_set: ProcessSet, channel: int, device: str = "cpu") -> Any:
     """Return a new group, which closes when its last reference goes. Collective, each time."""
     set_id = registered_id(process_set)
-    call = next(_calls[epoch(), set_id, channel])
+    call = next(_calls[epoch(), "group", set_id, channel])
     return _new_group(set_id, device, f"private/{channel}/{call}")
 
 
@@ -68,13 +67,9 @@ class PrivateObjects:
 
     def __init__(self, process_set: ProcessSet, channel: int) -> None:
         """Connect the ranks of the process set. Collective."""
-        self._group = GlooGroup(private_group(process_set, channel))
-        self._reason = ""
-        failure_monitor.register(self, process_set.ranks or ())
-
-    def abort(self, reason: str) -> None:
-        self._reason = reason
-        self._group.abort()
+        name, members = _new_name("agreements", process_set, channel)
+        place = members.index(carrier().launch.rank)
+        self._group = ChannelGroup(messages_between(name, members, settings().timeout), place, len(members))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Collective."""
@@ -87,8 +82,8 @@ class PrivateObjects:
         except RuntimeError as error:
             raise CommError(
                 f"rank {group.rank} of {group.size}: an agreement among the ranks of an optimizer failed"
-                f" while some of them have called join(): {self._reason or error}; look for the first error"
-                " in the other ranks' output"
+                f" while some of them have called join(): {error}; look for the first error in the other"
+                " ranks' output"
             ) from error
         return [loads(part) for part in gathered.split(lengths)]
 
@@ -140,39 +135,26 @@ def data_board(
 
 
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:
-    set_id = registered_id(process_set)
-    members, _ = _members_and_place(set_id)
-    call = next(_calls[epoch(), set_id, channel])
-    name = f"tcp/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
+    name, members = _new_name("tcp", process_set, channel)
     return connected(connect, name, members, settings().timeout)
 
 
-def messages_between(name: str, ranks: Sequence[int], timeout: float) -> comm_core.MessageChannel:
-    """Return a new channel of messages between these ranks, which ends when one is lost. Collective.
+def _new_name(kind: str, process_set: ProcessSet, channel: int) -> tuple[str, list[int]]:
+    """Return a name for connections that are about to be made, the same on all ranks; and those ranks."""
+    set_id = registered_id(process_set)
+    members, _ = _members_and_place(set_id)
+    call = next(_calls[epoch(), kind, set_id, channel])
+    return f"{kind}/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}", members
 
-    `name` must be new. A rank's number in it is its place in `ranks`.
-    """
-    connections = connected(comm_core.tcp_connections, name, ranks, timeout)
-    channel = comm_core.message_channel(connections.index(None), connections, timeout)
-    failure_monitor.register(channel, ranks)
-    return channel
+
+def messages_between(name: str, ranks: Sequence[int], timeout: float) -> comm_core.MessageChannel:
+    """Return a new channel of messages between these ranks of the job: see ``process.groups``."""
+    return groups.messages_between(carrier().meeting, name, ranks, timeout)
 
 
 def connected(connect: Callable[..., Any], name: str, ranks: Sequence[int], timeout: float) -> Any:
-    """Call ``comm_core.tcp_channel`` or ``tcp_connections`` for these ranks of the job. Collective.
-
-    `name` must be new. The wait for the others ends when the failure monitor learns that one is lost.
-    """
-    meeting = carrier().meeting
-    place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
-    lost = partial(failure_monitor.lost, ranks)
-    try:
-        return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
-    except RuntimeError as error:
-        where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
-        hint = "GLOO_SOCKET_IFNAME names the network interface to use"
-        reason = lost()
-        raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
+    """Connect these ranks of the job: see ``process.groups``."""
+    return groups.connected(carrier().meeting, connect, name, ranks, timeout)
 
 
 def _members_and_place(set_id: int) -> tuple[list[int], int]:

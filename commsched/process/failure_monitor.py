@@ -5,8 +5,8 @@ Detectors report a lost rank to this process's monitor and do not wait: the conn
 thread then aborts every object registered for that rank. Detectors do not abort, because an abort may block
 on a lock that the detector's thread holds. Code that waits for connections polls `lost()` instead.
 
-Some waits cannot detect a lost rank themselves. gloo notices a closed connection, but neither a silent host
-nor a dead rank whose forked children hold its sockets; a thread that waits for its GPU reads no connection.
+Some waits cannot detect a lost rank themselves. A channel does not notice a dead rank whose forked children
+hold its sockets; a thread that waits for its GPU reads no connection.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Private c10d process groups, which carry collectives, and buckets on GPUs.
+"""Connections among some ranks of a job: channels of messages, and private c10d process groups.
 
-They are c10d backend objects outside of torch.distributed's registry, whose default group is the script's.
+The groups are c10d backend objects outside of torch.distributed's registry, whose default group is the
+script's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+import comm_core
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.process import failure_monitor
+from commsched.process.rendezvous import Meeting
 
 _groups: WeakSet[Any] = WeakSet()
 
@@ -40,6 +45,38 @@ def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address
         ) from error
     _groups.add(group)
     return group
+
+
+def connected(
+    meeting: Meeting, connect: Callable[..., Any], name: str, ranks: Sequence[int], timeout: float
+) -> Any:
+    """Call ``comm_core.tcp_channel`` or ``tcp_connections`` for these ranks of the job. Collective.
+
+    `name` must be new. The wait for the others ends when the failure monitor learns that one is lost.
+    """
+    place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
+    lost = partial(failure_monitor.lost, ranks)
+    try:
+        return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
+    except RuntimeError as error:
+        where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
+        hint = "GLOO_SOCKET_IFNAME names the network interface to use"
+        reason = lost()
+        raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
+
+
+def messages_between(
+    meeting: Meeting, name: str, ranks: Sequence[int], timeout: float
+) -> comm_core.MessageChannel:
+    """Return a new channel of messages between these ranks, which ends when one is lost. Collective.
+
+    `name` must be new. A rank's number in it is its place in `ranks`.
+    """
+    alone = len(ranks) == 1
+    connections = [None] if alone else connected(meeting, comm_core.tcp_connections, name, ranks, timeout)
+    channel = comm_core.message_channel(connections.index(None), connections, timeout)
+    failure_monitor.register(channel, ranks)
+    return channel
 
 
 def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:

@@ -159,13 +159,13 @@ def test_death_within_a_large_collective():
 
 
 def test_a_death_is_told_although_its_broken_connections_are_told_first():
-    """What a rank heard first, gloo's "Connection closed" or rank 0's word of the death, was what it said. And
+    """What a rank heard first, its connection's "closed by peer" or rank 0's word of the death, was what it said. And
     rank 0 told itself first: its process could end before it had told the others."""
     program = """
     import os, signal, time, torch, commsched as hvd
     from commsched.collectives.torch_carrier import coordinator
     from commsched.collectives.current_carrier import carrier
-    from commsched.collectives.torch_carrier.rank_group import GlooGroup
+    from commsched.collectives.torch_carrier.rank_group import ChannelGroup
     hvd.init()
     send = coordinator.send
     coordinator.send = lambda *what: (send(*what), time.sleep(0.3))
@@ -177,7 +177,7 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
         store.wait(["broken off"])
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    GlooGroup.exchange = [breaks_off, dies, lambda *arguments: time.sleep(600)][hvd.rank()]
+    ChannelGroup.exchange = [breaks_off, dies, lambda *arguments: time.sleep(600)][hvd.rank()]
     try:
         hvd.alltoall(torch.ones(3000))
     except hvd.CommError as error:
@@ -210,11 +210,11 @@ def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
 
 def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     """Rank 2 heard of rank 1's death while its running thread was still waiting for rank 0. When rank 0 went
-    too, that thread came back from gloo into an interpreter that was ending, which aborted the process
+    too, that thread came back from C++ into an interpreter that was ending, which aborted the process
     (SIGABRT instead of the script's own exit code)."""
     program = """
     import os, signal, sys, threading, time, torch, commsched as hvd
-    from commsched.collectives.torch_carrier.rank_group import GlooGroup
+    from commsched.collectives.torch_carrier.rank_group import ChannelGroup
 
     class EndsSlowly:
         def __del__(self, sleep=time.sleep):
@@ -223,9 +223,9 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     hvd.init()
     kept = EndsSlowly() if hvd.rank() == 2 else None
     if hvd.rank() == 2:
-        GlooGroup.exchange = lambda group, outgoing, incoming: group._group.recv([incoming[0]], 0, 0).wait()
+        ChannelGroup.exchange = lambda group, outgoing, incoming: group._channel.receive(0, 1, [incoming[0]], 'x').wait()
     else:
-        GlooGroup.exchange = lambda *arguments: time.sleep(60)
+        ChannelGroup.exchange = lambda *arguments: time.sleep(60)
     hvd.barrier()
     if hvd.rank() == 1:
         threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
 import torch
 
 from commsched.collectives.carrier import ReduceOp, Reduction
-from commsched.collectives.torch_carrier.rank_group import RankGroup
+from commsched.collectives.torch_carrier.rank_group import RankGroup, combined
 
-_COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.AVERAGE: torch.add,  # _finish_ divides
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
-# gloo and NCCL can not add up the types on the left: they travel as the wider ones.
+# NCCL can not add up the types on the left: they travel as the wider ones.
 _WIDER = {torch.int16: torch.int32}
 
 
@@ -131,8 +123,7 @@ def reducescatter(group: RankGroup, tensor: torch.Tensor, reduction: Reduction) 
     parts = [part.reshape(-1) for part in scaled.split(rows)]
     arrived = [torch.empty_like(parts[group.rank]) for _ in parts]
     group.exchange(parts, arrived)
-    # In rank order, so that every run gives the same bits.
-    total = reduce(_COMBINE[reduction.op], arrived)
+    total = combined(arrived, reduction.op)
     _finish_(total, reduction, group.size)
     return total.view(rows[group.rank], *tensor.shape[1:])
 

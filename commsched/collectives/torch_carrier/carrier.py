@@ -20,7 +20,7 @@ from commsched.process.rendezvous import Publish, meet
 
 
 class TorchCarrier(Carrier):
-    """Uses gloo for CPU tensors, and NCCL for GPU tensors if every rank has a GPU of its own."""
+    """Uses a channel for CPU tensors, and NCCL for GPU tensors if every rank has a GPU of its own."""
 
     name = "torch"
 

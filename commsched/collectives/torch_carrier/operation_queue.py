@@ -165,7 +165,7 @@ class OperationQueue:
             self._running.join(0.1)
         if self._running.is_alive():
             # A Python thread that returns from C++ while the interpreter ends aborts the process.
-            self._runner.abort()
+            self._runner.abort(_SHUT_DOWN)
             self._running.join(_GRACE_SECONDS)
         with suppress(CommError):  # rank 0 may have ended
             self._tell({"type": "bye"})

@@ -1,4 +1,4 @@
-"""Runs one agreed operation on this rank, over gloo or NCCL; for gloo it copies GPU tensors to the CPU."""
+"""Runs one agreed operation on this rank, over NCCL, or over a channel to which GPU tensors are copied."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
 from commsched.collectives.torch_carrier.negotiation import Key, Message
-from commsched.collectives.torch_carrier.rank_group import GlooGroup, NcclGroup, RankGroup
+from commsched.collectives.torch_carrier.rank_group import ChannelGroup, NcclGroup, RankGroup
+from commsched.env import settings
 from commsched.errors import CommError
-from commsched.process.groups import device_name, gloo_group, nccl_group, nccl_usable
+from commsched.process.groups import device_name, messages_between, nccl_group, nccl_usable
 from commsched.process.rendezvous import Meeting
 
 
@@ -98,15 +99,15 @@ class OperationRunner:
             return None  # it runs once every rank has called it: nothing is left to do
         if operation is None:
             operation = self._zeros(request)
-        # A joined rank's zeros may be on the CPU. Its device name then says so, and the others use gloo too.
+        # A joined rank's zeros may be on the CPU. Its device name then says so: all ranks use the CPU.
         if request["device"] == "cpu" or operation.tensors[0].device.type == "cpu":
-            return self._run_in(self._group(set_id, "gloo"), operation, message)
+            return self._run_in(self._group(set_id, "cpu"), operation, message)
         return self._run_on_gpu(operation, message)
 
     def _remove_set(self, set_id: int) -> None:
         self._sets.pop(set_id, None)
         for key in [key for key in self._groups if key[0] == set_id]:
-            del self._groups[key]
+            self._groups.pop(key).close()
 
     def _zeros(self, request: Message) -> Operation:
         device = torch.device("cpu") if request["device"] == "cpu" else self.joined_on
@@ -120,27 +121,28 @@ class OperationRunner:
         )
 
     def _group(self, set_id: int, kind: str) -> RankGroup:
-        """Return the process set's group of this kind, "gloo" or "nccl"; its first use connects the ranks."""
+        """Return the process set's group of this kind, "cpu" or "nccl"; its first use connects the ranks."""
         if (set_id, kind) not in self._groups:
             members, meeting = self._sets[set_id], self._meeting
             name, place = f"collectives/{set_id}/{kind}", members.index(meeting.launch.rank)
             group: RankGroup
-            if kind == "gloo":
-                group = GlooGroup(gloo_group(meeting.store, name, place, members, meeting.address))
+            if kind == "cpu":
+                channel = messages_between(meeting, name, members, settings().timeout)
+                group = ChannelGroup(channel, place, len(members))
             else:
                 group = NcclGroup(nccl_group(meeting.store, name, place, len(members)))
             self._groups[set_id, kind] = group
         return self._groups[set_id, kind]
 
     def _run_on_gpu(self, operation: Operation, message: Message) -> Any:
-        """Use NCCL if every rank has a GPU of its own, else gloo through the CPU."""
+        """Use NCCL if every rank has a GPU of its own, else the CPU."""
         device, set_id, names = operation.tensors[0].device, operation.set_id, message["devices"]
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
             stream = torch.cuda.current_stream(device)
             if operation.ready is not None:
                 stream.wait_event(operation.ready[1])
             if len(names) == 1:  # one rank: nothing leaves this GPU
-                result = self._run_in(self._group(set_id, "gloo"), operation, message)
+                result = self._run_in(self._group(set_id, "cpu"), operation, message)
             elif nccl_usable(names):
                 result = self._run_in(self._group(set_id, "nccl"), operation, message)
             else:
@@ -158,7 +160,7 @@ class OperationRunner:
             tensors=tuple(t.cpu() for t in operation.tensors),
             outputs=tuple(t.cpu() for t in operation.outputs),
         )
-        result = self._run_in(self._group(operation.set_id, "gloo"), staged, message)
+        result = self._run_in(self._group(operation.set_id, "cpu"), staged, message)
         if operation.outputs:
             for target, source in zip(operation.outputs, staged.outputs, strict=True):
                 target.copy_(source)
@@ -191,13 +193,14 @@ class OperationRunner:
             return _one_or_all(operation, outputs)
         return _one_or_all(operation, [algorithms.reducescatter(group, t, reduction) for t in tensors])
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """End the running collective, from another thread: a rank that it waits for has died."""
         for group in list(self._groups.values()):
-            group.abort()
+            group.abort(reason)
 
     def close(self) -> None:
-        self._groups.clear()
+        while self._groups:
+            self._groups.popitem()[1].close()
 
 
 def _one_or_all(operation: Operation, results: Sequence[torch.Tensor]) -> Any:

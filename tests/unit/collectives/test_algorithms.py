@@ -1,14 +1,14 @@
 """The collectives' arithmetic over a group in memory: any number of ranks, no process."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from comm_core import local_message_channels
 from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
-from commsched.collectives.torch_carrier.rank_group import RankGroup
+from commsched.collectives.torch_carrier.rank_group import ChannelGroup
 
 REDUCE = {
     ReduceOp.AVERAGE: torch.sum,  # divided afterwards
@@ -19,36 +19,14 @@ REDUCE = {
 }
 
 
-class MemoryGroup(RankGroup):
-    """Ranks are threads that meet at a barrier and read each other's tensors."""
-
-    def __init__(self, rank, size, barrier, board):
-        self.rank, self.size, self._barrier, self._board = rank, size, barrier, board
-
-    def _meet(self, value):
-        self._barrier.wait(100)
-        self._board[self.rank] = value
-        self._barrier.wait(100)
-        return list(self._board)
-
-    def reduce(self, tensor, op):
-        stack = torch.stack([t.clone() for t in self._meet(tensor.clone())])
-        tensor.copy_(REDUCE[op](stack, 0).to(tensor.dtype))
-
-    def broadcast(self, tensor, root):
-        tensor.copy_(self._meet(tensor.clone())[root])
-
-    def exchange(self, outgoing, incoming):
-        sent = self._meet([tensor.clone() for tensor in outgoing])
-        for source, target in enumerate(incoming):
-            target.copy_(sent[source][self.rank])
-
-
 def on_ranks(size, work):
-    """`work(group)` on every rank; the results in rank order."""
-    barrier, board = threading.Barrier(size), [None] * size
+    """`work(group)` on every rank, which are threads with real channels; the results in rank order."""
+    groups = [ChannelGroup(channel, rank, size) for rank, channel in enumerate(local_message_channels(size))]
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(MemoryGroup(rank, size, barrier, board)), range(size)))
+        results = list(pool.map(work, groups))
+    for group in groups:
+        group.close()
+    return results
 
 
 def value(rank, *shape, dtype=torch.float64):
@@ -74,6 +52,49 @@ def test_allreduce_of_several_types_in_one_call(size, op):
         for found, shape in zip(outputs, [(3,), (2, 2), (4,), (5,)], strict=True):
             stack = torch.stack([value(rank, *shape) for rank in range(size)]).to(found.dtype)
             assert torch.equal(found, REDUCE[op](stack, 0).to(found.dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "length", [0, 1, 4, 9_000, 40_003]
+)  # 9,000 are short for two ranks, and long for five
+@pytest.mark.parametrize("op", REDUCE)
+def test_every_rank_gets_the_same_sum_in_rank_order(size, length, op):
+    def work(group):
+        mine = torch.randn(length, generator=torch.Generator().manual_seed(group.rank))
+        whole = mine.clone()
+        group.reduce(whole, op)
+        return mine, whole
+
+    results = on_ranks(size, work)
+    expected = results[0][0].clone()
+    for mine, _ in results[1:]:
+        expected = {
+            ReduceOp.MIN: torch.minimum,
+            ReduceOp.MAX: torch.maximum,
+            ReduceOp.PRODUCT: torch.mul,
+        }.get(op, torch.add)(expected, mine)
+    assert all(torch.equal(whole, expected) for _, whole in results)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [0, 1, 4, 9_000, 40_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_every_rank_gets_the_roots_tensor(size, length, dtype):
+    def work(group):
+        received = []
+        for root in range(size):
+            tensor = torch.randn(length, generator=torch.Generator().manual_seed(7 * group.rank + root)).to(
+                dtype
+            )
+            kept = tensor.clone()
+            group.broadcast(tensor, root)
+            received.append((kept, tensor))
+        return received
+
+    results = on_ranks(size, work)
+    for root in range(size):
+        assert all(torch.equal(rows[root][1], results[root][root][0]) for rows in results)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])

@@ -474,7 +474,7 @@ import os, signal, sys, torch
 from comm_core import local_message_channels
 signal.signal(signal.SIGALRM, signal.SIG_DFL)
 signal.alarm(100)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in a shell's background
 left, right = local_message_channels(2)
 try:
     print("ready", flush=True)

@@ -52,6 +52,13 @@ class Alone(Collectives):
         if not self.broken:
             tensor.view(2, -1)[1].copy_(measure.pattern(1, tensor.numel()).view(2, -1)[1])
 
+    def all_reduce_50(self, tensor: torch.Tensor) -> None:
+        self.all_reduce(tensor)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if not self.broken:
+            tensor.copy_(measure.pattern(1, tensor.numel()))
+
 
 @pytest.mark.parametrize("operation", measure.OPERATIONS)
 def test_wrong_results_are_found_before_timing(operation: str) -> None:
