@@ -26,8 +26,8 @@ void bind_gate(py::module_& m) {
       .def("begin", &LinkGate::begin, py::arg("traffic"), py::arg("bytes"), py::arg("patience"), NoGil())
       .def("end", &LinkGate::end, py::arg("number"), NoGil())
       .def(
-          "passing", [](LinkGate& gate, Traffic traffic, int64_t bytes) { gate.pass(traffic, bytes, kNever); },
-          py::arg("traffic"), py::arg("bytes"), NoGil())
+          "passing", [](LinkGate& gate, Traffic traffic, int64_t bytes) { gate.pass(traffic, bytes, kNever); }, py::arg("traffic"),
+          py::arg("bytes"), NoGil())
       .def("held_back", &LinkGate::held_back, NoGil())
       .def("record", &LinkGate::record, py::arg("on"), NoGil())
       .def(

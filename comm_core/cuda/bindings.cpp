@@ -21,12 +21,11 @@ unsigned long long as_argument(const py::handle& value) {
   return bits;
 }
 
-void launch(const std::string& kernel, int device, long long blocks, const py::tuple& arguments,
-            unsigned long long stream) {
+void launch(const std::string& kernel, int device, long long blocks, const py::tuple& arguments, unsigned long long stream) {
   std::vector<unsigned long long> values;
   for (const auto& value : arguments) values.push_back(as_argument(value));
-  const char* problem = commsched_cuda_launch(kernel.c_str(), device, blocks, values.data(),
-                                              static_cast<int>(values.size()), reinterpret_cast<void*>(stream));
+  const char* problem = commsched_cuda_launch(kernel.c_str(), device, blocks, values.data(), static_cast<int>(values.size()),
+                                              reinterpret_cast<void*>(stream));
   if (problem != nullptr) throw std::runtime_error("CUDA kernel " + kernel + ": " + problem);
 }
 
@@ -38,7 +37,6 @@ py::object unfit(int device) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("launch", &launch, py::arg("kernel"), py::arg("device"), py::arg("blocks"), py::arg("arguments"),
-        py::arg("stream"));
+  m.def("launch", &launch, py::arg("kernel"), py::arg("device"), py::arg("blocks"), py::arg("arguments"), py::arg("stream"));
   m.def("unfit", &unfit, py::arg("device"));
 }

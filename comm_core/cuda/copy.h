@@ -62,8 +62,7 @@ COMMSCHED_HD void zero_range(To* to, Int64 count, int thread, int threads) {
 
 // One thread's part of one chunk, into the bucket. A tensor that is not there (null) counts as zeros.
 template <typename From, typename To, typename Math>
-COMMSCHED_HD void pack_chunk(const Chunk& chunk, const void* const* tensors, To* bucket, Math scale, int thread,
-                             int threads) {
+COMMSCHED_HD void pack_chunk(const Chunk& chunk, const void* const* tensors, To* bucket, Math scale, int thread, int threads) {
   const From* from = static_cast<const From*>(tensors[chunk.tensor]);
   To* to = bucket + chunk.at;
   if (from == nullptr) {

@@ -20,10 +20,10 @@ __device__ inline void pack(const Chunk* chunks, const void* const* tensors, voi
 
 using namespace commsched;
 
-#define COPY_KERNELS(NAME, FROM, TO)                                                            \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                        \
+#define COPY_KERNELS(NAME, FROM, TO)                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
       pack_##NAME(const Chunk* chunks, const void* const* tensors, void* bucket, double scale) { \
-    pack<FROM, TO>(chunks, tensors, bucket, scale);                                             \
+    pack<FROM, TO>(chunks, tensors, bucket, scale);                                              \
   }
 COMMSCHED_COPIES(COPY_KERNELS)
 

@@ -45,7 +45,7 @@ COMMSCHED_HD float float_of(unsigned bits) {
 // Round to nearest, ties to even, in integers: what the instructions below do, for where they do not exist.
 COMMSCHED_HD unsigned short half_bits(float value) {
   const unsigned bits = bits_of(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
-  if (size > 0x7f800000u) return static_cast<unsigned short>(sign | 0x7e00u);  // NaN
+  if (size > 0x7f800000u) return static_cast<unsigned short>(sign | 0x7e00u);   // NaN
   if (size >= 0x477ff000u) return static_cast<unsigned short>(sign | 0x7c00u);  // rounds to infinity
   if (size < 0x38800000u) {
     // Subnormal: adding 0.5 puts the last bit that a half has where float rounds.

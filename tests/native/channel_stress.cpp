@@ -20,7 +20,8 @@ std::atomic<int> arrived = 0, failed = 0;
 
 MessageChannels channels_of(int size) {
   MessageChannels channels;
-  for (int rank = 0; auto& row : rows_of_sockets(size)) channels.push_back(std::make_unique<MessageChannel>(rank++, std::move(row)));
+  for (int rank = 0; auto& row : rows_of_sockets(size))
+    channels.push_back(std::make_unique<MessageChannel>(rank++, std::move(row)));
   return channels;
 }
 
@@ -101,8 +102,10 @@ void run_lanes(MessageChannels& channels, Random& random, bool may_fail) {
   }
   if (may_fail) {  // one rank ends in the midst of it
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-    if (random() % 2 == 0) channels[random() % size]->abort("on purpose");
-    else channels[random() % size]->close();
+    if (random() % 2 == 0)
+      channels[random() % size]->abort("on purpose");
+    else
+      channels[random() % size]->close();
   }
   for (std::thread& thread : threads) thread.join();
 }

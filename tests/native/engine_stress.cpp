@@ -60,7 +60,7 @@ struct Buffers {
 
 struct Job {
   int size;
-  std::vector<int> hosts;  // of each rank
+  std::vector<int> hosts;           // of each rank
   std::vector<BucketSpec> buckets;  // without memory
   std::vector<PlanOp> plan;
 };
@@ -99,7 +99,8 @@ Job random_job(Random& random, Kind kind) {
       bucket.needs_update = pick(0, 2) == 0;
     }
     if (b % 2 == 1) bucket.wire_dtype = DType::bf16;
-    if (b % 2 == 1 && row == 0 && kind == Kind::direct && pick(0, 1) == 0) bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
+    if (b % 2 == 1 && row == 0 && kind == Kind::direct && pick(0, 1) == 0)
+      bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
     job.plan.push_back({!bucket.needs_update && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
     job.buckets.push_back(std::move(bucket));
   }

@@ -50,7 +50,8 @@ inline std::vector<std::vector<Connection>> rows_of_sockets(int size) {
 
 inline Channels over_sockets(int size, unsigned) {
   Channels channels;
-  for (auto& row : rows_of_sockets(size)) channels.push_back(std::make_shared<TcpChannel>(static_cast<int>(channels.size()), std::move(row)));
+  for (auto& row : rows_of_sockets(size))
+    channels.push_back(std::make_shared<TcpChannel>(static_cast<int>(channels.size()), std::move(row)));
   return channels;
 }
 
@@ -93,7 +94,9 @@ class DelayedChannel : public Channel {
     std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
     return channel_->isend(data, bytes, peer, tag);
   }
-  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override { return channel_->irecv(data, bytes, peer, tag); }
+  Request irecv(void* data, size_t bytes, int peer, const MessageTag& tag) override {
+    return channel_->irecv(data, bytes, peer, tag);
+  }
   void wait(const Request& request) override { channel_->wait(request); }
   void abort(const std::string& reason) noexcept override { channel_->abort(reason); }
   void close() noexcept override { channel_->close(); }

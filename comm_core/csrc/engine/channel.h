@@ -19,8 +19,7 @@ struct MessageTag {
   uint32_t segment = 0;
 
   bool operator==(const MessageTag& o) const {
-    return step == o.step && position == o.position && op == o.op && round == o.round && bucket == o.bucket &&
-           segment == o.segment;
+    return step == o.step && position == o.position && op == o.op && round == o.round && bucket == o.bucket && segment == o.segment;
   }
 };
 

@@ -12,7 +12,7 @@
 namespace commsched {
 namespace {
 
-constexpr size_t kMostDiscarded = 64 << 20;  // bytes: a peer may send faster than they are discarded
+constexpr size_t kMostDiscarded = 64 << 20;                  // bytes: a peer may send faster than they are discarded
 constexpr auto kFarewellPatience = std::chrono::seconds(1);  // a peer that computes may have no room for a farewell
 
 // Waits up to a millisecond. Returns whether the other kernel has yet to take bytes that this one holds.

@@ -46,9 +46,9 @@ class DirectTransport : public ExchangeTransport {
   void post_rows(const Work& work, int round, size_t k);
   RowMessage& outgoing_rows(int round, int to);
 
-  std::vector<Request> sends_;     // [peer][slot]
-  std::vector<Request> receives_;  // [peer][slot]
-  std::vector<const void*> parts_;  // by rank, for one sum
+  std::vector<Request> sends_;                           // [peer][slot]
+  std::vector<Request> receives_;                        // [peer][slot]
+  std::vector<const void*> parts_;                       // by rank, for one sum
   std::vector<RowMessage> packed_rows_, received_rows_;  // by rank
   std::vector<uint64_t> row_counts_;                     // by rank
   std::vector<uint32_t> touched_;

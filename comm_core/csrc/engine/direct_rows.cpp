@@ -36,7 +36,8 @@ void DirectTransport::exchange_rows(const Work& work, int round, size_t row_byte
     received_rows_[other].reset(row_counts_[other], row_bytes);
     const size_t sent = outgoing_rows(round, other).bytes();
     row_bytes_ += static_cast<int64_t>(sizeof(uint64_t) + sent);
-    all = std::max({all, Cut{0, sent, segment_bytes_}.segments(), Cut{0, received_rows_[other].bytes(), segment_bytes_}.segments()});
+    all =
+        std::max({all, Cut{0, sent, segment_bytes_}.segments(), Cut{0, received_rows_[other].bytes(), segment_bytes_}.segments()});
   }
   size_t posted = 0;
   for (size_t k = 0; k < all; ++k) {

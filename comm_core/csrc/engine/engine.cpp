@@ -83,8 +83,8 @@ int64_t EngineCore::begin_step() {
   const Lock lock(mutex_);
   throw_if_failed();
   if (begun_ - finished_ >= 2) {
-    throw usage("at most two steps may be under way, but step " + std::to_string(finished_ + 1) +
-                " is not finished and step " + std::to_string(begun_) + " has begun");
+    throw usage("at most two steps may be under way, but step " + std::to_string(finished_ + 1) + " is not finished and step " +
+                std::to_string(begun_) + " has begun");
   }
   ++begun_;
   progress_ = Clock::now();
@@ -147,14 +147,11 @@ void EngineCore::wait(int bucket, Stage stage) {
   const int64_t wanted = begun_;
   if (stage == b.last()) b.awaited = wanted;
   // Do not look up `bucket` again after waiting: another thread may replace the buckets once the step has finished.
-  const auto reached = [&] {
-    return finished_ >= wanted || buckets_[bucket].reached(stage) >= wanted;
-  };
+  const auto reached = [&] { return finished_ >= wanted || buckets_[bucket].reached(stage) >= wanted; };
   // A bucket that arrived stays readable after a failure: its flags may say why the others gave up.
   if (reached()) return;
   throw_if_failed();
-  wait_until(lock, reached,
-             (stage == Stage::reduced ? "RS of bucket " : "AG of bucket ") + name(bucket) + in_step(wanted));
+  wait_until(lock, reached, (stage == Stage::reduced ? "RS of bucket " : "AG of bucket ") + name(bucket) + in_step(wanted));
 }
 
 void EngineCore::wait_all() {
@@ -191,8 +188,10 @@ EngineError EngineCore::stuck(const std::string& what) const {
   EngineError error(ErrorKind::timeout, text);
   if (finished_ < begun_ && position_ < static_cast<int>(plan_.size())) {
     const PlanOp& at = plan_[position_];
-    text += std::string("; the engine is at ") + op_name(at.op) + " of bucket " + name(at.bucket) +
-            in_step(finished_ + 1) + (busy_ ? ", under way" : at.op == Op::AG ? ", which is not marked updated" : ", which is not marked ready");
+    text += std::string("; the engine is at ") + op_name(at.op) + " of bucket " + name(at.bucket) + in_step(finished_ + 1) +
+            (busy_             ? ", under way"
+             : at.op == Op::AG ? ", which is not marked updated"
+                               : ", which is not marked ready");
     error = EngineError(ErrorKind::timeout, text);
     error.bucket = at.bucket;
     error.step = finished_ + 1;

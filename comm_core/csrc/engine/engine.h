@@ -95,8 +95,8 @@ class EngineCore {
   std::vector<PlanOp> plan_;
   int64_t begun_ = 0;
   int64_t finished_ = 0;
-  int awaited_ = -1;  // the bucket that the thread waits for
-  int position_ = 0;  // in the plan, of the thread's current operation
+  int awaited_ = -1;   // the bucket that the thread waits for
+  int position_ = 0;   // in the plan, of the thread's current operation
   bool busy_ = false;  // the thread is inside the transport
   Clock::time_point progress_ = Clock::now();
   bool stopping_ = false;

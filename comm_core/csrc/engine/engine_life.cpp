@@ -35,8 +35,8 @@ void EngineCore::throw_if_failed() const {
 void EngineCore::check_idle(const char* what) const {
   throw_if_failed();
   if (finished_ == begun_) return;
-  throw EngineError(ErrorKind::usage, std::string(what) + " is for between steps, but step " +
-                                          std::to_string(finished_ + 1) + " is not finished: call wait_all() first");
+  throw EngineError(ErrorKind::usage, std::string(what) + " is for between steps, but step " + std::to_string(finished_ + 1) +
+                                          " is not finished: call wait_all() first");
 }
 
 // Keeps the first failure. Aborts the transport without holding the lock, because aborting may take the GIL.

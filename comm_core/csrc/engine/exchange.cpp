@@ -3,11 +3,7 @@
 namespace commsched {
 
 ExchangeTransport::ExchangeTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
-    : channel_(std::move(channel)),
-      rank_(rank),
-      size_(size),
-      segment_bytes_(segment_bytes),
-      depth_(depth) {
+    : channel_(std::move(channel)), rank_(rank), size_(size), segment_bytes_(segment_bytes), depth_(depth) {
   const auto refuse = [](const std::string& text) { throw EngineError(ErrorKind::usage, text); };
   if (!channel_) refuse("a transport needs a channel, but got none");
   if (size < 1 || rank < 0 || rank >= size) {
@@ -25,8 +21,7 @@ void ExchangeTransport::prepare(const BucketSpec& bucket) {
   check_wire(bucket.dtype, bucket.wire_dtype);
   if (wire_elements(bucket.wire_dtype, segment_bytes_) == 0) {
     throw EngineError(ErrorKind::usage, "segment_bytes must hold a block of " + std::to_string(kQuantBytes) +
-                                            " bytes for a bucket that travels in blocks, but is " +
-                                            std::to_string(segment_bytes_));
+                                            " bytes for a bucket that travels in blocks, but is " + std::to_string(segment_bytes_));
   }
   if (bucket.wire_dtype != bucket.dtype) outgoing_.reserve(size_, depth_, segment_bytes_);
 }

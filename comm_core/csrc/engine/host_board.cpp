@@ -15,7 +15,7 @@ char* map_board(int file, size_t bytes, size_t place) {
   const auto refuse = [&](const std::string& why) {
     throw EngineError(ErrorKind::usage, "the board of place " + std::to_string(place) + " of this host cannot be mapped: " + why);
   };
-  struct stat facts {};
+  struct stat facts{};
   if (fstat(file, &facts) != 0) refuse(std::string("fstat: ") + std::strerror(errno));
   if (static_cast<size_t>(facts.st_size) < bytes) {
     refuse("it has " + std::to_string(facts.st_size) + " bytes, but " + std::to_string(bytes) +

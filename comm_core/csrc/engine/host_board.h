@@ -32,7 +32,8 @@ class HostBoard {
     size_t bytes() const { return kHead + static_cast<size_t>(shards) * slots * slot_bytes; }
   };
 
-  // Maps one open file for each rank of this host, in rank order; this rank's is number `place`. The files may be closed afterwards.
+  // Maps one open file for each rank of this host, in rank order; this rank's is number `place`. The files may be closed
+  // afterwards.
   HostBoard(const std::vector<int>& files, int place, const Shape& shape);
   ~HostBoard() { release(); }
   HostBoard(const HostBoard&) = delete;

@@ -75,8 +75,8 @@ int32_t LinkGate::held_back() const {
 }
 
 int32_t LinkGate::waiting(Traffic traffic) const {
-  return static_cast<int32_t>(std::count_if(under_way_.begin(), under_way_.end(),
-                                            [&](const auto& item) { return item.second.traffic < traffic; }));
+  return static_cast<int32_t>(
+      std::count_if(under_way_.begin(), under_way_.end(), [&](const auto& item) { return item.second.traffic < traffic; }));
 }
 
 void LinkGate::add(const Passage& passage) {

@@ -14,12 +14,12 @@
 namespace commsched {
 namespace {
 
-constexpr int kPieces = 64;               // of one system call
-constexpr size_t kStage = 16 << 10;       // bytes
-constexpr double kSlowestLink = 10e6;     // bytes a second; see kTurnPatience
-constexpr double kFlushPatience = 5;      // seconds
-constexpr size_t kAtOnce = 1 << 20;       // bytes: then the lock is released, and other peers get a turn
-constexpr size_t kWhenSent = 256 << 10;   // bytes that a thread that computes may write itself
+constexpr int kPieces = 64;              // of one system call
+constexpr size_t kStage = 16 << 10;      // bytes
+constexpr double kSlowestLink = 10e6;    // bytes a second; see kTurnPatience
+constexpr double kFlushPatience = 5;     // seconds
+constexpr size_t kAtOnce = 1 << 20;      // bytes: then the lock is released, and other peers get a turn
+constexpr size_t kWhenSent = 256 << 10;  // bytes that a thread that computes may write itself
 
 uint32_t checksum(const std::string& text) {  // FNV-1a
   uint32_t sum = 2166136261u;
@@ -129,7 +129,8 @@ MessageChannel::MessagePtr MessageChannel::make(const Pending& batch, Parcel& pa
 
 MessageChannel::Pending MessageChannel::start(Exchange exchange) {
   if (!here()) {
-    throw EngineError(ErrorKind::usage, exchange.operation + ": this process was forked from the one that made the connections of " +
+    throw EngineError(ErrorKind::usage, exchange.operation +
+                                            ": this process was forked from the one that made the connections of " +
                                             rank_name(rank_) + ": they work only there; start the process with spawn");
   }
   size_t bytes = 0;
@@ -145,7 +146,9 @@ MessageChannel::Pending MessageChannel::start(Exchange exchange) {
   batch->operation = std::move(exchange.operation);
   batch->owner = std::move(exchange.owner);
   batch->traffic = exchange.traffic;
-  if (exchange.traffic) batch->turn = LinkGate::of_process().begin(*exchange.traffic, static_cast<int64_t>(bytes), kTurnPatience + bytes / kSlowestLink);
+  if (exchange.traffic)
+    batch->turn =
+        LinkGate::of_process().begin(*exchange.traffic, static_cast<int64_t>(bytes), kTurnPatience + bytes / kSlowestLink);
   Frame frame;
   frame.lane = exchange.lane;
   frame.operation = checksum(batch->operation);
@@ -226,7 +229,8 @@ void MessageChannel::post_send(const MessagePtr& message) {
 // Before less urgent messages. Those without a kind come last.
 void MessageChannel::put_granted(Out& out, const MessagePtr& message) {
   const auto urgency = [](const MessagePtr& m) { return m->batch->traffic ? static_cast<int>(*m->batch->traffic) : 99; };
-  const auto place = std::find_if(out.granted.begin(), out.granted.end(), [&](const MessagePtr& other) { return urgency(other) > urgency(message); });
+  const auto place = std::find_if(out.granted.begin(), out.granted.end(),
+                                  [&](const MessagePtr& other) { return urgency(other) > urgency(message); });
   out.granted.insert(place, message);
 }
 
@@ -607,7 +611,8 @@ void MessageChannel::set_timeout(double seconds) {
 void MessageChannel::wait(const Pending& pending, const std::function<void()>& check) {
   Batch& batch = *pending;
   if (batch.over && !batch.error) return;
-  if (!here()) throw EngineError(ErrorKind::usage, batch.operation + ": this process was forked from the one that started the message");
+  if (!here())
+    throw EngineError(ErrorKind::usage, batch.operation + ": this process was forked from the one that started the message");
   Lock lock(mutex_);
   Deadline deadline = Clock::now() + timeout_, checked = Clock::now();
   size_t moved = batch.moved;
@@ -654,9 +659,9 @@ void MessageChannel::wait(const Pending& pending, const std::function<void()>& c
       batch.end_turn();
       const auto late = std::find_if(batch.messages.begin(), batch.messages.end(), [](const Message& m) { return !m.over; });
       EngineError error(ErrorKind::timeout,
-                        batch.operation + ": " + rank_name(rank_) + (late->is_send ? " could send nothing to " : " heard nothing of ") +
-                            rank_name(late->peer) + " within " + number(timeout_seconds_) + " s; look for the first error on " +
-                            rank_name(late->peer),
+                        batch.operation + ": " + rank_name(rank_) +
+                            (late->is_send ? " could send nothing to " : " heard nothing of ") + rank_name(late->peer) +
+                            " within " + number(timeout_seconds_) + " s; look for the first error on " + rank_name(late->peer),
                         late->peer);
       error.rank = rank_;
       error.op = batch.operation;

@@ -137,8 +137,8 @@ class MessageChannel {
     bool over = false;
     Frame frame;  // describes it
     std::vector<Piece> pieces;
-    std::vector<char> copy;  // of the rest of a short message
-    size_t moved = 0;        // bytes
+    std::vector<char> copy;          // of the rest of a short message
+    size_t moved = 0;                // bytes
     size_t piece = 0, in_piece = 0;  // the place of the next byte
 
     bool lengthy() const { return frame.total > kShort; }
@@ -164,13 +164,13 @@ class MessageChannel {
   struct Out {
     std::deque<Frame> control;  // grants and announcements
     std::deque<MessagePtr> eager;
-    std::deque<MessagePtr> granted;  // the most urgent first
-    std::unordered_map<Key, MessagePtr> waiting;  // for grants
-    std::unordered_map<Key, Frame> grants;        // that came before their messages
+    std::deque<MessagePtr> granted;                  // the most urgent first
+    std::unordered_map<Key, MessagePtr> waiting;     // for grants
+    std::unordered_map<Key, Frame> grants;           // that came before their messages
     std::unordered_map<uint32_t, uint32_t> numbers;  // by lane
-    Frame frame;      // the frame that is being sent
-    size_t sent = 0;  // bytes of it, with its header
-    size_t body = 0;  // bytes of its message that belong to it
+    Frame frame;                                     // the frame that is being sent
+    size_t sent = 0;                                 // bytes of it, with its header
+    size_t body = 0;                                 // bytes of its message that belong to it
     MessagePtr message;
     bool under_way = false;
     bool broken = false;  // nothing can be sent any more
@@ -262,7 +262,8 @@ class MessageChannel {
   std::optional<Loss> aborted_;
   int culprit_;
   bool closing_ = false, closed_ = false;
-  std::vector<std::shared_ptr<void>> over_;  // owners of messages that are over; released without the lock, for they may take the GIL
+  std::vector<std::shared_ptr<void>>
+      over_;  // owners of messages that are over; released without the lock, for they may take the GIL
   std::thread thread_;
 };
 

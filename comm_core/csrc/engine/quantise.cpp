@@ -105,14 +105,16 @@ struct Avx2 {
 void quantise(const float* in, size_t n, double scale, float* residual, void* out, DType wire, Instructions set) {
   const bool avx2 = set == Instructions::avx2;
   const auto all = wire == DType::qi8 ? avx2 ? Avx2<Int8Code>::quantise : Baseline<Int8Code>::quantise
-                                      : avx2 ? Avx2<E4m3Code>::quantise : Baseline<E4m3Code>::quantise;
+                   : avx2             ? Avx2<E4m3Code>::quantise
+                                      : Baseline<E4m3Code>::quantise;
   all(in, n, static_cast<float>(scale), residual, static_cast<char*>(out));
 }
 
 void sum_quantised(const void* const* parts, int num_parts, DType wire, float* out, size_t n, double scale, Instructions set) {
   const bool avx2 = set == Instructions::avx2;
   const auto all = wire == DType::qi8 ? avx2 ? Avx2<Int8Code>::sum : Baseline<Int8Code>::sum
-                                      : avx2 ? Avx2<E4m3Code>::sum : Baseline<E4m3Code>::sum;
+                   : avx2             ? Avx2<E4m3Code>::sum
+                                      : Baseline<E4m3Code>::sum;
   all(parts, num_parts, out, n, static_cast<float>(scale));
 }
 

@@ -8,7 +8,8 @@
 namespace commsched {
 
 // Writes wire_bytes(wire, n) bytes that stand for in[i] * scale + residual[i], and leaves in `residual` what rounding lost.
-// A block that is not finite becomes NaN, except its zeros, and keeps its residual. Without a residual (nullptr) the loss is forgotten.
+// A block that is not finite becomes NaN, except its zeros, and keeps its residual. Without a residual (nullptr) the loss is
+// forgotten.
 void quantise(const float* in, size_t n, double scale, float* residual, void* out, DType wire,
               Instructions set = best_instructions());
 

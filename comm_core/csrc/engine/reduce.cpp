@@ -119,20 +119,28 @@ struct Type {
 template <typename F>
 void with_floating(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::f32: return f(Type<float>{});
-    case DType::f64: return f(Type<double>{});
-    case DType::f16: return f(Type<Half>{});
-    case DType::bf16: return f(Type<BFloat>{});
-    default: throw EngineError(ErrorKind::usage, std::string("a floating type is needed here, not ") + dtype_name(dtype));
+    case DType::f32:
+      return f(Type<float>{});
+    case DType::f64:
+      return f(Type<double>{});
+    case DType::f16:
+      return f(Type<Half>{});
+    case DType::bf16:
+      return f(Type<BFloat>{});
+    default:
+      throw EngineError(ErrorKind::usage, std::string("a floating type is needed here, not ") + dtype_name(dtype));
   }
 }
 
 template <typename F>
 void with_integer(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::i32: return f(Type<int32_t>{});
-    case DType::i64: return f(Type<int64_t>{});
-    default: return f(Type<uint8_t>{});
+    case DType::i32:
+      return f(Type<int32_t>{});
+    case DType::i64:
+      return f(Type<int64_t>{});
+    default:
+      return f(Type<uint8_t>{});
   }
 }
 
@@ -149,9 +157,8 @@ void sum_in_order(const void* const* parts, int num_parts, DType from, void* out
     });
   }
   with_floating(from, [&](auto f) {
-    with_floating(to, [&](auto t) {
-      sum_blocks<typename decltype(f)::type, typename decltype(t)::type>(parts, num_parts, out, n, scale);
-    });
+    with_floating(
+        to, [&](auto t) { sum_blocks<typename decltype(f)::type, typename decltype(t)::type>(parts, num_parts, out, n, scale); });
   });
 }
 
@@ -167,8 +174,7 @@ void convert(const void* from, DType from_type, void* to, DType to_type, size_t 
 void check_wire(DType dtype, DType wire) {
   if (wire == dtype || (in_blocks(wire) && dtype == DType::f32)) return;
   if (is_floating(dtype) && is_floating(wire) && dtype_size(wire) < dtype_size(dtype)) return;
-  throw EngineError(ErrorKind::usage, std::string("a bucket of ") + dtype_name(dtype) + " cannot travel as " +
-                                          dtype_name(wire) +
+  throw EngineError(ErrorKind::usage, std::string("a bucket of ") + dtype_name(dtype) + " cannot travel as " + dtype_name(wire) +
                                           ": use the same type, a smaller floating type, or for float32 blocks of int8 or fp8");
 }
 

@@ -11,8 +11,8 @@ namespace commsched {
 // depend on how a buffer was cut into segments. `parts` have type `from`, `out` has type `to`; out may be one of the parts.
 void sum_in_order(const void* const* parts, int num_parts, DType from, void* out, DType to, size_t n, double scale);
 
-// to[i] = from[i] * scale; the arrays may be the same one when the types are. With blocks as `to_type`, `residual` is what rounding has
-// lost so far (or none): see quantise().
+// to[i] = from[i] * scale; the arrays may be the same one when the types are. With blocks as `to_type`, `residual` is what rounding
+// has lost so far (or none): see quantise().
 void convert(const void* from, DType from_type, void* to, DType to_type, size_t n, double scale, float* residual = nullptr);
 
 // Throws EngineError(usage) unless values of `dtype` may travel as `wire`: itself, a smaller floating type, or blocks for float32.

@@ -46,8 +46,8 @@ void RingTransport::receive(const Work& work, size_t m) {
   const size_t n = elements(work, shard, m);
   if (n == 0) return;
   char* place = in_place ? data(work, shard, m) : received_.slot(kIncoming, m);
-  receives_[m % depth_] = channel_->irecv(place, n * dtype_size(work.wire), from,
-                                          message(work.tag, work.round(m), work.segment(m)));
+  receives_[m % depth_] =
+      channel_->irecv(place, n * dtype_size(work.wire), from, message(work.tag, work.round(m), work.segment(m)));
 }
 
 void RingTransport::send(const Work& work, size_t m) {
@@ -65,8 +65,8 @@ void RingTransport::send(const Work& work, size_t m) {
     from = staged;
   }
   pass_gate(n * dtype_size(work.wire));
-  sends_[m % depth_] = channel_->isend(from, n * dtype_size(work.wire), (rank_ + 1) % size_,
-                                       message(work.tag, work.round(m), work.segment(m)));
+  sends_[m % depth_] =
+      channel_->isend(from, n * dtype_size(work.wire), (rank_ + 1) % size_, message(work.tag, work.round(m), work.segment(m)));
 }
 
 // Adds this rank's part to a received segment: a partial sum, except in the last round, when the own shard becomes complete

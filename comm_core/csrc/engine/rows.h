@@ -55,7 +55,8 @@ inline bool is_touched(const char* row, size_t bytes) {
 }
 
 // The numbers of the touched rows among rows first, first + stride, ...
-inline void find_touched(const char* base, size_t rows, size_t row_bytes, size_t first, size_t stride, std::vector<uint32_t>& found) {
+inline void find_touched(const char* base, size_t rows, size_t row_bytes, size_t first, size_t stride,
+                         std::vector<uint32_t>& found) {
   found.clear();
   for (size_t k = first; k < rows; k += stride) {
     if (is_touched(base + k * row_bytes, row_bytes)) found.push_back(static_cast<uint32_t>(k));

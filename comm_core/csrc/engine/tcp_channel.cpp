@@ -121,7 +121,8 @@ bool TcpChannel::write(int peer) {
   }
   if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
     const std::string why = std::strerror(errno);
-    while (read(peer)) {}  // its farewell may say why it left
+    while (read(peer)) {
+    }  // its farewell may say why it left
     skip_to_farewell(peer);
     lose(peer, why);
   }
@@ -239,7 +240,8 @@ void TcpChannel::watch(size_t i) {
 
 void TcpChannel::sleep(Deadline deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-  const auto nap = std::clamp<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), std::chrono::milliseconds(0), kLongestSleep);
+  const auto nap =
+      std::clamp<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), std::chrono::milliseconds(0), kLongestSleep);
   if (::poll(polled_.data(), polled_.size(), static_cast<int>(nap.count())) > 0) return;
   for (pollfd& entry : polled_) entry.revents = entry.events;  // time-out or interrupted: try all sockets
 }

@@ -13,8 +13,8 @@ std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
   for (size_t rank = 0; rank < hosts.size(); ++rank) {
     const int host = hosts[rank];
     if (host < 0 || host >= static_cast<int>(hosts.size())) {
-      throw EngineError(ErrorKind::usage, "hosts are numbered from 0 to at most " + std::to_string(hosts.size() - 1) + ", but rank " +
-                                              std::to_string(rank) + " is on host " + std::to_string(host));
+      throw EngineError(ErrorKind::usage, "hosts are numbered from 0 to at most " + std::to_string(hosts.size() - 1) +
+                                              ", but rank " + std::to_string(rank) + " is on host " + std::to_string(host));
     }
     if (members.size() <= static_cast<size_t>(host)) members.resize(host + 1);
     members[host].push_back(static_cast<int>(rank));
@@ -241,7 +241,8 @@ void TwoTierTransport::lay_out_shards(const Work& work, size_t k) {
   for (const int shard : entrusted_) {
     const Cut cut = part(work, shard);
     if (!arrives(shard)) continue;
-    convert(board_->own(shard, sequence_ + k), work.wire, at(work.bucket.gather_ptr, work.type, cut.begin(k)), work.type, cut.size(k), 1.0);
+    convert(board_->own(shard, sequence_ + k), work.wire, at(work.bucket.gather_ptr, work.type, cut.begin(k)), work.type,
+            cut.size(k), 1.0);
   }
 }
 

@@ -19,11 +19,20 @@ constexpr bool in_blocks(DType type) { return type >= DType::qi8; }
 
 constexpr size_t dtype_size(DType type) {
   switch (type) {
-    case DType::f64: case DType::i64: return 8;
-    case DType::f32: case DType::i32: return 4;
-    case DType::f16: case DType::bf16: return 2;
-    case DType::u8: return 1;
-    case DType::qi8: case DType::qf8: break;  // see wire_bytes()
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    case DType::u8:
+      return 1;
+    case DType::qi8:
+    case DType::qf8:
+      break;  // see wire_bytes()
   }
   return 0;
 }
@@ -42,8 +51,8 @@ constexpr size_t wire_elements(DType wire, size_t bytes) {
 }
 
 constexpr const char* dtype_name(DType type) {
-  constexpr const char* names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8",
-                                   "blocks of int8", "blocks of fp8"};
+  constexpr const char* names[] = {"float32", "float64", "float16",        "bfloat16",     "int32",
+                                   "int64",   "uint8",   "blocks of int8", "blocks of fp8"};
   return names[static_cast<int>(type)];
 }
 
@@ -53,9 +62,12 @@ enum class Op : uint8_t { RS, AG, AR };
 // The op may come from another rank's message: one outside the plan has none of these numbers.
 constexpr const char* op_name(Op op) {
   switch (op) {
-    case Op::RS: return "RS";
-    case Op::AG: return "AG";
-    case Op::AR: return "AR";
+    case Op::RS:
+      return "RS";
+    case Op::AG:
+      return "AG";
+    case Op::AR:
+      return "AR";
   }
   return "an exchange outside the plan, after those";
 }
@@ -67,22 +79,22 @@ struct PlanOp {
 
 // One flat buffer of gradients, and the flat buffer that its all-gather fills.
 struct BucketSpec {
-  std::string name;             // for errors and the event log
-  void* reduce_ptr = nullptr;   // the gradients: `count` elements of `dtype`, summed in place
-  void* gather_ptr = nullptr;   // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
-  size_t count = 0;             // elements
-  size_t row = 0;               // elements of a row; only rows with a nonzero bit travel. 0: all elements do
-  int32_t* changed = nullptr;   // of a correction, or none: how many rows this rank has changed, then their numbers, ascending
-  std::vector<size_t> ends;     // where each rank's part ends; empty: all parts have count / N elements
+  std::string name;            // for errors and the event log
+  void* reduce_ptr = nullptr;  // the gradients: `count` elements of `dtype`, summed in place
+  void* gather_ptr = nullptr;  // what AG gathers: reduce_ptr again, or the parameters, `count` elements of `gather_dtype`
+  size_t count = 0;            // elements
+  size_t row = 0;              // elements of a row; only rows with a nonzero bit travel. 0: all elements do
+  int32_t* changed = nullptr;  // of a correction, or none: how many rows this rank has changed, then their numbers, ascending
+  std::vector<size_t> ends;    // where each rank's part ends; empty: all parts have count / N elements
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;
-  DType wire_dtype = DType::f32;  // what gradients travel as; sums are formed in the wider of this and `dtype`
+  DType wire_dtype = DType::f32;   // what gradients travel as; sums are formed in the wider of this and `dtype`
   float* sent_residual = nullptr;  // with blocks, or none: what rounding each of this rank's gradients has lost so far
   float* sum_residual = nullptr;   // with blocks, or none: what rounding the sums of this rank's part has lost so far
-  double prescale = 1.0;          // applied to every rank's gradients before they are added
-  double postscale = 1.0;         // applied to the sum, by its owner
-  bool needs_update = false;      // AG waits for mark_updated
-  std::shared_ptr<void> owner;    // keeps the memory alive
+  double prescale = 1.0;           // applied to every rank's gradients before they are added
+  double postscale = 1.0;          // applied to the sum, by its owner
+  bool needs_update = false;       // AG waits for mark_updated
+  std::shared_ptr<void> owner;     // keeps the memory alive
 
   // Updated shards are gathered over the gradients that they were made from; parameters travel as they are.
   bool gathers_gradients() const { return (gather_ptr == reduce_ptr && !needs_update) || corrects(); }

@@ -99,8 +99,7 @@ std::vector<PlanOp> as_plan(const std::vector<std::pair<std::string, int>>& item
 }
 
 // One operation outside of any engine, for measuring and for values that no bucket holds.
-void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double postscale, int64_t step,
-               std::vector<size_t> ends) {
+void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double postscale, int64_t step, std::vector<size_t> ends) {
   const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
   check_parts(spec, transport.size());
   const py::gil_scoped_release no_gil;
@@ -131,8 +130,7 @@ void bind_exchange(py::module_& m, const char* name) {
       py::init([](const py::object& channel, int rank, int size, size_t segment_bytes, int depth) {
         return std::make_shared<T>(as_channel(channel), rank, size, segment_bytes, depth);
       }),
-      py::arg("channel"), py::arg("rank"), py::arg("size"), py::arg("segment_bytes") = kSegmentBytes,
-      py::arg("depth") = kDepth);
+      py::arg("channel"), py::arg("rank"), py::arg("size"), py::arg("segment_bytes") = kSegmentBytes, py::arg("depth") = kDepth);
 }
 
 // `boards` are open files, one for each rank of this rank's host, in rank order: see comm_core/boards.py. They stay the caller's.
@@ -173,7 +171,9 @@ void bind_transports(py::module_& m) {
            py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth)
       .def_static(
           "board_bytes",
-          [](int size, size_t segment_bytes, int depth) { return TwoTierTransport::board_shape(size, segment_bytes, depth).bytes(); },
+          [](int size, size_t segment_bytes, int depth) {
+            return TwoTierTransport::board_shape(size, segment_bytes, depth).bytes();
+          },
           py::arg("size"), py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth);
   py::class_<PythonTransport, Transport, std::shared_ptr<PythonTransport>>(m, "PythonTransport")
       .def(py::init<py::object>(), py::arg("collectives"));
@@ -199,12 +199,18 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, int ra
 }
 
 void bind_marks_and_waits(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
-  engine.def("begin_step", [](Engine& e) { return e->begin_step(); }, NoGil())
-      .def("mark_ready", [](Engine& e, int bucket) { e->mark_ready(bucket); }, py::arg("bucket"), NoGil())
-      .def("mark_updated", [](Engine& e, int bucket) { e->mark_updated(bucket); }, py::arg("bucket"), NoGil())
-      .def("ag_done", [](Engine& e, int b) { return e->done(b, Stage::gathered); }, py::arg("bucket"), NoGil())
-      .def("wait_rs", [](Engine& e, int b) { e->wait(b, Stage::reduced); }, py::arg("bucket"), NoGil())
-      .def("wait_ag", [](Engine& e, int b) { e->wait(b, Stage::gathered); }, py::arg("bucket"), NoGil())
+  engine.def(
+            "begin_step", [](Engine& e) { return e->begin_step(); }, NoGil())
+      .def(
+          "mark_ready", [](Engine& e, int bucket) { e->mark_ready(bucket); }, py::arg("bucket"), NoGil())
+      .def(
+          "mark_updated", [](Engine& e, int bucket) { e->mark_updated(bucket); }, py::arg("bucket"), NoGil())
+      .def(
+          "ag_done", [](Engine& e, int b) { return e->done(b, Stage::gathered); }, py::arg("bucket"), NoGil())
+      .def(
+          "wait_rs", [](Engine& e, int b) { e->wait(b, Stage::reduced); }, py::arg("bucket"), NoGil())
+      .def(
+          "wait_ag", [](Engine& e, int b) { e->wait(b, Stage::gathered); }, py::arg("bucket"), NoGil())
       .def("wait_all", [](Engine& e) { e->wait_all(); }, NoGil());
 }
 
@@ -212,8 +218,8 @@ void bind_the_engine(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Event, step, op, bucket, ready, start, end, bytes);
   py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine");
   engine
-      .def(py::init(&make_engine), py::arg("transport"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout_seconds") = 300.0, py::arg("max_events") = 1 << 15)
+      .def(py::init(&make_engine), py::arg("transport"), py::arg("rank"), py::arg("size"), py::arg("timeout_seconds") = 300.0,
+           py::arg("max_events") = 1 << 15)
       .def(
           "add_bucket",
           [](Engine& e, const at::Tensor& reduce, const std::optional<at::Tensor>& gather, const py::object& wire_dtype,
@@ -227,46 +233,49 @@ void bind_the_engine(py::module_& m) {
             const py::gil_scoped_release no_gil;
             return e->add_bucket(spec);
           },
-          py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(),
-          py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "",
+          py::arg("reduce"), py::arg("gather") = py::none(), py::arg("wire_dtype") = py::none(), py::arg("prescale") = 1.0,
+          py::arg("postscale") = 1.0, py::arg("needs_update") = false, py::arg("name") = "",
           py::arg("ends") = std::vector<size_t>(), py::arg("row") = 0, py::arg("sent_residual") = py::none(),
           py::arg("sum_residual") = py::none(), py::arg("changed") = py::none())
-      .def("clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
-      .def("install",
-           [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {
-             const auto ops = as_plan(plan);
-             const py::gil_scoped_release no_gil;
-             e->install(ops);
-           },
-           py::arg("plan"))
+      .def(
+          "clear_buckets", [](Engine& e) { e->clear_buckets(); }, NoGil())
+      .def(
+          "install",
+          [](Engine& e, const std::vector<std::pair<std::string, int>>& plan) {
+            const auto ops = as_plan(plan);
+            const py::gil_scoped_release no_gil;
+            e->install(ops);
+          },
+          py::arg("plan"))
       .def("abort", &Engine::abort, py::arg("reason"), NoGil())
       .def("close", &Engine::close, py::arg("reason") = "the engine is closed", NoGil())
-      .def("error",
-           [](Engine& e) {
-             const auto error = e->error();
-             return error ? std::optional<std::string>(error->what()) : std::nullopt;
-           },
-           NoGil())
-      .def("events",
-           [](Engine& e, bool clear) {
-             std::vector<Event> events;
-             {
-               const py::gil_scoped_release no_gil;
-               events = e->events(clear);
-             }
-             return py::array_t<Event>(static_cast<py::ssize_t>(events.size()), events.data());
-           },
-           py::arg("clear") = true)
+      .def(
+          "error",
+          [](Engine& e) {
+            const auto error = e->error();
+            return error ? std::optional<std::string>(error->what()) : std::nullopt;
+          },
+          NoGil())
+      .def(
+          "events",
+          [](Engine& e, bool clear) {
+            std::vector<Event> events;
+            {
+              const py::gil_scoped_release no_gil;
+              events = e->events(clear);
+            }
+            return py::array_t<Event>(static_cast<py::ssize_t>(events.size()), events.data());
+          },
+          py::arg("clear") = true)
       .def_property_readonly("step", [](Engine& e) { return e->begun(); });
   bind_marks_and_waits(engine);
 }
 
 void raise_engine_error(const EngineError& error) {
   const py::object type = py::module_::import("comm_core.errors").attr("EngineError");
-  const py::object instance =
-      type(error.what(), py::arg("kind") = kind_name(error.kind), py::arg("rank") = error.rank, py::arg("op") = error.op,
-           py::arg("bucket") = error.bucket, py::arg("name") = error.name, py::arg("step") = error.step,
-           py::arg("peer") = error.peer);
+  const py::object instance = type(error.what(), py::arg("kind") = kind_name(error.kind), py::arg("rank") = error.rank,
+                                   py::arg("op") = error.op, py::arg("bucket") = error.bucket, py::arg("name") = error.name,
+                                   py::arg("step") = error.step, py::arg("peer") = error.peer);
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 

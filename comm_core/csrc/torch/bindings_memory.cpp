@@ -246,8 +246,8 @@ void write_into(const py::handle& slot, const py::handle& gradient) {
 // Number of elements from the first to the last of a tensor of this shape.
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   if (sizes.size() != strides.size()) {
-    throw py::value_error("alias_of() needs one stride for each size, but got " + std::to_string(strides.size()) +
-                          " strides for " + std::to_string(sizes.size()) + " sizes");
+    throw py::value_error("alias_of() needs one stride for each size, but got " + std::to_string(strides.size()) + " strides for " +
+                          std::to_string(sizes.size()) + " sizes");
   }
   int64_t extent = 1;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -270,8 +270,8 @@ at::Tensor alias_of(const py::handle& buffer, int64_t offset, const std::vector<
                     const std::vector<int64_t>& strides, const py::object& dtype) {
   const at::Tensor& flat = borrowed(buffer);
   if (storage_of(flat) == nullptr || flat.dim() != 1 || !flat.is_contiguous()) {
-    throw py::value_error("alias_of() needs a one-dimensional contiguous tensor, but the tensor has " +
-                          std::to_string(flat.dim()) + " dimensions or is not contiguous");
+    throw py::value_error("alias_of() needs a one-dimensional contiguous tensor, but the tensor has " + std::to_string(flat.dim()) +
+                          " dimensions or is not contiguous");
   }
   const auto type = dtype.is_none() ? flat.scalar_type() : dtype.cast<at::ScalarType>();
   const auto itemsize = static_cast<int64_t>(c10::elementSize(type));
@@ -279,13 +279,13 @@ at::Tensor alias_of(const py::handle& buffer, int64_t offset, const std::vector<
   const int64_t begin = offset * unit, bytes = extent_of(sizes, strides) * itemsize;
   if (offset < 0 || begin + bytes > flat.numel() * unit) {
     throw py::value_error("alias_of() needs elements within the buffer of " + std::to_string(flat.numel() * unit) +
-                          " bytes, but bytes " + std::to_string(begin) + " to " + std::to_string(begin + bytes) + " were asked for");
+                          " bytes, but bytes " + std::to_string(begin) + " to " + std::to_string(begin + bytes) +
+                          " were asked for");
   }
   char* const data = flat.numel() == 0 ? nullptr : static_cast<char*>(flat.mutable_data_ptr()) + begin;
   if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(itemsize) != 0) {
-    throw py::value_error("alias_of() needs an offset where " + std::string(c10::toString(type)) +
-                          " may lie, a multiple of " + std::to_string(itemsize) + " bytes, but byte " + std::to_string(begin) +
-                          " of the buffer was asked for");
+    throw py::value_error("alias_of() needs an offset where " + std::string(c10::toString(type)) + " may lie, a multiple of " +
+                          std::to_string(itemsize) + " bytes, but byte " + std::to_string(begin) + " of the buffer was asked for");
   }
   c10::StorageImpl* const held = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(flat)).release();
   at::DataPtr memory(data, held, &release_storage, flat.device());

@@ -64,7 +64,11 @@ void bind_messages(py::module_& m) {
           "exchange",
           [](const std::shared_ptr<MessageChannel>& channel, const Parcels& sends, const Parcels& receives, uint32_t lane,
              const std::string& operation, std::optional<Traffic> traffic) {
-            MessageChannel::Exchange exchange{operation, lane, traffic, parcels_of(sends, operation), parcels_of(receives, operation),
+            MessageChannel::Exchange exchange{operation,
+                                              lane,
+                                              traffic,
+                                              parcels_of(sends, operation),
+                                              parcels_of(receives, operation),
                                               std::make_shared<std::pair<Parcels, Parcels>>(sends, receives)};
             const py::gil_scoped_release no_gil;
             return PendingMessages{channel, channel->start(std::move(exchange))};

@@ -1,7 +1,7 @@
 // Python's view of rows: which of them a gradient has changed since a part of it was sent.
-#include <torch/csrc/utils/pybind.h>
-
 #include "bindings_rows.h"
+
+#include <torch/csrc/utils/pybind.h>
 
 namespace commsched {
 namespace {
@@ -10,7 +10,8 @@ EngineError usage(const std::string& text) { return EngineError(ErrorKind::usage
 
 void changed_rows(const at::Tensor& part, const at::Tensor& whole, at::Tensor& changed) {
   const auto fits = [&](const at::Tensor& t) {
-    return t.device().is_cpu() && t.dim() == 2 && t.is_contiguous() && t.sizes() == whole.sizes() && t.scalar_type() == whole.scalar_type();
+    return t.device().is_cpu() && t.dim() == 2 && t.is_contiguous() && t.sizes() == whole.sizes() &&
+           t.scalar_type() == whole.scalar_type();
   };
   if (!fits(whole) || !fits(part)) throw usage("rows are compared in two contiguous matrices of one shape and type on the CPU");
   check_changed(changed, whole.size(0));
@@ -40,16 +41,15 @@ void check_changed(const at::Tensor& changed, int64_t rows) {
 
 void take_changed(BucketSpec& spec, const at::Tensor& changed) {
   if (spec.row == 0 || spec.gather_ptr == spec.reduce_ptr || spec.dtype != spec.gather_dtype) {
-    throw usage("bucket '" + spec.name + "' cannot have changed= without row= and without gather= of its own type: changed rows are"
-                                         " summed, and written over those that another bucket has gathered");
+    throw usage("bucket '" + spec.name +
+                "' cannot have changed= without row= and without gather= of its own type: changed rows are"
+                " summed, and written over those that another bucket has gathered");
   }
   check_changed(changed, static_cast<int64_t>(spec.count / spec.row));
   spec.changed = changed.data_ptr<int32_t>();
   spec.owner = std::make_shared<std::pair<std::shared_ptr<void>, at::Tensor>>(spec.owner, changed);
 }
 
-void bind_rows(py::module_& m) {
-  m.def("changed_rows", &changed_rows, py::arg("part"), py::arg("whole"), py::arg("changed"));
-}
+void bind_rows(py::module_& m) { m.def("changed_rows", &changed_rows, py::arg("part"), py::arg("whole"), py::arg("changed")); }
 
 }  // namespace commsched

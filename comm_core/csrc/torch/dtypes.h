@@ -10,7 +10,7 @@
 namespace commsched {
 
 inline at::ScalarType scalar_type(DType dtype) {
-  constexpr at::ScalarType types[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,      at::kInt,
+  constexpr at::ScalarType types[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,     at::kInt,
                                       at::kLong,  at::kByte,   at::kChar, at::kFloat8_e4m3fn};
   return types[static_cast<int>(dtype)];
 }
@@ -21,7 +21,8 @@ inline DType dtype_of(at::ScalarType type) {
     if (scalar_type(dtype) == type) return dtype;
   }
   throw EngineError(ErrorKind::usage, std::string("the engine moves float32, float64, float16, bfloat16, int32, int64 and "
-                                                  "uint8, but a tensor has type ") + c10::toString(type));
+                                                  "uint8, but a tensor has type ") +
+                                          c10::toString(type));
 }
 
 // The type in which a bucket's gradients travel: blocks for torch's types of one byte.
