@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ imports at run time
     from commsched.collectives.compression import *
-    from commsched.collectives.data_movement import *
-    from commsched.collectives.handles import *
-    from commsched.collectives.initialization import *
+    from commsched.collectives.job import *
     from commsched.collectives.model_state import *
-    from commsched.collectives.objects import *
+    from commsched.collectives.operations import *
     from commsched.collectives.private_groups import *
-    from commsched.collectives.process_sets import *
-    from commsched.collectives.reductions import *
     from commsched.collectives.sync_batch_norm import *
     from commsched.errors import *
     from commsched.optimizer.distributed import *
@@ -29,27 +25,22 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
 # Module -> the public names that it defines.
 _HOMES = {
     "commsched.collectives.compression": "Compression",
-    "commsched.collectives.data_movement": """
-        allgather allgather_async alltoall alltoall_async broadcast broadcast_ broadcast_async
-        broadcast_async_ grouped_allgather grouped_allgather_async
+    "commsched.collectives.job": """
+        ProcessSet add_process_set ccl_built cross_rank cross_size cuda_built ddl_built engine_name
+        global_process_set gloo_built gloo_enabled init is_initialized local_rank local_size mpi_built
+        mpi_enabled mpi_threads_supported nccl_built rank remove_process_set rocm_built shutdown size
+        start_timeline stop_timeline
     """,
-    "commsched.collectives.handles": "barrier poll synchronize",
     "commsched.collectives.joins": "join",
-    "commsched.collectives.initialization": """
-        ccl_built cross_rank cross_size cuda_built ddl_built engine_name gloo_built gloo_enabled init
-        is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank
-        rocm_built shutdown size start_timeline stop_timeline
-    """,
     "commsched.collectives.model_state": "broadcast_optimizer_state broadcast_parameters",
-    "commsched.collectives.objects": "allgather_object broadcast_object",
-    "commsched.collectives.private_groups": "data_group",
-    "commsched.collectives.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "commsched.collectives.reductions": """
-        Adasum Average Max Min Product Sum allreduce allreduce_ allreduce_async allreduce_async_
-        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_
-        grouped_reducescatter grouped_reducescatter_async reducescatter reducescatter_async
-        sparse_allreduce_async
+    "commsched.collectives.operations": """
+        Adasum Average Max Min Product Sum allgather allgather_async allgather_object allreduce allreduce_
+        allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async
+        broadcast_async_ broadcast_object grouped_allgather grouped_allgather_async grouped_allreduce
+        grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+        grouped_reducescatter_async poll reducescatter reducescatter_async sparse_allreduce_async synchronize
     """,
+    "commsched.collectives.private_groups": "data_group",
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
     "commsched.errors": "CommError HorovodInternalError",
     "commsched.optimizer.distributed": "DistributedOptimizer",

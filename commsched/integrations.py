@@ -18,10 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from commsched.collectives.data_movement import broadcast_
-from commsched.collectives.initialization import size
-from commsched.collectives.objects import allgather_object
-from commsched.collectives.reductions import Adasum
+from commsched.collectives.job import size
+from commsched.collectives.operations import Adasum, allgather_object, broadcast_
 from commsched.errors import CommError
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.round import inside_a_backward

@@ -12,7 +12,7 @@ import torch
 
 from commsched.backends.cpu import engine_backend
 from commsched.backends.interface import Backend
-from commsched.collectives.process_sets import ProcessSet
+from commsched.collectives.job import ProcessSet
 from commsched.env import settings
 
 # Further values of `transport`: streams, also for CPU tensors; no buckets, each gradient reduced by itself.

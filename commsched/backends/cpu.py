@@ -21,12 +21,10 @@ import torch
 import comm_core
 from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.ranks import Ranks
-from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.data_movement import allgather
-from commsched.collectives.objects import broadcast_object
+from commsched.collectives.carrier import carrier, epoch
+from commsched.collectives.job import ProcessSet, registered_id
+from commsched.collectives.operations import Sum, allgather, allreduce_, broadcast_object, reducescatter
 from commsched.collectives.private_groups import data_board, data_channel, hosts_of
-from commsched.collectives.process_sets import ProcessSet, registered_id
-from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
 from commsched.errors import CommError
 

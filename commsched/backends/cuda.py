@@ -40,8 +40,8 @@ from commsched.backends.cpu import closed_text, engine_backend, new_channel
 from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
 from commsched.backends.ranks import Ranks, ranks_text
+from commsched.collectives.job import ProcessSet
 from commsched.collectives.private_groups import data_connections
-from commsched.collectives.process_sets import ProcessSet
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers, Layout, Slice

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from comm_core import TcpConnection
 from commsched.backends.cpu import make_transport
 from commsched.backends.ranks import Ranks
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings
 from commsched.process.groups import device_name, nccl_usable

@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store
 
-from commsched.collectives.current_carrier import carrier
-from commsched.collectives.handles import synchronize
-from commsched.collectives.objects import allgather_object, broadcast_object, dumps, loads
+from commsched.collectives.carrier import carrier
+from commsched.collectives.job import ProcessSet, registered_id
+from commsched.collectives.operations import (
+    Average,
+    Sum,
+    allgather_object,
+    allreduce_,
+    broadcast_object,
+    dumps,
+    loads,
+    sparse_allreduce_async,
+    synchronize,
+)
 from commsched.collectives.private_groups import PrivateObjects
-from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.errors import CommError
 
 
@@ -77,8 +86,6 @@ class Ranks:
 
     def add_up(self, tensor: torch.Tensor, name: str) -> None:
         """Replace a tensor by its sum over the ranks."""
-        from commsched.collectives.reductions import Sum, allreduce_
-
         if self.joined:
             total = sum(self.all_values(tensor.cpu()))
             tensor.copy_(total)
@@ -89,8 +96,6 @@ class Ranks:
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
         """Return the sum or mean of a gradient that is sparse on at least one rank."""
-        from commsched.collectives.reductions import Average, Sum, sparse_allreduce_async
-
         if grad is None:
             grad = torch.sparse_coo_tensor(
                 torch.zeros((1, 0), dtype=torch.int64, device=like.device),

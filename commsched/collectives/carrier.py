@@ -1,6 +1,6 @@
 """The interface between Horovod's API and the carrier of its collectives: Horovod itself, or torch.
 
-A caller passes the carrier a ``Collective``.
+A caller passes the carrier a ``Collective``. A process has one carrier between ``init()`` and ``shutdown()``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from commsched.process.launch import Launch
+from commsched.errors import NotInitializedError
 
 if TYPE_CHECKING:
+    import torch
+
+    from commsched.process.launch import Launch
     from commsched.process.rendezvous import Meeting
 
 
@@ -169,3 +170,29 @@ class Carrier(ABC):
     @abstractmethod
     def stop_timeline(self) -> None:
         """End the recording and complete its file."""
+
+
+_carrier: Carrier | None = None
+_epoch = 0
+
+
+def carrier() -> Carrier:
+    """Return the current carrier; ``NotInitializedError`` before ``init()`` and after ``shutdown()``."""
+    if _carrier is None:
+        raise NotInitializedError
+    return _carrier
+
+
+def carrier_or_none() -> Carrier | None:
+    return _carrier
+
+
+def epoch() -> int:
+    """Return a number that changes with every ``init()`` and ``shutdown()``: a key for caches."""
+    return _epoch
+
+
+def set_carrier(new: Carrier | None) -> None:
+    global _carrier, _epoch
+    _carrier = new
+    _epoch += 1

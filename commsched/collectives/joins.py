@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.objects import allgather_object
+from commsched.collectives.carrier import carrier, epoch
+from commsched.collectives.operations import allgather_object
 from commsched.errors import CommError
 
 _POLL_SECONDS = 0.001

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from commsched.collectives.data_movement import broadcast_async_
-from commsched.collectives.handles import synchronize
-from commsched.collectives.initialization import rank
-from commsched.collectives.objects import broadcast_object
-from commsched.collectives.process_sets import ProcessSet, global_process_set
+from commsched.collectives.job import ProcessSet, global_process_set, rank
+from commsched.collectives.operations import broadcast_async_, broadcast_object, synchronize
 
 
 def broadcast_parameters(

@@ -11,11 +11,11 @@ import torch
 from torch.distributed import PrefixStore
 
 import comm_core
-from commsched.collectives.current_carrier import carrier, epoch
-from commsched.collectives.objects import dumps, loads
-from commsched.collectives.process_sets import ProcessSet, global_process_set, registered_id
+from commsched.collectives.carrier import carrier, epoch
+from commsched.collectives.job import ProcessSet, global_process_set, registered_id
+from commsched.collectives.operations import dumps, loads
 from commsched.collectives.torch_carrier import algorithms
-from commsched.collectives.torch_carrier.rank_group import ChannelGroup
+from commsched.collectives.torch_carrier.algorithms import ChannelGroup
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import groups

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from commsched.collectives.data_movement import allgather_async
-from commsched.collectives.handles import synchronize
-from commsched.collectives.process_sets import ProcessSet, global_process_set
-from commsched.collectives.reductions import Sum, allreduce_async
+from commsched.collectives.job import ProcessSet, global_process_set
+from commsched.collectives.operations import Sum, allgather_async, allreduce_async, synchronize
 
 
 class SyncBatchNorm(_BatchNorm):

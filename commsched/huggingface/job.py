@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 from torch.utils._pytree import tree_map
 
-from commsched.collectives.current_carrier import carrier
-from commsched.collectives.initialization import init, rank, size
-from commsched.collectives.objects import broadcast_object
+from commsched.collectives.carrier import carrier
+from commsched.collectives.job import init, rank, size
+from commsched.collectives.operations import broadcast_object
 from commsched.errors import CommError
 from commsched.process.network import held_port
 

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import IntervalStrategy
 
-from commsched.collectives.initialization import size
+from commsched.collectives.job import size
 from commsched.huggingface.accelerator import Accelerator, checked_options
 from commsched.huggingface.job import LateSum, joined
 

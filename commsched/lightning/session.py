@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.collectives.initialization import is_initialized, join_framework, shutdown, size
+from commsched.collectives.job import is_initialized, join_framework, shutdown, size
 from commsched.integrations import UnclaimedGradients, has_parameters_of, split_options
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods

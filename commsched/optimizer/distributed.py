@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from commsched.backends import PLAIN, wanted_transport
 from commsched.collectives.compression import Compression, block_code
-from commsched.collectives.process_sets import ProcessSet, global_process_set
-from commsched.collectives.reductions import Adasum, Average, Sum
+from commsched.collectives.job import ProcessSet, global_process_set
+from commsched.collectives.operations import Adasum, Average, Sum
 from commsched.optimizer.planner import Options
 from commsched.optimizer.session import Session
 from commsched.optimizer.sharded_step import HALVES

@@ -33,7 +33,7 @@ from torch import nn
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.backends.ranks import Ranks
-from commsched.collectives.initialization import local_rank
+from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.errors import CommError

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from comm_core import shares_storage, storage_holders
 from commsched.backends.interface import Backend
-from commsched.collectives.objects import broadcast_object
+from commsched.collectives.operations import broadcast_object
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import ranks_text
 from commsched.collectives.model_state import broadcast_parameters
-from commsched.collectives.objects import broadcast_object
+from commsched.collectives.operations import broadcast_object
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState, Sum
 from commsched.optimizer.pending import ordinary, set_raw_grad

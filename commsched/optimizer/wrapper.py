@@ -14,10 +14,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.collectives import reductions
-from commsched.collectives.handles import synchronize
-from commsched.collectives.process_sets import ProcessSet
-from commsched.collectives.reductions import Adasum, Sum
+from commsched.collectives.job import ProcessSet
+from commsched.collectives.operations import (
+    Adasum,
+    Sum,
+    allreduce,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
 from commsched.errors import CommError
 from commsched.optimizer.gradient import is_zero
 from commsched.optimizer.pending import clear_as_accessed, ordinary
@@ -502,7 +508,7 @@ class Unplanned:
             if p.grad is not None:
                 counts[int(p.grad.is_sparse and not self.sparse_as_dense), i] = 1
         name, process_set = "optimizer.gradients", self.process_set
-        counts = reductions.allreduce(counts, op=Sum, name=name, process_set=process_set)
+        counts = allreduce(counts, op=Sum, name=name, process_set=process_set)
         return {
             name: "sparse" if sparse else "dense" if there else None
             for (name, _), there, sparse in zip(named, *counts.tolist(), strict=True)
@@ -514,7 +520,7 @@ class Unplanned:
             for _, p in group
         ]
         pairs = [self.compression.compress(gradient.contiguous()) for gradient in gradients]
-        handle = reductions.grouped_allreduce_async_(
+        handle = grouped_allreduce_async_(
             [small for small, _ in pairs],
             name=f"optimizer.{group[0][0]}",
             op=self.op,
@@ -539,7 +545,7 @@ class Unplanned:
                 p.shape,
                 check_invariants=False,
             )
-        result = reductions.sparse_allreduce_async(
+        result = sparse_allreduce_async(
             gradient, name=f"optimizer.{name}", op=self.op, process_set=self.process_set
         )
 
@@ -555,6 +561,6 @@ class Unplanned:
         with torch.no_grad():
             for (_, p), old in zip(named, before, strict=True):
                 small, context = self.compression.compress((p - old).contiguous())
-                handle = reductions.allreduce_async_(small, op=Adasum)
+                handle = allreduce_async_(small, op=Adasum)
                 p.copy_(old + self.compression.decompress(synchronize(handle), context))
         return loss

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import comm_core
 from commsched.channels import Channel, Pending, ProcessChannel, SilentChannel, ThreadHub, start
-from commsched.collectives.current_carrier import carrier, epoch
+from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.private_groups import connected, messages_between
 from commsched.env import settings
 from commsched.errors import CommError

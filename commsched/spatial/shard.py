@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from comm_core import EngineError, MessageChannel, message_channel, tcp_connections
 from commsched.channels import Channel, ProcessChannel, SilentChannel
-from commsched.collectives.current_carrier import carrier_or_none
+from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.private_groups import messages_between
 from commsched.env import settings
 from commsched.errors import CommError

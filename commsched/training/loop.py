@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 import commsched
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
 from scheduler.formats.pipeline_plan import PipelinePlan

@@ -57,7 +57,7 @@ def test_killed_rank(victim):
 
 SKIPPING = """
 import torch, commsched as hvd
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 hvd.init()
 hvd.barrier()
 if hvd.rank() == 0:
@@ -164,8 +164,8 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
     program = """
     import os, signal, time, torch, commsched as hvd
     from commsched.collectives.torch_carrier import coordinator
-    from commsched.collectives.current_carrier import carrier
-    from commsched.collectives.torch_carrier.rank_group import ChannelGroup
+    from commsched.collectives.carrier import carrier
+    from commsched.collectives.torch_carrier.algorithms import ChannelGroup
     hvd.init()
     send = coordinator.send
     coordinator.send = lambda *what: (send(*what), time.sleep(0.3))
@@ -194,7 +194,7 @@ def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
     """It used to be told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
     program = """
     import torch, commsched as hvd
-    from commsched.collectives.current_carrier import carrier
+    from commsched.collectives.carrier import carrier
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:
@@ -214,7 +214,7 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     (SIGABRT instead of the script's own exit code)."""
     program = """
     import os, signal, sys, threading, time, torch, commsched as hvd
-    from commsched.collectives.torch_carrier.rank_group import ChannelGroup
+    from commsched.collectives.torch_carrier.algorithms import ChannelGroup
 
     class EndsSlowly:
         def __del__(self, sleep=time.sleep):

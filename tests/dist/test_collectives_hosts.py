@@ -19,7 +19,7 @@ pytestmark = [
 ROOT = str(Path(__file__).parents[2])
 JOB = """
 import torch, commsched as hvd
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
 tensor = torch.ones(3)

@@ -191,7 +191,7 @@ def test_no_rank_goes_on_while_another_still_waits_for_its_process_set():
     program = """
     import time, commsched as hvd
     from horovod.torch import mpi_ops
-    from commsched.collectives.current_carrier import carrier
+    from commsched.collectives.carrier import carrier
     hvd.init()
     store = carrier().meeting.store
     add = mpi_ops.add_process_set

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 
 
 def train(steps: int, late: Callable[[int], int]) -> tuple[nn.Module, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.collectives.current_carrier import carrier
+from commsched.collectives.carrier import carrier
 from tests.support.oracle import batch, seeded
 from tests.support.reference_run import some_profile
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commsched.collectives.torch_carrier.agreement import disagreement
+from commsched.collectives.torch_carrier.coordinator import disagreement
 
 BASE = {
     "name": "x",

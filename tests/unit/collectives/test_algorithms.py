@@ -8,7 +8,7 @@ import torch
 from comm_core import local_message_channels
 from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
-from commsched.collectives.torch_carrier.rank_group import ChannelGroup
+from commsched.collectives.torch_carrier.algorithms import ChannelGroup
 
 REDUCE = {
     ReduceOp.AVERAGE: torch.sum,  # divided afterwards

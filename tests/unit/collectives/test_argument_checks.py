@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from commsched.collectives.process_sets import ProcessSet, registered_id
-from commsched.collectives.torch_carrier.argument_checks import check_tensors, row_splits
+from commsched.collectives.job import ProcessSet, registered_id
+from commsched.collectives.torch_carrier.carrier import check_tensors, row_splits
 
 
 def test_tensors_that_can_travel():

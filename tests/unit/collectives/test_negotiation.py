@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from commsched.collectives.torch_carrier.negotiation import Negotiator
+from commsched.collectives.torch_carrier.coordinator import Negotiator
 
 
 class Clock:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import commsched as hvd
-from commsched.collectives import process_sets
 from commsched.collectives.carrier import OperationNames, ReduceOp, Reduction
-from commsched.collectives.torch_carrier.operation_runner import Operation, OperationRunner
-from commsched.collectives.torch_carrier.timeline import Timeline
+from commsched.collectives.job import registered_id
+from commsched.collectives.torch_carrier.operation_queue import Operation, OperationRunner, Timeline
 from commsched.errors import CommError
 from commsched.process.groups import device_name, nccl_usable
 from commsched.process.launch import ALONE
@@ -105,7 +104,7 @@ def test_process_sets_alone(alone):
         alone.add_process_set([0])
     with pytest.raises(ValueError, match="from 0 to 0"):
         alone.add_process_set([1])
-    assert alone.global_process_set.size() == 1 and process_sets.registered_id(alone.global_process_set) == 0
+    assert alone.global_process_set.size() == 1 and registered_id(alone.global_process_set) == 0
 
 
 def test_init_arguments(monkeypatch):

@@ -1,4 +1,4 @@
-"""``init()``, ``shutdown()`` and Horovod's functions that describe the job: rank, size, what is built in."""
+"""The job: ``init()``, ``shutdown()``, ranks, what the carrier is built with, process sets."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import atexit
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commsched.collectives.current_carrier import carrier, carrier_or_none, set_carrier
-from commsched.collectives.process_sets import (
-    ProcessSet,
-    add_process_set,
-    forget_process_sets,
-    global_process_set,
-)
+from commsched.collectives.carrier import Built, Carrier, carrier, carrier_or_none, set_carrier
 from commsched.env import settings
 from commsched.process.launch import Launch, detect_launch
 
 if TYPE_CHECKING:
-    from commsched.collectives.carrier import Built, Carrier
     from commsched.process.rendezvous import Publish
-
 
 _initialised_by = 0
 
@@ -105,7 +98,9 @@ def shutdown() -> None:
     if private_groups is not None:  # None: no group was made
         private_groups.release_groups()
     set_carrier(None)
-    forget_process_sets()
+    for process_set in _added:  # the next carrier gives the same ids to other sets
+        process_set.process_set_id = None
+    _added.clear()
     leaving.shutdown()
 
 
@@ -114,6 +109,9 @@ def _leave_at_exit() -> None:
     """Leave the job, but not in a forked child: its parent stays."""
     if os.getpid() == _initialised_by:
         shutdown()
+
+
+# -- this process and its job --------------------------------------------------------------------------------
 
 
 def is_initialized() -> bool:
@@ -194,3 +192,97 @@ ddl_built = _capability("ddl_built", "whether the carrier was built with IBM's D
 ccl_built = _capability("ccl_built", "whether the carrier was built with oneCCL")
 cuda_built = _capability("cuda_built", "whether the carrier was built with CUDA")
 rocm_built = _capability("rocm_built", "whether the carrier was built with ROCm")
+
+
+# -- process sets: subsets of the ranks that run collectives among themselves --------------------------------
+
+
+class ProcessSet:
+    """A subset of the ranks: register it by ``init(process_sets=[...])`` or ``add_process_set`` before use.
+
+    ``process_set_id`` is None until then. Ranks in arguments, such as a broadcast's root, are always global.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
+            raise ValueError(
+                f"ProcessSet needs a list of ranks, but got {type(ranks_or_comm).__name__}; MPI "
+                "communicators are not supported: list their ranks"
+            )
+        ranks = list(ranks_or_comm)
+        if any(not isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"ProcessSet needs a list of ranks (integers), but got {ranks!r}")
+        self.ranks = sorted(ranks)
+
+    def _members(self) -> list[int] | None:
+        return None if self.process_set_id is None else carrier().process_set_ranks(self.process_set_id)
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None before it is registered."""
+        members = self._members()
+        return None if members is None else len(members)
+
+    def rank(self) -> int | None:
+        """Return this process's place within the set; None before it is registered."""
+        members = self._members()
+        if members is None:
+            return None
+        mine = carrier().launch.rank
+        if mine not in members:
+            raise ValueError(f"rank {mine} is not in process set {self.process_set_id} of ranks {members}")
+        return members.index(mine)
+
+    def included(self) -> bool | None:
+        """Return whether this process is in the set."""
+        if self.ranks is None:
+            return None
+        return carrier().launch.rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+_added: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
+
+
+def registered_id(process_set: ProcessSet) -> int:
+    """Return the id of `process_set`; ``ValueError`` if it is not registered."""
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"process set {process_set} is not registered; pass it to init(process_sets=[...]) or "
+            "add_process_set on every rank first"
+        )
+    return process_set.process_set_id
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a new process set; every rank must call this, with the same ranks and in the same order."""
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks, size = process_set.ranks or [], carrier().launch.size
+    wrong = [rank for rank in ranks if not 0 <= rank < size]
+    if wrong or not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"a process set needs distinct ranks from 0 to {size - 1}, but got {ranks}")
+    set_id = carrier().add_process_set(ranks)
+    if set_id is None:
+        raise ValueError(f"a process set of ranks {ranks} exists already; use that one")
+    process_set.process_set_id = set_id
+    _added.add(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set (all ranks must call); False for the global set and unregistered ones."""
+    set_id = process_set.process_set_id
+    if not set_id:
+        return False
+    process_set.process_set_id = None
+    return carrier().remove_process_set(set_id)
