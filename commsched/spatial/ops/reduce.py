@@ -176,7 +176,7 @@ def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = F
     """Dimension by dimension from the last, so that the first of equal maxima is torch's."""
     if return_indices:
         function = getattr(F, f"adaptive_max_pool{n}d")
-        return unsupported(function, (input, output_size), {}, "return_indices=True")
+        return unsupported(function, (input, output_size, return_indices), {}, "return_indices=True")
     sizes = _sizes(n, input, output_size)
     tile = input
     for dim in range(-1, -n - 1, -1):
@@ -462,12 +462,24 @@ def _reduced(losses: Tile, reduction: str) -> Any:
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
+_DEPRECATED = "size_average and reduce; use reduction"
+
+
 def _register(function: Callable[..., Tensor]) -> None:
     @handles(function)
-    def loss(input: Any, target: Any, *args: Any, reduction: str = "mean", **options: Any) -> Any:
+    def loss(
+        input: Any,
+        target: Any,
+        *args: Any,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> Any:
+        if size_average is not None or reduce is not None:
+            options |= {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+            return unsupported(function, (input, target, *args), options, _DEPRECATED)
         tiles = list(tiles_in((input, target, args, options)))
-        if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
-            return unsupported(function, (input, target), {}, "size_average and reduce; use reduction")
         mesh, cuts = tiles[0].mesh, common_cuts(tiles)
         operands = [fit(t, mesh, cuts) if isinstance(t, Tensor) else t for t in (input, target, *args)]
         others = {k: fit(v, mesh, cuts) if isinstance(v, Tensor) else v for k, v in options.items()}
@@ -498,8 +510,11 @@ def _classified(
     **options: Any,
 ) -> Any:
     """Per pixel over the channels; the mean weighs classes and leaves out ``ignore_index`` as torch does."""
-    if not isinstance(input, Tile) or input.ndim < 3:
-        return unsupported(function, (input, target), {}, "the classes must be dimension 1 of an image")
+    old = size_average is not None or reduce is not None
+    if old or not isinstance(input, Tile) or input.ndim < 3:
+        args = (input, target, weight, size_average, ignore_index, reduce, reduction)
+        why = _DEPRECATED if old else "the classes must be dimension 1 of an image"
+        return unsupported(function, args, options, why)
     mesh, cuts = input.mesh, common_cuts([t for t in (input, target) if isinstance(t, Tile)])
     weight = None if weight is None else enter(weight, mesh, cuts)
     scores, wanted = fit(input, mesh, cuts), fit(target, mesh, cuts)

@@ -181,6 +181,20 @@ def part_of(cut: Cut, tile: Tile, axis: int) -> tuple[int, int]:
     return cut.split.held(tile.mesh.coord[axis])
 
 
+def _windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> list[Window]:
+    kernel = each(kernel, n)
+    stride = kernel if stride is None or stride == [] else each(stride, n)
+    return [Window(k, s, d, p, p) for k, s, p, d in zip(kernel, stride, each(padding, n), each(dilation, n))]
+
+
+def _rest(tile: Tile, windows: list[Window]) -> list[int]:
+    """The padding that torch applies: that of dimensions that are not split."""
+    rest = [window.before for window in windows]
+    for _, cut in cut_axes(tile.cuts):
+        rest[cut.dim] = 0
+    return rest
+
+
 # -- convolutions and transposed convolutions ----------------------------------------------------------------
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -199,7 +213,7 @@ def _paddings(padding: Any, n: int, kernel: Sequence[int], dilation: Sequence[in
 
 def _convolve(
     n: int,
-    input: Tensor,
+    input: Tile,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -207,8 +221,6 @@ def _convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if not isinstance(input, Tile):
-        return unsupported(_CONV[n], (input, weight, bias), {}, "the weight is split and the image is not")
     kernel, stride, dilation = weight.shape[2:], each(stride, n), each(dilation, n)
     pads = _paddings(padding, n, kernel, dilation)
     windows = [Window(k, s, d, *p) for k, s, d, p in zip(kernel, stride, dilation, pads)]
@@ -231,7 +243,7 @@ def _entered(parameter: Tensor | None, tile: Tile) -> Tensor | None:
 
 def _convolve_transposed(
     n: int,
-    input: Tensor,
+    input: Tile,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -240,10 +252,6 @@ def _convolve_transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    if not isinstance(input, Tile):
-        return unsupported(
-            _TRANSPOSED[n], (input, weight, bias), {}, "the weight is split and the image is not"
-        )
     per_dim = zip(
         weight.shape[2:], each(stride, n), each(dilation, n), each(padding, n), each(output_padding, n)
     )
@@ -273,24 +281,29 @@ def _convolve_transposed(
     return Tile.make(local, input.mesh, cuts)
 
 
+def _with_image(function: Any, convolve: Callable[..., Any], input: Any, *args: Any, **options: Any) -> Any:
+    """Convolve a split image; a whole image with a split weight is not supported."""
+    if not isinstance(input, Tile):
+        return unsupported(function, (input, *args), options, "the weight is split and the image is not")
+    return convolve(input, *args, **options)
+
+
 for _n in (1, 2, 3):
-    handles(_CONV[_n], getattr(torch, f"conv{_n}d"))(partial(_convolve, _n))
-    handles(_TRANSPOSED[_n], getattr(torch, f"conv_transpose{_n}d"))(partial(_convolve_transposed, _n))
+    for _function, _convolution in ((_CONV[_n], _convolve), (_TRANSPOSED[_n], _convolve_transposed)):
+        handles(_function)(partial(_with_image, _function, partial(_convolution, _n)))
 
 
 @handles(F.unfold)
 def unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
     """Columns of patches; each stays with the rank that owns its middle."""
     kernel, dilation, stride = each(kernel_size, 2), each(dilation, 2), each(stride, 2)
-    pads = list(each(padding, 2))
-    windows = [Window(k, s, d, p, p) for k, s, d, p in zip(kernel, stride, dilation, pads)]
-    for _, cut in cut_axes(input.cuts):
-        pads[cut.dim] = 0
+    windows = _windows(2, kernel, stride, padding, dilation)
+    rest = _rest(input, windows)
 
     def compute(buffer: Tensor) -> Tensor:
         sizes = [w.outputs(n + 2 * p - w.before - w.after)
-                 for w, n, p in zip(windows, buffer.shape[-2:], pads)]  # fmt: skip
-        columns = F.unfold(buffer, kernel, dilation, tuple(pads), stride)
+                 for w, n, p in zip(windows, buffer.shape[-2:], rest)]  # fmt: skip
+        columns = F.unfold(buffer, kernel, dilation, tuple(rest), stride)
         return columns.reshape(*columns.shape[:-1], *sizes)
 
     patches = windowed(input, windows, False, 0.0, compute, work=kernel[0] * kernel[1] * input.shape[1])
@@ -300,20 +313,6 @@ def unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, st
 # -- pooling -------------------------------------------------------------------------------------------------
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-def _windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> list[Window]:
-    kernel = each(kernel, n)
-    stride = kernel if stride is None or stride == [] else each(stride, n)
-    return [Window(k, s, d, p, p) for k, s, p, d in zip(kernel, stride, each(padding, n), each(dilation, n))]
-
-
-def _rest(tile: Tile, windows: list[Window]) -> list[int]:
-    """The padding that torch applies: that of dimensions that are not split."""
-    rest = [window.before for window in windows]
-    for _, cut in cut_axes(tile.cuts):
-        rest[cut.dim] = 0
-    return rest
 
 
 def _max_pool(
@@ -327,7 +326,8 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     if return_indices:
-        return unsupported(_MAX[n], (input, kernel_size), {}, "return_indices=True")
+        args = (input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        return unsupported(_MAX[n], args, {}, "return_indices=True")
     windows = _windows(n, kernel_size, stride, padding, dilation)
     lowest = -float("inf") if input.is_floating_point() else torch.iinfo(input.dtype).min
     sizes, strides, steps = zip(*((w.kernel, w.stride, w.dilation) for w in windows))

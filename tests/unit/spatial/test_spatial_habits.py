@@ -144,6 +144,33 @@ def test_writes_to_a_gathered_image_reach_the_tile(name: str) -> None:
     on_threads(2, work)
 
 
+CLASSES = torch.arange(2.0 * 4 * 6 * 8).double().sin().view(2, 4, 6, 8)
+WITH_ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "indices": lambda x: F.max_pool2d(x, 3, 2, padding=1, return_indices=True)[1],
+    "adaptive": lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True)[1],
+    "kernel": lambda x: F.conv2d(torch.ones(1, 4, 12, 16).double(), x, stride=2, padding=1),
+    "kernel of the transposed": lambda x: F.conv_transpose2d(torch.ones(1, 2, 4, 4).double(), x, stride=2),
+    "sum": lambda x: F.mse_loss(x, 2 * x, size_average=False),
+    "classes": lambda x: F.cross_entropy(CLASSES, (x[:, 0] > 0).long(), ignore_index=0),
+    "sum over classes": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long(), size_average=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+def test_a_gathered_call_keeps_its_arguments(name: str) -> None:
+    """Arguments after the first two were dropped: strides became 1, sums became means."""
+    function = WITH_ARGUMENTS[name]
+    x = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0)).double()
+    wanted = function(x)
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), GRID, channel=channel, unsupported="gather")
+        assert torch.equal(spatial.gather(model(spatial.scatter(x))).local, wanted)
+
+    on_threads(2, work)
+
+
 def test_copies_are_sharded_and_pickles_are_plain() -> None:
     plain, x = net(), image()
     wanted = plain(x)
