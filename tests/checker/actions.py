@@ -837,7 +837,7 @@ def add_by_hand(w: World, salt: int, loss: Args) -> Any:
     w.gather_shards()
     w.reading()
     for p, g in zip(w.trained(), old, strict=True):
-        # zero_grad(set_to_none=False) after a backward that raised leaves zeros where this rank had gradients.
+        # After a backward that raised, zero_grad(set_to_none=False) leaves zeros where this rank had some.
         if g is not None and (p.grad is not None or g.any()):
             p.grad = g if p.grad is None else p.grad + g
 
