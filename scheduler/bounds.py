@@ -90,8 +90,8 @@ def lower_bound(
 
 
 class Demand(NamedTuple):
-    """The least seconds from the moment when buckets are ready until all are gathered: ``fixed``, and more for
-    each bucket and each byte.
+    """The least seconds from the moment when buckets are ready until all are gathered: ``fixed``, and more
+    for each bucket and each byte.
     """
 
     fixed: float
@@ -118,8 +118,8 @@ def without_startups(link: Link) -> Link:
         return Link(0.0, link.beta)
     # Both tiers together were timed too: an engine that does not overlap cannot be faster than that.
     most = math.inf if link.overlaps else link.beta
-    tiers = {name: Link(0.0, min(getattr(link, name).beta, most)) for name in ("inside", "between")}
-    return TwoTierLink(0.0, link.beta, overlaps=True, **tiers)
+    inside, between = (Link(0.0, min(tier.beta, most)) for tier in (link.inside, link.between))
+    return TwoTierLink(0.0, link.beta, inside=inside, between=between, overlaps=True)
 
 
 # -- the start-up bound: the preemptive bound where each RS and each AG pays the link's start-up -------------

@@ -3,8 +3,8 @@
 A ``Link`` is the effective cost of one collective on one cluster: a reduce-scatter or an all-gather of a
 message of ``n`` bytes takes ``alpha + beta * n`` seconds, and an all-reduce is one of each. ``network_link``
 turns the wires of a cluster (``Level``) and an algorithm into that ``Link``; ``fit`` turns
-timed messages into one. A ``TwoTierLink`` also knows how long a collective occupies each of two links: the one
-inside a host and the one between hosts.
+timed messages into one. A ``TwoTierLink`` also knows how long a collective occupies each of two links: the
+one inside a host and the one between hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
 
 SEGMENT = 128 << 10
-"""Bytes of each rank's part that ``transport="tiers"`` moves at once: hosts sum one segment of a bucket while the
-one before it travels between them.
+"""Bytes of each rank's part that ``transport="tiers"`` moves at once: hosts sum one segment of a bucket while
+the one before it travels between them.
 """
 
 FEWEST_SIZES = 5
@@ -85,9 +85,10 @@ class Link(JsonFile):
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "") -> Any:
-        """A file with the times of two tiers gives a ``TwoTierLink``; files of one link have no such fields."""
-        tiers = cls is Link and isinstance(data, dict) and "between" in data
-        return JsonFile.from_dict.__func__(TwoTierLink if tiers else cls, data, where)  # type: ignore[attr-defined]
+        """Files of two tiers have fields that those of one link have not, and give a ``TwoTierLink``."""
+        if cls is Link and isinstance(data, dict) and "between" in data:
+            return TwoTierLink.from_dict(data, where or "link")
+        return super().from_dict(data, where)
 
     def __str__(self) -> str:
         return f"alpha={self.alpha:g},beta={self.beta:g}"
@@ -125,8 +126,8 @@ class Link(JsonFile):
 
 @dataclass(frozen=True)
 class TwoTierLink(Link):
-    """The link of several ranks on each of several hosts, an RS or AG of which uses two links: ``inside`` the
-    host (an RS first, an AG last) and ``between`` hosts. Each is what the collective takes on that link alone;
+    """The link of several ranks on each of several hosts. An RS or AG uses two links: ``inside`` the host (an
+    RS first, an AG last) and ``between`` hosts. Each says what the collective takes on that link alone;
     ``alpha`` and ``beta`` are those of the whole collective, both tiers together.
 
     An engine that ``overlaps`` works on both links at once, for neighbouring buckets. The others do one
@@ -142,8 +143,9 @@ class TwoTierLink(Link):
         return (self.inside, self.between) if self.overlaps else (None, self)
 
     def slower(self, factor: float) -> TwoTierLink:
-        tiers = {name: getattr(self, name).slower(factor) for name in ("inside", "between")}
-        return replace(self, alpha=self.alpha * factor, beta=self.beta * factor, **tiers)
+        both = Link(self.alpha, self.beta).slower(factor)
+        inside, between = self.inside.slower(factor), self.between.slower(factor)
+        return replace(self, alpha=both.alpha, beta=both.beta, inside=inside, between=between)
 
     def widened(self, factor: float) -> TwoTierLink:
         between = self.between.widened(factor)

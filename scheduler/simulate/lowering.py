@@ -39,8 +39,8 @@ from scheduler.simulate.task_graph import (
 #                     early_step, for the whole backward
 #     F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l, or of one needed by it
 #
-# A collective that uses the link inside the host, too (``Link.times``), is a chain of tasks: RS inside and then
-# on the link, AG on the link and then inside, AR both. What waits for the collective waits for the last task.
+# A collective that uses the link inside the host, too (``Link.times``), is a chain of tasks: RS inside and
+# then on the link, AG on the link and then inside, AR both. Others wait for the last task of the chain.
 #
 # Where a program does not list its updates, they run in the compute lane before the first forward that needs
 # them (``gather="gradients"``), or in a lane of their own, in the order of the RS, on ``1 / ranks`` of the
@@ -49,7 +49,7 @@ from scheduler.simulate.task_graph import (
 UPDATE_LANE = "update"
 
 INSIDE = "inside"
-"""The lane of the link inside a host is called like this, after a lane ``link``; after others ``LANE inside``."""
+"""The lane of the link inside a host, beside the lane ``link``; beside others ``LANE inside``."""
 
 _BY_LAYER = {Kind.F, Kind.B}
 
