@@ -1,7 +1,8 @@
 """How near the policies come to the lower bound, over the shipped profiles: ``python -m scheduler.table``.
 
-With ``--hosts 2 --per-host 4``, the link is two tiers that overlap. A rank's wire inside its host is ten times
-as fast as the host's.
+With ``--hosts 2 --per-host 4``, the link is two tiers that overlap. A rank's wire inside its host is ten
+times as fast as the host's.
+
 Prints one Markdown table for each profile, of periods as multiples of the lower bound, and says which goals
 are missed. The exit status is 1 if one is.
 """

@@ -24,7 +24,7 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.current_carrier import carrier, epoch
 from commsched.collectives.data_movement import allgather
 from commsched.collectives.objects import broadcast_object
-from commsched.collectives.private_groups import data_board, data_channel, hosts_of
+from commsched.collectives.private_groups import data_board, data_channel, hosts_of, tier_exchanges
 from commsched.collectives.process_sets import ProcessSet, registered_id
 from commsched.collectives.reductions import Sum, allreduce_, reducescatter
 from commsched.env import settings
@@ -171,14 +171,39 @@ class EngineBackend(Backend):
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
-        transport, unit = self._transport, self.ranks.size * 64
-        lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
+        unit = self.ranks.size * 64
+        return self._seconds(self._transport, -(-size // (4 * unit)) * unit)
+
+    def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+        if self.name != "tiers":
+            return []
+        tiers = tier_exchanges(self.ranks.process_set, self.ranks.number)
+        try:
+            seconds = []
+            for size in sizes:
+                unit = self.ranks.size * 64
+                whole = -(-size // (4 * unit)) * unit
+                # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
+                lengths = whole, whole * tiers[-1].size // self.ranks.size if tiers else 0
+                seconds.append([self._seconds(tier, n) for tier, n in zip(tiers, lengths, strict=False)])
+            with engine_errors_as_comm_errors:
+                self._transport.all_gather(torch.zeros(self.ranks.size, device="cpu"))  # all have ended
+        finally:
+            for tier in tiers:
+                tier.close("its link has been timed")
+        return [(inside, between) for inside, between in filter(None, seconds)]
+
+    def _seconds(self, transport: Any, elements: int) -> float:
+        """Return the seconds of one RS or AG of so many elements over a transport of some of the ranks.
+
+        All ranks begin together and use up the burst that a shaped link sends at full speed after a pause.
+        """
+        lengths = elements, self.ranks.size * _FILLER
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:
             for _ in range(3):
-                # A shaped link sends at full speed after a pause: this message uses that burst up.
-                transport.all_gather(filler)
+                self._transport.all_gather(filler)
                 start = time.monotonic()
                 transport.reduce_scatter(data)
                 transport.all_gather(data)

@@ -139,6 +139,31 @@ def data_board(
     return comm_core.two_tier_transport(link, rank, hosts, timeout_seconds=settings().timeout)
 
 
+def tier_exchanges(process_set: ProcessSet, channel: int) -> list[comm_core.Transport]:
+    """Return an exchange among the ranks of this host, and one among those of this rank's place on all hosts.
+
+    Return none where hosts have different numbers of ranks. Collective, each time.
+    """
+    set_id = registered_id(process_set)
+    (members, rank), hosts = _members_and_place(set_id), hosts_of(process_set)
+    if len({hosts.count(host) for host in hosts}) > 1:
+        return []
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    place, call, timeout = mine.index(rank), next(_calls[epoch(), set_id, channel]), settings().timeout
+    same_place = [
+        [other for other, host in enumerate(hosts) if host == each][place] for each in sorted(set(hosts))
+    ]
+    name = f"tier/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
+    links = [
+        connected(comm_core.tcp_channel, f"{name}/{kind}", [members[other] for other in group], timeout)
+        for kind, group in ((f"host {hosts[rank]}", mine), (f"place {place}", same_place))
+    ]
+    return [
+        comm_core.two_tier_transport(links[0], place, [0] * len(mine), timeout_seconds=timeout),
+        comm_core.DirectTransport(links[1], same_place.index(rank), len(same_place)),
+    ]
+
+
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:
     set_id = registered_id(process_set)
     members, _ = _members_and_place(set_id)
