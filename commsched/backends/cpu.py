@@ -171,27 +171,34 @@ class EngineBackend(Backend):
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
-        unit = self.ranks.size * 64
-        return self._seconds(self._transport, -(-size // (4 * unit)) * unit)
+        return self._seconds(self._transport, self._elements(size))
 
     def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
         if self.name != "tiers":
             return []
-        tiers = tier_exchanges(self.ranks.process_set, self.ranks.number)
+        with engine_errors_as_comm_errors:
+            tiers = tier_exchanges(self.ranks.process_set, self.ranks.number)
+        if tiers is None:
+            return []
+        inside, between = tiers
         try:
             seconds = []
             for size in sizes:
-                unit = self.ranks.size * 64
-                whole = -(-size // (4 * unit)) * unit
                 # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
-                lengths = whole, whole * tiers[-1].size // self.ranks.size if tiers else 0
-                seconds.append([self._seconds(tier, n) for tier, n in zip(tiers, lengths, strict=False)])
+                whole = self._elements(size)
+                share = whole * between.size // self.ranks.size
+                seconds.append((self._seconds(inside, whole), self._seconds(between, share)))
             with engine_errors_as_comm_errors:
                 self._transport.all_gather(torch.zeros(self.ranks.size, device="cpu"))  # all have ended
         finally:
             for tier in tiers:
                 tier.close("its link has been timed")
-        return [(inside, between) for inside, between in filter(None, seconds)]
+        return seconds
+
+    def _elements(self, size: int) -> int:
+        """Return the elements of a message of at least so many bytes, in equal and aligned parts."""
+        unit = self.ranks.size * 64
+        return -(-size // (4 * unit)) * unit
 
     def _seconds(self, transport: Any, elements: int) -> float:
         """Return the seconds of one RS or AG of so many elements over a transport of some of the ranks.

@@ -139,15 +139,17 @@ def data_board(
     return comm_core.two_tier_transport(link, rank, hosts, timeout_seconds=settings().timeout)
 
 
-def tier_exchanges(process_set: ProcessSet, channel: int) -> list[comm_core.Transport]:
+def tier_exchanges(
+    process_set: ProcessSet, channel: int
+) -> tuple[comm_core.Transport, comm_core.Transport] | None:
     """Return an exchange among the ranks of this host, and one among those of this rank's place on all hosts.
 
-    Return none where hosts have different numbers of ranks. Collective, each time.
+    None where there is one tier, or hosts have different numbers of ranks. Collective, each time.
     """
     set_id = registered_id(process_set)
     (members, rank), hosts = _members_and_place(set_id), hosts_of(process_set)
-    if len({hosts.count(host) for host in hosts}) > 1:
-        return []
+    if not 1 < len(set(hosts)) < len(hosts) or len({hosts.count(host) for host in hosts}) > 1:
+        return None
     mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     place, call, timeout = mine.index(rank), next(_calls[epoch(), set_id, channel]), settings().timeout
     same_place = [
@@ -158,10 +160,10 @@ def tier_exchanges(process_set: ProcessSet, channel: int) -> list[comm_core.Tran
         connected(comm_core.tcp_channel, f"{name}/{kind}", [members[other] for other in group], timeout)
         for kind, group in ((f"host {hosts[rank]}", mine), (f"place {place}", same_place))
     ]
-    return [
-        comm_core.two_tier_transport(links[0], place, [0] * len(mine), timeout_seconds=timeout),
-        comm_core.DirectTransport(links[1], same_place.index(rank), len(same_place)),
-    ]
+    inside = comm_core.two_tier_transport(links[0], place, [0] * len(mine), timeout_seconds=timeout)
+    between = comm_core.DirectTransport(links[1], same_place.index(rank), len(same_place))
+    between.set_timeout(timeout)
+    return inside, between
 
 
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:

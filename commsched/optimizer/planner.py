@@ -652,11 +652,11 @@ class TimedLink:
         self._messages = self._mean(
             [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
         )
+        alone = backend.tier_seconds(sent)
         self._tiers = [
-            self._fit(self._mean(list(zip(sizes, seconds, strict=True))), f"{where} hosts, measured")
-            for where, seconds in zip(
-                ("inside", "between"), zip(*backend.tier_seconds(sent), strict=True), strict=False
-            )
+            self._fit(self._mean([(size, row[tier]) for size, row in zip(sizes, alone, strict=True)]), name)
+            for tier, name in enumerate(("inside hosts, measured", "between hosts, measured"))
+            if alone
         ]
         self.link = self._with_tiers(self._fit(self._messages))
 
@@ -681,9 +681,10 @@ class TimedLink:
 
     def _with_tiers(self, link: Link) -> Link:
         """Return a link of two tiers where these were timed; the engine runs one collective at a time."""
-        return (
-            TwoTierLink(link.alpha, link.beta, link.name, link.error, *self._tiers) if self._tiers else link
-        )
+        if not self._tiers:
+            return link
+        inside, between = self._tiers
+        return TwoTierLink(link.alpha, link.beta, link.name, link.error, inside, between)
 
 
 def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:
