@@ -167,10 +167,8 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
         reached = 0.0
         while reached < total:
             window = allowed + below[bisect_right(upto, reached)]
-            end = min(
-                _fitting(window - need.fixed - need.per_bucket * (len(ends) + 1), need.per_byte)
-                for need in needs
-            )
+            number = len(ends) + 1
+            end = min(_fitting(window - n.fixed - n.per_bucket * number, n.per_byte) for n in needs)
             if tiers:
                 end = min(end, reached + _fitting(window - alone[0], alone[1]))
             if end <= reached:

@@ -1,8 +1,5 @@
 """How near the policies come to the lower bound, over the shipped profiles: ``python -m scheduler.table``.
 
-With ``--hosts 2 --per-host 4``, the link is two tiers that overlap. A rank's wire inside its host is ten
-times as fast as the host's.
-
 Prints one Markdown table for each profile, of periods as multiples of the lower bound, and says which goals
 are missed. The exit status is 1 if one is.
 """
@@ -17,7 +14,7 @@ from pathlib import Path
 
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound, startup_bound
-from scheduler.ir.link import Level, Link, network_link
+from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.simulate.simulator import simulate
 
@@ -25,7 +22,6 @@ RATIOS = (0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 10.0)
 """Seconds that all bytes take on the link, RS and AG, for each second of compute."""
 
 STARTUPS = (0.0, 20e-6, 200e-6)
-INSIDE = 0.1  # start-up and seconds per byte of a wire inside a host, as parts of those of a host's wire
 ROUNDING = 1 + 1e-9
 
 
@@ -57,19 +53,8 @@ class Cell:
                 yield f"{where}: optimal is at {found:.6f} of the bound, {name} at {other:.6f}"
 
 
-def link_of(profile: Profile, ratio: float, startup: float, shape: tuple[int, int]) -> Link:
-    """The link on which all bytes take ``ratio`` times the compute; ``shape``: hosts, and ranks on each."""
+def measure(profile: Profile, ratio: float, startup: float) -> Cell:
     link = Link(startup, ratio * profile.compute / (2 * profile.total_bytes))
-    hosts, per_host = shape
-    if per_host == 1:
-        return link
-    wire = Level(hosts, link.alpha, link.beta * hosts / (hosts - 1))
-    inside = Level(per_host, INSIDE * wire.alpha, INSIDE * wire.beta)
-    return network_link([inside, wire], "tiers-overlapped")
-
-
-def measure(profile: Profile, ratio: float, startup: float, shape: tuple[int, int] = (2, 1)) -> Cell:
-    link = link_of(profile, ratio, startup, shape)
     bound = lower_bound(profile, link)
     plans = {name: policies.plan(profile, link, name) for name in policies.names()}
     return Cell(
@@ -98,12 +83,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---:"] * len(head), *rows])
 
 
-def run(
-    names: Iterable[str],
-    ratios: Sequence[float],
-    startups: Sequence[float],
-    shape: tuple[int, int] = (2, 1),
-) -> list[Cell]:
+def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
     """Prints a table for each profile as soon as it is complete, and returns all cells."""
     from rich.console import Console
     from rich.progress import track
@@ -114,7 +94,7 @@ def run(
         links = [(ratio, startup) for ratio in ratios for startup in startups]
         # On standard error, so that the tables can be kept in a file.
         shown = track(links, profile.name, console=Console(stderr=True), transient=True)
-        mine = [measure(profile, ratio, startup, shape) for ratio, startup in shown]
+        mine = [measure(profile, ratio, startup) for ratio, startup in shown]
         print(f"{markdown(mine)}\n")
         cells += mine
     return cells
@@ -125,17 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("profiles", nargs="*", help="shipped names or files (default: all shipped ones)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--startups", type=float, nargs="+", default=STARTUPS, help="seconds")
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="with --per-host (default: 2)")
-    parser.add_argument(
-        "--per-host", type=int, default=1, metavar="N", help="ranks on each host (default: 1)"
-    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all cells here, as one table")
     options = parser.parse_args(arguments)
-    shape = options.hosts, options.per_host
     try:
-        if options.hosts < 2 or options.per_host < 1:
-            raise ValueError(f"--hosts must be at least 2 and --per-host at least 1, got {shape}")
-        cells = run(options.profiles or profiles.names(), options.ratios, options.startups, shape)
+        cells = run(options.profiles or profiles.names(), options.ratios, options.startups)
     except ValueError as error:
         print(f"scheduler.table: {error}", file=sys.stderr)
         return 2

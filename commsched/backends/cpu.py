@@ -171,7 +171,7 @@ class EngineBackend(Backend):
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
-        return self._seconds(self._transport, self._elements(size))
+        return self._seconds(self._transport, size)
 
     def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
         if self.name != "tiers":
@@ -182,12 +182,8 @@ class EngineBackend(Backend):
             return []
         inside, between = tiers
         try:
-            seconds = []
-            for size in sizes:
-                # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
-                whole = self._elements(size)
-                share = whole * between.size // self.ranks.size
-                seconds.append((self._seconds(inside, whole), self._seconds(between, share)))
+            # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
+            seconds = [(self._seconds(inside, n), self._seconds(between, n, inside.size)) for n in sizes]
             with engine_errors_as_comm_errors:
                 self._transport.all_gather(torch.zeros(self.ranks.size, device="cpu"))  # all have ended
         finally:
@@ -195,17 +191,13 @@ class EngineBackend(Backend):
                 tier.close("its link has been timed")
         return seconds
 
-    def _elements(self, size: int) -> int:
-        """Return the elements of a message of at least so many bytes, in equal and aligned parts."""
-        unit = self.ranks.size * 64
-        return -(-size // (4 * unit)) * unit
-
-    def _seconds(self, transport: Any, elements: int) -> float:
-        """Return the seconds of one RS or AG of so many elements over a transport of some of the ranks.
+    def _seconds(self, transport: Any, size: int, parts: int = 1) -> float:
+        """Return the seconds of one RS or AG over a transport of some of the ranks, of a part of a message.
 
         All ranks begin together and use up the burst that a shaped link sends at full speed after a pause.
         """
-        lengths = elements, self.ranks.size * _FILLER
+        unit = self.ranks.size * 64
+        lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * _FILLER
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:

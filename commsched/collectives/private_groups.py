@@ -150,11 +150,10 @@ def tier_exchanges(
     (members, rank), hosts = _members_and_place(set_id), hosts_of(process_set)
     if not 1 < len(set(hosts)) < len(hosts) or len({hosts.count(host) for host in hosts}) > 1:
         return None
-    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    place, call, timeout = mine.index(rank), next(_calls[epoch(), set_id, channel]), settings().timeout
-    same_place = [
-        [other for other, host in enumerate(hosts) if host == each][place] for each in sorted(set(hosts))
-    ]
+    by_host = [[other for other, host in enumerate(hosts) if host == each] for each in sorted(set(hosts))]
+    mine, call, timeout = by_host[hosts[rank]], next(_calls[epoch(), set_id, channel]), settings().timeout
+    place = mine.index(rank)
+    same_place = [ranks[place] for ranks in by_host]
     name = f"tier/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
     links = [
         connected(comm_core.tcp_channel, f"{name}/{kind}", [members[other] for other in group], timeout)

@@ -314,21 +314,18 @@ def merge_profiles(rounds: Rounds, per_host: int = 1) -> Profile:
     A host's is the mean of its ranks'. They share its processors, which one rank may have more of while they
     are timed: then the others take longer than all of them do in a step, and a bound would be too high.
     """
-    profiles = []
+    slowest = []
     for ranks in rounds:
-        each = [Profile.from_dict(rank) for rank in ranks]
-        hosts = [_combined(each[at : at + per_host], statistics.mean) for at in range(0, len(each), per_host)]
-        profiles.append(max(hosts, key=lambda profile: profile.compute))
-    return _combined(profiles, median)
+        hosts = (map(Profile.from_dict, ranks[at : at + per_host]) for at in range(0, len(ranks), per_host))
+        means = (_combined(list(host), statistics.mean) for host in hosts)
+        slowest.append(max(means, key=lambda profile: profile.compute))
+    return _combined(slowest, median)
 
 
 def _combined(profiles: Sequence[Profile], middle: Callable[[Iterable[float]], float]) -> Profile:
     layers = tuple(
         Layer(
-            same[0].name,
-            middle(layer.forward for layer in same),
-            middle(layer.backward for layer in same),
-            same[0].bytes,
+            same[0].name, middle(la.forward for la in same), middle(la.backward for la in same), same[0].bytes
         )
         for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
@@ -380,12 +377,8 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
 
 def bounds_of(alone: Rounds, compute: Rounds, link: Link, per_host: int = 1) -> list[float]:
     """The lower bound of every repetition, for the layers' times in `compute`."""
-    pairs = [
-        (merge_profiles([one], per_host), merge_profiles([other], per_host))
-        for one, other in zip(alone, compute, strict=False)
-    ]
-    profiles = [with_times_of(one, other) for one, other in pairs]
-    return [lower_bound(profile, link) for profile in profiles]
+    rounds = ([merge_profiles([one], per_host) for one in several] for several in (alone, compute))
+    return [lower_bound(with_times_of(*pair), link) for pair in zip(*rounds, strict=False)]
 
 
 def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float:

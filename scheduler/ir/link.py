@@ -143,9 +143,8 @@ class TwoTierLink(Link):
         return (self.inside, self.between) if self.overlaps else (None, self)
 
     def slower(self, factor: float) -> TwoTierLink:
-        both = Link(self.alpha, self.beta).slower(factor)
-        inside, between = self.inside.slower(factor), self.between.slower(factor)
-        return replace(self, alpha=both.alpha, beta=both.beta, inside=inside, between=between)
+        tiers = {"inside": self.inside.slower(factor), "between": self.between.slower(factor)}
+        return replace(self, alpha=self.alpha * factor, beta=self.beta * factor, **tiers)
 
     def widened(self, factor: float) -> TwoTierLink:
         between = self.between.widened(factor)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from scheduler.ir.actions import (
@@ -48,28 +50,19 @@ from scheduler.simulate.task_graph import (
 
 UPDATE_LANE = "update"
 
-INSIDE = "inside"
-"""The lane of the link inside a host, beside the lane ``link``; beside others ``LANE inside``."""
-
 _BY_LAYER = {Kind.F, Kind.B}
 
 Key = tuple[Kind, int]
 
 
 class Chain(NamedTuple):
-    """The tasks of one action: on the link inside the host, in the action's lane, inside the host again."""
+    """The tasks of one action: on the link inside the host, in the action's lane, inside the host again. All
+    are the one in the action's lane where it does not use the link inside the host.
+    """
 
-    before: int | None
+    first: int
     main: int
-    after: int | None
-
-    @property
-    def first(self) -> int:
-        return self.main if self.before is None else self.before
-
-    @property
-    def last(self) -> int:
-        return self.main if self.after is None else self.after
+    last: int
 
 
 def lower_data_parallel(program: Program, profile: Profile, link: Links, ranks: int = 1) -> TaskGraph:
@@ -103,19 +96,17 @@ class _DataParallelLowering:
             own[key] = self.shared[key]
             return own[key]
         resource = LINK if collective else COMPUTE if lane == COMPUTE_LANE else OTHER
-        beside = INSIDE if lane == LINK_LANE else f"{lane} {INSIDE}"
-        seconds = self._seconds(action, lane)
-        tasks = [
-            self.graph.task(Task(action, where, EVERY_RANK if collective else rank), each, resource)
-            if each or where == lane
-            else None
-            for where, each in zip((beside, lane, beside), seconds, strict=True)
-        ]
-        before, main, after = tasks
-        assert main is not None
-        own[key] = Chain(before, main, after)
-        for first, second in ((before, main), (main, after)):
-            if first is not None and second is not None:
+        beside = "inside" if lane == LINK_LANE else f"{lane} inside"
+        before, seconds, after = self._seconds(action, lane)
+        task, add = Task(action, lane, EVERY_RANK if collective else rank), self.graph.task
+        main = add(task, seconds, resource)
+        own[key] = Chain(
+            add(replace(task, lane=beside), before, resource) if before else main,
+            main,
+            add(replace(task, lane=beside), after, resource) if after else main,
+        )
+        for first, second in pairwise(own[key]):
+            if first != second:
                 self.graph.edge(first, second)
         if collective:
             self.shared[key] = own[key]
@@ -182,14 +173,12 @@ def inside_order(actions: Sequence[Action], chains: Sequence[Chain]) -> list[int
     an AG of an earlier iteration than the RS keeps its place.
     """
     order: list[int] = []
-    handed_on: int | None = None  # what is still to be placed of the collective before
-    shift = 0
-    for action, chain in zip(actions, chains, strict=True):
-        sums_ahead = chain.before is not None and action.shift == shift
-        parts = (chain.before, handed_on) if sums_ahead else (handed_on, chain.before)
-        order += [part for part in parts if part is not None]
-        handed_on, shift = chain.after, action.shift
-    return order if handed_on is None else [*order, handed_on]
+    handed_on, shift = list[int](), 0  # what is still to be placed of the collective before
+    for action, (first, main, last) in zip(actions, chains, strict=True):
+        summed = [first] if first != main else []
+        order += summed + handed_on if action.shift == shift else handed_on + summed
+        handed_on, shift = [last] if last != main else [], action.shift
+    return order + handed_on
 
 
 def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:

@@ -63,10 +63,5 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert out.startswith("| profile | ratio | startup_us | sequential | wfbp |")
     assert "\n| vgg16 | 0.3 | 20 | 1." in out and "\n| vgg16 | 3 | 20 | 1." in out
     assert "2 cells, 0 goals missed" in out
-    shape = ["--ratios", "1.5", "--startups", "2e-4", "--hosts", "4", "--per-host", "8"]
-    assert main(["bert_base", *shape]) == 0
-    assert "1 cells, 0 goals missed" in capsys.readouterr().out
-    assert main(["vgg16", "--hosts", "1"]) == 2
-    assert "--hosts must be at least 2" in capsys.readouterr().err
     assert main(["no_such_model"]) == 2
     assert "no_such_model" in capsys.readouterr().err
