@@ -143,8 +143,9 @@ class TwoTierLink(Link):
         return (self.inside, self.between) if self.overlaps else (None, self)
 
     def slower(self, factor: float) -> TwoTierLink:
-        tiers = {"inside": self.inside.slower(factor), "between": self.between.slower(factor)}
-        return replace(self, alpha=self.alpha * factor, beta=self.beta * factor, **tiers)
+        inside, between = self.inside.slower(factor), self.between.slower(factor)
+        alpha, beta = self.alpha * factor, self.beta * factor
+        return replace(self, alpha=alpha, beta=beta, inside=inside, between=between)
 
     def widened(self, factor: float) -> TwoTierLink:
         between = self.between.widened(factor)
