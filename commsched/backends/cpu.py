@@ -185,7 +185,8 @@ class EngineBackend(Backend):
             # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
             seconds = [(self._seconds(inside, n), self._seconds(between, n, inside.size)) for n in sizes]
             with engine_errors_as_comm_errors:
-                self._transport.all_gather(torch.zeros(self.ranks.size, device="cpu"))  # all have ended
+                # After this, no rank waits for another one over connections that are closed.
+                self._transport.all_gather(torch.zeros(self.ranks.size, dtype=torch.float32, device="cpu"))
         finally:
             for tier in tiers:
                 tier.close("its link has been timed")
