@@ -168,7 +168,7 @@ class Local(Trainer):
     """Every rank trains alone; all at the same time, since they share the machine's memory."""
 
 
-Message = tuple[Tensor, int, int]  # bytes, the other rank, tag
+Transfer = tuple[Tensor, int, int]  # bytes, the other rank, tag
 
 
 class Exchange:
@@ -206,7 +206,7 @@ class Exchange:
         self._run(ends, [(self.nothing, other, self.tag) for other in self.neighbours])
 
     @staticmethod
-    def _run(receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def _run(receives: Sequence[Transfer], sends: Sequence[Transfer]) -> None:
         works = [dist.irecv(buffer, source, tag=tag) for buffer, source, tag in receives]
         works += [dist.isend(buffer, to, tag=tag) for buffer, to, tag in sends]
         for work in works:

@@ -36,7 +36,7 @@ _PRESET = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>mbit|gbit|gbe)")
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
 
 
-class Times(NamedTuple):
+class Occupancy(NamedTuple):
     """Seconds that one collective occupies links, one after the other: the link inside the host ``before``,
     the link itself, and the link inside the host ``after``. With one link both others are 0.
     """
@@ -70,11 +70,13 @@ class Link(JsonFile):
         """The links that work at the same time: the one inside a host, or None, and the one between ranks."""
         return None, self
 
-    def times(self, kind: Kind, size: float) -> Times:
+    def times(self, kind: Kind, size: float) -> Occupancy:
         """Seconds that one collective occupies each link; each link does one collective at a time."""
         inside, link = self.parts
         beside = 0.0 if inside is None else inside.cost(Kind.RS, size)
-        return Times(beside * (kind is not Kind.AG), link.cost(kind, size), beside * (kind is not Kind.RS))
+        return Occupancy(
+            beside * (kind is not Kind.AG), link.cost(kind, size), beside * (kind is not Kind.RS)
+        )
 
     def slower(self, factor: float) -> Link:
         return replace(self, alpha=self.alpha * factor, beta=self.beta * factor)

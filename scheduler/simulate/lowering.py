@@ -18,7 +18,7 @@ from scheduler.ir.actions import (
     last_gradient,
 )
 from scheduler.ir.layout import is_token
-from scheduler.ir.link import Links, Times, named_link
+from scheduler.ir.link import Links, Occupancy, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Lanes, Program, buckets_of
 from scheduler.simulate.costs import SEND_LANE, Durations, Wires, stage_of
@@ -112,7 +112,7 @@ class _DataParallelLowering:
             self.shared[key] = own[key]
         return own[key]
 
-    def _seconds(self, action: Action, lane: str) -> Times:
+    def _seconds(self, action: Action, lane: str) -> Occupancy:
         kind, index, program = action.kind, action.index, self.program
         if kind not in COLLECTIVE | _BY_LAYER | {Kind.UPDATE} or action.stage is not None:
             raise ValueError(f"{action} in lane {lane!r} is no action of a data-parallel program")
@@ -123,9 +123,9 @@ class _DataParallelLowering:
             return named_link(self.link, lane).times(kind, program.buckets[index].bytes)
         if kind is Kind.UPDATE:
             share = program.ranks if program.gather == "parameters" else 1
-            return Times(0.0, self.profile.update_per_byte * program.buckets[index].bytes / share, 0.0)
+            return Occupancy(0.0, self.profile.update_per_byte * program.buckets[index].bytes / share, 0.0)
         layer = self.profile.layers[index]
-        return Times(0.0, layer.forward if kind is Kind.F else layer.backward, 0.0)
+        return Occupancy(0.0, layer.forward if kind is Kind.F else layer.backward, 0.0)
 
     def _depend(self, own: dict[Key, Chain]) -> None:
         """Add the edges between one rank's tasks that come from what they read and write."""

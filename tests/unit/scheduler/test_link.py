@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.link import ALGORITHMS, SEGMENT, STARTUP, Level, Link, Times, TwoTierLink, fit, network_link
+from scheduler.ir.link import (
+    ALGORITHMS,
+    SEGMENT,
+    STARTUP,
+    Level,
+    Link,
+    Occupancy,
+    TwoTierLink,
+    fit,
+    network_link,
+)
 
 
 def test_all_reduce_is_one_of_each() -> None:
@@ -82,7 +92,7 @@ def test_two_tiers_by_hand() -> None:
     assert isinstance(serial, TwoTierLink) and isinstance(overlapped, TwoTierLink)
     assert (serial.inside, serial.between) == (Link(0.1, 0.75), Link(3.0, 5.0))
     # One bucket after the other: its first segments are inside the host alone, then the slower link counts.
-    assert serial.times(Kind.RS, 16) == Times(0.0, 3.1 + 0.75 * 8 * SEGMENT + 80, 0.0)
+    assert serial.times(Kind.RS, 16) == Occupancy(0.0, 3.1 + 0.75 * 8 * SEGMENT + 80, 0.0)
     inside, between = 0.1 + 12, 3.0 + 80
     assert overlapped.times(Kind.RS, 16) == pytest.approx((inside, between, 0.0))
     assert overlapped.times(Kind.AG, 16) == pytest.approx((0.0, between, inside))
