@@ -55,7 +55,7 @@ _BY_LAYER = {Kind.F, Kind.B}
 Key = tuple[Kind, int]
 
 
-class Chain(NamedTuple):
+class ActionTasks(NamedTuple):
     """The tasks of one action: on the link inside the host, in the action's lane, inside the host again. All
     are the one in the action's lane where it does not use the link inside the host.
     """
@@ -77,17 +77,17 @@ class _DataParallelLowering:
     def __init__(self, program: Program, profile: Profile, link: Links) -> None:
         self.program, self.profile, self.link = program, profile, link
         self.graph = GraphBuilder()
-        self.shared: dict[Key, Chain] = {}  # collectives: tasks of all ranks
+        self.shared: dict[Key, ActionTasks] = {}  # collectives: tasks of all ranks
 
     def add_rank(self, rank: int) -> None:
-        own: dict[Key, Chain] = {}
+        own: dict[Key, ActionTasks] = {}
         for lane, actions in _with_updates(self.program, self.profile, self.program.lanes(rank)).items():
             chains = [self._place(rank, lane, action, own) for action in actions]
             self.graph.lane([chain.main for chain in chains])
             self.graph.lane(inside_order(actions, chains))
         self._depend(own)
 
-    def _place(self, rank: int, lane: str, action: Action, own: dict[Key, Chain]) -> Chain:
+    def _place(self, rank: int, lane: str, action: Action, own: dict[Key, ActionTasks]) -> ActionTasks:
         """Add an action's tasks to ``own``; the first rank that has a collective adds it for all."""
         key, collective = (action.kind, action.index), action.kind in COLLECTIVE
         if key in own:
@@ -100,7 +100,7 @@ class _DataParallelLowering:
         before, seconds, after = self._seconds(action, lane)
         task, add = Task(action, lane, EVERY_RANK if collective else rank), self.graph.task
         main = add(task, seconds, resource)
-        own[key] = Chain(
+        own[key] = ActionTasks(
             add(replace(task, lane=beside), before, resource) if before else main,
             main,
             add(replace(task, lane=beside), after, resource) if after else main,
@@ -127,7 +127,7 @@ class _DataParallelLowering:
         layer = self.profile.layers[index]
         return Occupancy(0.0, layer.forward if kind is Kind.F else layer.backward, 0.0)
 
-    def _depend(self, own: dict[Key, Chain]) -> None:
+    def _depend(self, own: dict[Key, ActionTasks]) -> None:
         """Add the edges between one rank's tasks that come from what they read and write."""
 
         def wait(after: Key, before: Key, lag: int = 0) -> None:
@@ -161,7 +161,7 @@ class _DataParallelLowering:
                     wait((Kind.F, self.profile.needed[layer]), last, lag=1)
 
 
-def inside_order(actions: Sequence[Action], chains: Sequence[Chain]) -> list[int]:
+def inside_order(actions: Sequence[Action], chains: Sequence[ActionTasks]) -> list[int]:
     """The tasks on the link inside the host, in the order of the collectives, except that an RS or AR goes
     there ahead of the AG before it::
 
