@@ -77,7 +77,9 @@ def two_tier_transport(
     """Return the exchange in two tiers over new boards. Collective; raises like `open_boards`."""
     size = _C.TwoTierTransport.board_bytes(len(hosts), segment_bytes, depth)
     with open_boards(channel, rank, hosts, size, timeout_seconds) as files:
-        return _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)
+        transport = _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)
+    transport.set_timeout(timeout_seconds)
+    return transport
 
 
 def _new_board(token: bytes, size: int) -> int:

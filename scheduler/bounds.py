@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.ir.link import Link
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Profile
 
 # -- the trivial bound: neither the compute nor the wire can be shorter than its work ------------------------
 
 
 def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ranks: int = 2) -> float:
-    """The larger of the compute and the link time of all bytes; ignores dependencies."""
-    return max(compute_seconds(profile, gather), 2 * link.beta * profile.total_bytes)
+    """The larger of the compute and the time of all bytes on the busiest link; ignores dependencies."""
+    wire = max(demand.per_byte for demand in demands(without_startups(link)))
+    return max(compute_seconds(profile, gather), wire * profile.total_bytes)
 
 
 # -- the preemptive bound ------------------------------------------------------------------------------------
@@ -43,17 +46,80 @@ def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ra
 # its AG), since releases and due dates are nested: with tensors cut small, no start-up cost and free
 # preemption it is reached, so it is the best bound that ignores start-up. ``startup_bound`` counts the
 # start-ups too.
+#
+# Two tiers. Bytes take four operations, on the link inside a host (``in`` seconds a byte) and on the link
+# between hosts (``out`` seconds a byte, on bytes that leave the host)::
+#
+#       end of B(m)  RS inside | RS between | AG between | AG inside  start of F(m)
+#
+# ``S`` bytes in pieces of at least ``g`` bytes cannot pass their window in less than any of these::
+#
+#     2 out S + 2 in g         the link between hosts idles until a piece is summed inside, and while the last
+#                              piece is handed on inside
+#     2 in S                   the link inside works on every byte twice
+#     in S + 2 out g + in g    after the last RS inside, that piece still takes its three other operations
+#
+# With pieces as small as one likes (``g = 0``) only the busier link is left: the bound is that of a single
+# link with the larger of ``in`` and ``out``. It is reached: let the busier link follow earliest-due-date; the
+# other one works on the same piece at the same time, which takes it no longer. So the bound holds for engines
+# that overlap the tiers, and all the more for engines that do not.
 
 
 def lower_bound(
-    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False, ranks: int = 2
+    profile: Profile,
+    link: Link,
+    *,
+    gather: str = "gradients",
+    early_step: bool = False,
+    ranks: int = 2,
+    piece: float = 0.0,
 ) -> float:
-    """Seconds per iteration that no schedule beats, start-up costs not counted."""
-    window = Window.of(profile)
-    exposed = float(np.max(2 * link.beta * window.upto - window.below))
+    """Seconds per iteration that no schedule beats, start-up costs not counted. ``piece``: no bucket has
+    fewer bytes; it counts in two tiers only.
+    """
+    window, ideal = Window.of(profile), without_startups(link)
+    exposed = 0.0
+    if profile.total_bytes:
+        some = window.upto > 0  # without bytes at or below a layer, it does not wait
+        for demand in demands(ideal, piece):
+            wire = demand.fixed + demand.per_byte * window.upto[some]
+            exposed = max(exposed, float(np.max(wire - window.below[some])))
     if gather == "parameters" and not early_step:
-        exposed = max(exposed, window.late(Link(0.0, link.beta)))
+        exposed = max(exposed, window.late(ideal))
     return max(compute_seconds(profile, gather), profile.compute + exposed)
+
+
+class Demand(NamedTuple):
+    """The least seconds from the moment when buckets are ready until all are gathered: ``fixed``, and more
+    for each bucket and each byte.
+    """
+
+    fixed: float
+    per_bucket: float
+    per_byte: float
+
+
+def demands(link: Link, piece: float = 0.0) -> tuple[Demand, ...]:
+    """One demand for a single link; for overlapping tiers the three of the proof above, with start-ups."""
+    inside, between = link.parts
+    if inside is None:
+        return (Demand(0.0, 2 * between.alpha, 2 * between.beta),)
+    first, other = inside.cost(Kind.RS, piece), between.cost(Kind.RS, piece)
+    return (
+        Demand(2 * first, 2 * between.alpha, 2 * between.beta),
+        Demand(0.0, 2 * inside.alpha, 2 * inside.beta),
+        Demand(2 * other + first, inside.alpha, inside.beta),
+    )
+
+
+def without_startups(link: Link) -> Link:
+    """The same link without start-ups; two tiers overlap, whatever the engine does."""
+    if not isinstance(link, TwoTierLink):
+        return Link(0.0, link.beta)
+    # Both tiers together were timed too: an engine that does not overlap cannot be faster than that.
+    most = math.inf if link.overlaps else link.beta
+    inside, between = (Link(0.0, min(tier.beta, most)) for tier in (link.inside, link.between))
+    return TwoTierLink(0.0, link.beta, inside=inside, between=between, overlaps=True)
 
 
 # -- the start-up bound: the preemptive bound where each RS and each AG pays the link's start-up -------------
@@ -87,6 +153,12 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
     upto, below = window.upto.tolist(), window.below.tolist()
     total = upto[-1]
 
+    needs = demands(link)
+    # A bucket's own operations follow each other: with one link, what one bucket takes anyway.
+    inside, between = link.parts
+    tiers = () if inside is None else (inside, between)
+    alone = 2 * sum(tier.alpha for tier in tiers), 2 * sum(tier.beta for tier in tiers)
+
     def cuts(allowed: float) -> list[float]:
         # Bucket j from the front must pass, with the j - 1 before it, in the window of its lowest layer.
         # Larger is always better, because the next bucket's lowest layer is then higher and its window
@@ -94,9 +166,11 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
         ends: list[float] = []
         reached = 0.0
         while reached < total:
-            lowest = bisect_right(upto, reached)
-            room = allowed + below[lowest] - 2 * link.alpha * (len(ends) + 1)
-            end = room / (2 * link.beta) if link.beta else math.inf if room >= 0 else 0.0
+            window = allowed + below[bisect_right(upto, reached)]
+            number = len(ends) + 1
+            end = min(_fitting(window - n.fixed - n.per_bucket * number, n.per_byte) for n in needs)
+            if tiers:
+                end = min(end, reached + _fitting(window - alone[0], alone[1]))
             if end <= reached:
                 return []
             reached = min(end, total)
@@ -106,12 +180,18 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
     if exposed is not None:
         return exposed, cuts(exposed)
     # One bucket never needs more; the factor covers rounding.
-    low, high = 0.0, 2 * (link.alpha + link.beta * total) * (1 + 1e-9)
+    most = max(need.fixed + need.per_bucket + need.per_byte * total for need in needs)
+    low, high = 0.0, max(most, alone[0] + alone[1] * total) * (1 + 1e-9)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if cuts(middle) else (middle, high)
     # `low` is infeasible or 0, so it is below the optimum: a bound must not round up.
     return low, cuts(high)
+
+
+def _fitting(room: float, per_byte: float) -> float:
+    """The bytes for which there is room."""
+    return room / per_byte if per_byte else math.inf if room >= 0 else 0.0
 
 
 # -- the window of layer m: the compute during which the bytes of layers 0 to m must cross the link ----------
@@ -142,7 +222,11 @@ class Window:
         some = self.upto > 0  # without bytes at or below a layer, it does not wait
         if not some.any():
             return 0.0
-        wire = link.alpha + link.beta * self.upto[some]
+        inside, between = link.parts
+        start, rate = between.alpha, between.beta
+        if inside is not None:  # at least one bucket starts twice, and the busier link works on all bytes
+            start, rate = start + inside.alpha, max(rate, inside.beta)
+        wire = start + rate * self.upto[some]
         reduces = max(0.0, float((wire - self.backward_below[some]).max()))
         return reduces + float((wire - self.forward_below[some]).max())
 

@@ -96,8 +96,7 @@ def forecast(measured: Measurement) -> Forecast:
         ("int8 or fp8 on the wire", measured.on_the_wire(1), link),
     ]
     settings += [
-        (f"{factor} times the bandwidth", measured.profile, replace(link, beta=link.beta / factor))
-        for factor in BANDWIDTHS
+        (f"{factor} times the bandwidth", measured.profile, link.widened(factor)) for factor in BANDWIDTHS
     ]
     results = [_simulated(measured, profile, link) for _, profile, link in settings]
     compute = measured.profile.compute

@@ -24,7 +24,7 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import Sum, allgather, allreduce_, broadcast_object, reducescatter
-from commsched.collectives.private_groups import data_board, data_channel, hosts_of
+from commsched.collectives.private_groups import data_board, data_channel, hosts_of, tier_exchanges
 from commsched.env import settings
 from commsched.errors import CommError
 
@@ -169,14 +169,39 @@ class EngineBackend(Backend):
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
 
     def exchange_seconds(self, size: int) -> float:
-        transport, unit = self._transport, self.ranks.size * 64
-        lengths = -(-size // (4 * unit)) * unit, self.ranks.size * _FILLER
+        return self._seconds(self._transport, size)
+
+    def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+        if self.name != "tiers":
+            return []
+        with engine_errors_as_comm_errors:
+            tiers = tier_exchanges(self.ranks.process_set, self.ranks.number)
+        if tiers is None:
+            return []
+        inside, between = tiers
+        try:
+            # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
+            seconds = [(self._seconds(inside, n), self._seconds(between, n, inside.size)) for n in sizes]
+            with engine_errors_as_comm_errors:
+                # After this, no rank waits for another one over connections that are closed.
+                self._transport.all_gather(torch.zeros(self.ranks.size, dtype=torch.float32, device="cpu"))
+        finally:
+            for tier in tiers:
+                tier.close("its link has been timed")
+        return seconds
+
+    def _seconds(self, transport: Any, size: int, parts: int = 1) -> float:
+        """Return the seconds of one RS or AG over a transport of some of the ranks, of a part of a message.
+
+        All ranks begin together and use up the burst that a shaped link sends at full speed after a pause.
+        """
+        unit = self.ranks.size * 64
+        lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * _FILLER
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:
             for _ in range(3):
-                # A shaped link sends at full speed after a pause: this message uses that burst up.
-                transport.all_gather(filler)
+                self._transport.all_gather(filler)
                 start = time.monotonic()
                 transport.reduce_scatter(data)
                 transport.all_gather(data)

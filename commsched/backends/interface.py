@@ -203,6 +203,13 @@ class Backend(ABC):
     def exchange_seconds(self, size: int) -> float:
         """Return the seconds of one RS or AG of a message of ``size`` bytes. Collective."""
 
+    def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+        """Return for each message the seconds of one RS or AG inside the hosts alone, and between them alone.
+
+        Empty where the transport has no tiers. Collective.
+        """
+        return []
+
     @abstractmethod
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         """Return the latest operations: step, op (index into ``OPS``), bucket, ready, start, end, bytes."""

@@ -24,6 +24,7 @@ from scheduler.ir.program import Program
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 
+LINK_FIELDS = ("alpha", "beta", "inside", "between", "overlaps")  # the last three of two tiers only
 COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
 
 MOST_RANKS = 1_000_000
@@ -95,7 +96,7 @@ def compare(
     arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
-    step = options.step(arguments)
+    step, costs = options.step(arguments), link.to_dict()
     bound = lower_bound(profile, link, ranks=ranks, **step)
     results = {}
     quiet = not sys.stderr.isatty()
@@ -111,7 +112,7 @@ def compare(
             for layer in profile.layers
         ],
         "update_per_byte": profile.update_per_byte,
-        "link": {"alpha": link.alpha, "beta": link.beta, "cost": COST},
+        "link": {name: costs[name] for name in LINK_FIELDS if name in costs} | {"cost": COST},
         "ranks": ranks,
         **step,
         "compute": profile.compute,

@@ -134,6 +134,32 @@ def data_board(
     return comm_core.two_tier_transport(link, rank, hosts, timeout_seconds=settings().timeout)
 
 
+def tier_exchanges(
+    process_set: ProcessSet, channel: int
+) -> tuple[comm_core.Transport, comm_core.Transport] | None:
+    """Return an exchange among the ranks of this host, and one among those of this rank's place on all hosts.
+
+    None where there is one tier, or hosts have different numbers of ranks. Collective, each time.
+    """
+    set_id = registered_id(process_set)
+    (members, rank), hosts = _members_and_place(set_id), hosts_of(process_set)
+    if not 1 < len(set(hosts)) < len(hosts) or len({hosts.count(host) for host in hosts}) > 1:
+        return None
+    by_host = [[other for other, host in enumerate(hosts) if host == each] for each in sorted(set(hosts))]
+    mine, call, timeout = by_host[hosts[rank]], next(_calls[epoch(), set_id, channel]), settings().timeout
+    place = mine.index(rank)
+    same_place = [ranks[place] for ranks in by_host]
+    name = f"tier/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
+    links = [
+        connected(comm_core.tcp_channel, f"{name}/{kind}", [members[other] for other in group], timeout)
+        for kind, group in ((f"host {hosts[rank]}", mine), (f"place {place}", same_place))
+    ]
+    inside = comm_core.two_tier_transport(links[0], place, [0] * len(mine), timeout_seconds=timeout)
+    between = comm_core.DirectTransport(links[1], same_place.index(rank), len(same_place))
+    between.set_timeout(timeout)
+    return inside, between
+
+
 def _connected(connect: Callable[..., Any], process_set: ProcessSet, channel: int) -> Any:
     name, members = _new_name("tcp", process_set, channel)
     return connected(connect, name, members, settings().timeout)

@@ -39,7 +39,7 @@ from commsched.optimizer.whole_step import ELEMENTWISE, register_separable
 from scheduler import policies
 from scheduler.ir.actions import Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
-from scheduler.ir.link import Link, fit
+from scheduler.ir.link import Link, TwoTierLink, fit
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
 from scheduler.policies.prediction import Prediction, predict
@@ -637,17 +637,28 @@ _SMALLEST, _LARGEST = 1 << 12, 1 << 21  # bytes of the messages: six sizes, up t
 
 
 class TimedLink:
-    """Start-up and rate of the backend's link, fitted to timed RS and AG. Its methods are collective."""
+    """Start-up and rate of the backend's link, fitted to timed RS and AG. Its methods are collective.
+
+    In two tiers, both links are timed together, as an RS or AG uses them, and each one alone while the other
+    is idle. All ranks of a host use a link at once, so what they cost each other is in its times.
+    """
 
     def __init__(self, backend: Backend, model_bytes: int, wire_share: float = 1.0) -> None:
         """``wire_share``: the part of a gradient's bytes that its messages have. Rates are per own byte."""
         self._backend = backend
         largest = min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
+        sent = [round(size * wire_share) for size in sizes]
         self._messages = self._mean(
-            [(size, backend.exchange_seconds(round(size * wire_share))) for size in sizes]
+            [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
         )
-        self.link = self._fit(self._messages)
+        alone = backend.tier_seconds(sent)
+        self._tiers = [
+            self._fit(self._mean([(size, row[tier]) for size, row in zip(sizes, alone, strict=True)]), name)
+            for tier, name in enumerate(("inside hosts, measured", "between hosts, measured"))
+            if alone
+        ]
+        self.link = self._with_tiers(self._fit(self._messages))
 
     def refined(self, operations: Sequence[tuple[int, float]]) -> Link:
         """Return the link fitted to these operations' bytes and seconds too, which are larger messages.
@@ -655,7 +666,7 @@ class TimedLink:
         A shaped link sends small messages at full speed, so their times only show the start-up.
         """
         buckets = self._mean(operations)
-        fitted = self._fit(self._messages + buckets)
+        fitted = self._with_tiers(self._fit(self._messages + buckets))
         rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
         total = sum(size for size, _ in buckets)
         return replace(fitted, beta=rest / total) if rest > 0 and total else fitted
@@ -664,9 +675,16 @@ class TimedLink:
         rows = [row for row in self._backend.ranks.all_values(list(mine)) if row]
         return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
 
-    def _fit(self, messages: Sequence[tuple[int, float]]) -> Link:
+    def _fit(self, messages: Sequence[tuple[int, float]], name: str = "") -> Link:
         sizes, seconds = zip(*messages, strict=True)
-        return fit(sizes, seconds, name=f"{self._backend.name}, measured")
+        return fit(sizes, seconds, name=name or f"{self._backend.name}, measured")
+
+    def _with_tiers(self, link: Link) -> Link:
+        """Return a link of two tiers where these were timed; the engine runs one collective at a time."""
+        if not self._tiers:
+            return link
+        inside, between = self._tiers
+        return TwoTierLink(link.alpha, link.beta, link.name, link.error, inside, between)
 
 
 def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:

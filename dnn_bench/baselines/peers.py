@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -168,12 +168,17 @@ class Local(Trainer):
     """Every rank trains alone; all at the same time, since they share the machine's memory."""
 
 
+Transfer = tuple[Tensor, int, int]  # bytes, the other rank, tag
+
+
 class Exchange:
     """Moves as many bytes as an all-reduce of `size` bytes does: a reduce-scatter, then an all-gather.
 
     Every rank sends a share to each other rank, twice. With several ranks on each of several hosts, what
     leaves a host is what one rank a host would send: its ranks share it out, and each sends to those of its
-    place on the other hosts. Memory inside a host counts as free.
+    place on the other hosts. Memory inside a host counts as free. The ranks of a host end together, as an
+    all-reduce does: pairs of ranks that drift apart would each have a changing part of the link, and the
+    slowest rank's time would be longer than the link takes for all of them.
 
     Receives are posted first: gloo announces a receive on the connection that carries the other direction's
     data, so megabytes of data would delay it.
@@ -184,6 +189,9 @@ class Exchange:
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         # From one rank to the next with which it exchanges: hosts are in rank order.
         apart = per_host if per_host < ranks else 1
+        first = me // apart * apart
+        self.neighbours = [other for other in range(first, first + apart) if other != me]
+        self.tag, self.nothing = 2 * ranks, torch.zeros(1, dtype=torch.uint8)
         share = -(-size // ranks)
         self.sends, self.receives = [], []
         for half in range(2):
@@ -193,8 +201,14 @@ class Exchange:
                 self.receives.append((torch.empty(share, dtype=torch.uint8), source, tag))
 
     def __call__(self) -> None:
-        works = [dist.irecv(buffer, source, tag=tag) for buffer, source, tag in self.receives]
-        works += [dist.isend(buffer, to, tag=tag) for buffer, to, tag in self.sends]
+        self._run(self.receives, self.sends)
+        ends = [(torch.empty_like(self.nothing), other, self.tag) for other in self.neighbours]
+        self._run(ends, [(self.nothing, other, self.tag) for other in self.neighbours])
+
+    @staticmethod
+    def _run(receives: Sequence[Transfer], sends: Sequence[Transfer]) -> None:
+        works = [dist.irecv(buffer, source, tag=tag) for buffer, source, tag in receives]
+        works += [dist.isend(buffer, to, tag=tag) for buffer, to, tag in sends]
         for work in works:
             assert work is not None
             work.wait()

@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -284,13 +284,13 @@ def predictions(measured: Measured, rows: Sequence[Row], ranks: int, per_host: i
     if not alone or not measured["wire"]:
         return found
     try:
-        link, profile = fit_link(measured["wire"]), merge_profiles(alone)
+        link, profile = fit_link(measured["wire"]), merge_profiles(alone, per_host)
         found |= {"profile": profile.to_dict(), "link": link.to_dict()}
-        found |= {"bound": lower_bound(profile, link), "bounds": bounds_of(alone, alone, link)}
+        found |= {"bound": lower_bound(profile, link), "bounds": bounds_of(alone, alone, link, per_host)}
         if beside:
-            profile = with_times_of(profile, merge_profiles(beside))
+            profile = with_times_of(profile, merge_profiles(beside, per_host))
             found["bound_beside"] = lower_bound(profile, link)
-            found["bounds_beside"] = bounds_of(alone, beside, link)
+            found["bounds_beside"] = bounds_of(alone, beside, link, per_host)
     except ValueError as error:
         found["doubts"].append(f"no lower bound and no predictions: {error}")
         return found
@@ -307,24 +307,29 @@ def predictions(measured: Measured, rows: Sequence[Row], ranks: int, per_host: i
     return found
 
 
-def merge_profiles(rounds: Rounds) -> Profile:
-    """One profile from every rank's in every repetition: of each repetition the slowest rank's, for which the
+def merge_profiles(rounds: Rounds, per_host: int = 1) -> Profile:
+    """One profile from every rank's in every repetition: of each repetition the slowest host's, for which the
     others wait; per layer the median over the repetitions.
+
+    A host's is the mean of its ranks'. They share its processors, which one rank may have more of while they
+    are timed: then the others take longer than all of them do in a step, and a bound would be too high.
     """
-    profiles = [
-        max((Profile.from_dict(each) for each in ranks), key=lambda profile: profile.compute)
-        for ranks in rounds
-    ]
+    slowest = []
+    for ranks in rounds:
+        hosts = (map(Profile.from_dict, ranks[at : at + per_host]) for at in range(0, len(ranks), per_host))
+        means = (_combined(list(host), statistics.mean) for host in hosts)
+        slowest.append(max(means, key=lambda profile: profile.compute))
+    return _combined(slowest, median)
+
+
+def _combined(profiles: Sequence[Profile], middle: Callable[[Iterable[float]], float]) -> Profile:
     layers = tuple(
         Layer(
-            same[0].name,
-            median(layer.forward for layer in same),
-            median(layer.backward for layer in same),
-            same[0].bytes,
+            same[0].name, middle(la.forward for la in same), middle(la.backward for la in same), same[0].bytes
         )
         for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    update = median(profile.update_per_byte for profile in profiles)
+    update = middle(profile.update_per_byte for profile in profiles)
     return Profile(profiles[0].name, layers, update, profiles[0].source)
 
 
@@ -370,11 +375,10 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
     return found
 
 
-def bounds_of(alone: Rounds, compute: Rounds, link: Link) -> list[float]:
+def bounds_of(alone: Rounds, compute: Rounds, link: Link, per_host: int = 1) -> list[float]:
     """The lower bound of every repetition, for the layers' times in `compute`."""
-    pairs = zip(alone, compute, strict=False)
-    profiles = [with_times_of(merge_profiles([one]), merge_profiles([other])) for one, other in pairs]
-    return [lower_bound(profile, link) for profile in profiles]
+    rounds = ([merge_profiles([one], per_host) for one in several] for several in (alone, compute))
+    return [lower_bound(with_times_of(*pair), link) for pair in zip(*rounds, strict=False)]
 
 
 def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float:

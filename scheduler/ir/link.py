@@ -3,17 +3,19 @@
 A ``Link`` is the effective cost of one collective on one cluster: a reduce-scatter or an all-gather of a
 message of ``n`` bytes takes ``alpha + beta * n`` seconds, and an all-reduce is one of each. ``network_link``
 turns the wires of a cluster (``Level``) and an algorithm into that ``Link``; ``fit`` turns
-timed messages into one.
+timed messages into one. A ``TwoTierLink`` also knows how long a collective occupies each of two links: the
+one inside a host and the one between hosts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +25,28 @@ from scheduler.ir.codec import JsonFile, check_numbers
 STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
 
+SEGMENT = 128 << 10
+"""Bytes of each rank's part that ``transport="tiers"`` moves at once: hosts sum one segment of a bucket while
+the one before it travels between them.
+"""
+
 FEWEST_SIZES = 5
 
 _PRESET = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>mbit|gbit|gbe)")
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
 
 
-@dataclass(frozen=True, slots=True)
+class Occupancy(NamedTuple):
+    """Seconds that one collective occupies links, one after the other: the link inside the host ``before``,
+    the link itself, and the link inside the host ``after``. With one link both others are 0.
+    """
+
+    before: float
+    link: float
+    after: float
+
+
+@dataclass(frozen=True)
 class Link(JsonFile):
     """``alpha`` seconds to start one RS or AG, ``beta`` seconds for each byte of its message. ``error`` is
     the fit's, relative.
@@ -48,8 +65,32 @@ class Link(JsonFile):
         once = self.alpha + self.beta * size
         return 2 * once if kind is Kind.AR else once
 
+    @property
+    def parts(self) -> tuple[Link | None, Link]:
+        """The links that work at the same time: the one inside a host, or None, and the one between ranks."""
+        return None, self
+
+    def times(self, kind: Kind, size: float) -> Occupancy:
+        """Seconds that one collective occupies each link; each link does one collective at a time."""
+        inside, link = self.parts
+        beside = 0.0 if inside is None else inside.cost(Kind.RS, size)
+        return Occupancy(
+            beside * (kind is not Kind.AG), link.cost(kind, size), beside * (kind is not Kind.RS)
+        )
+
     def slower(self, factor: float) -> Link:
         return replace(self, alpha=self.alpha * factor, beta=self.beta * factor)
+
+    def widened(self, factor: float) -> Link:
+        """The link with so many times the bandwidth; of two tiers, the link between hosts."""
+        return replace(self, beta=self.beta / factor)
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "") -> Any:
+        """Files of two tiers have fields that those of one link have not, and give a ``TwoTierLink``."""
+        if cls is Link and isinstance(data, dict) and "between" in data:
+            return TwoTierLink.from_dict(data, where or "link")
+        return super().from_dict(data, where)
 
     def __str__(self) -> str:
         return f"alpha={self.alpha:g},beta={self.beta:g}"
@@ -83,6 +124,40 @@ class Link(JsonFile):
                 f"link {text!r}: needs both alpha (seconds) and beta (seconds per byte), got {sorted(values)}"
             )
         return cls(**values, name=text)
+
+
+@dataclass(frozen=True)
+class TwoTierLink(Link):
+    """The link of several ranks on each of several hosts. An RS or AG uses two links: ``inside`` the host (an
+    RS first, an AG last) and ``between`` hosts. Each says what the collective takes on that link alone;
+    ``alpha`` and ``beta`` are those of the whole collective, both tiers together.
+
+    An engine that ``overlaps`` works on both links at once, for neighbouring buckets. The others do one
+    collective after the other, so that the two links are one with ``alpha`` and ``beta``.
+    """
+
+    inside: Link = Link(0.0, 0.0)
+    between: Link = Link(0.0, 0.0)
+    overlaps: bool = False
+
+    @property
+    def parts(self) -> tuple[Link | None, Link]:
+        return (self.inside, self.between) if self.overlaps else (None, self)
+
+    def slower(self, factor: float) -> TwoTierLink:
+        inside, between = self.inside.slower(factor), self.between.slower(factor)
+        alpha, beta = self.alpha * factor, self.beta * factor
+        return replace(self, alpha=alpha, beta=beta, inside=inside, between=between)
+
+    def widened(self, factor: float) -> TwoTierLink:
+        between = self.between.widened(factor)
+        # What the collective takes beyond its time between hosts stays, and so does its time inside the host.
+        rest = self.beta - self.between.beta + between.beta
+        return replace(self, beta=max(rest, self.inside.beta, 0.0), between=between)
+
+    def __str__(self) -> str:
+        both = "at the same time" if self.overlaps else "one bucket after the other"
+        return f"{super().__str__()} (inside hosts {self.inside}, between hosts {self.between}, {both})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +208,9 @@ def network_link(levels: Sequence[Level], algorithm: str = "ring") -> Link:
       its wire.
     - ``hierarchical``: a ring at each level, one after the other; outer levels move only what inner ones have
       reduced.
+    - ``tiers``: ``transport="tiers"``, which moves the same bytes, with one start-up a level. Segments of one
+      bucket are inside and between hosts at the same time, neighbouring buckets are not.
+    - ``tiers-overlapped``: a bucket inside its host while another one is between hosts.
     """
     if not levels:
         raise ValueError("a network needs at least one level")
@@ -171,7 +249,25 @@ def _hierarchical(levels: Sequence[Level], ranks: int) -> Link:
     )
 
 
-ALGORITHMS = {"ring": ring, "direct": _direct, "hierarchical": _hierarchical}
+def _tiers(levels: Sequence[Level], ranks: int, overlaps: bool = False) -> Link:
+    each = [_direct([level], level.ranks) for level in levels]
+    if len(each) == 1:
+        return each[0]
+    if len(each) > 2:
+        raise ValueError(f"tiers are two levels, ranks of a host and hosts; got {len(each)} levels")
+    slow, fast = sorted((link.beta for link in each), reverse=True)
+    # The faster link is alone with the first segment of an RS, and with the last one of an AG.
+    alpha = sum(link.alpha for link in each) + fast * SEGMENT * ranks
+    return TwoTierLink(alpha, slow, inside=each[0], between=each[1], overlaps=overlaps)
+
+
+ALGORITHMS: dict[str, Callable[[Sequence[Level], int], Link]] = {
+    "ring": ring,
+    "direct": _direct,
+    "hierarchical": _hierarchical,
+    "tiers": _tiers,
+    "tiers-overlapped": partial(_tiers, overlaps=True),
+}
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float], name: str = "") -> Link:

@@ -34,6 +34,8 @@ class Line(NamedTuple):
     fence: np.ndarray
     alpha: float
     beta: float
+    inside_alpha: float
+    inside_beta: float
     update_per_byte: float
     least: int
     alignment: int
@@ -47,7 +49,7 @@ def load_of(line: Line, cuts: np.ndarray) -> Load:
     """The buckets between these cuts."""
     count = len(cuts) - 1
     layer, ready = np.empty(count, np.int64), np.empty(count)
-    cost, update = np.empty(count), np.empty(count)
+    cost, update, inside = np.empty(count), np.empty(count), np.empty(count)
     for bucket in range(count):
         size = cuts[bucket + 1] - cuts[bucket]
         last = segment_at(line, cuts[bucket + 1] - 1)
@@ -56,8 +58,9 @@ def load_of(line: Line, cuts: np.ndarray) -> Load:
             for segment in range(segment_at(line, cuts[bucket]), last):
                 layer[bucket] = min(layer[bucket], line.layer[segment])
         cost[bucket] = line.alpha + line.beta * size
+        inside[bucket] = line.inside_alpha + line.inside_beta * size
         update[bucket] = line.update_per_byte * size
-    return Load(ready, layer, cost, update)
+    return Load(ready, layer, cost, update, inside)
 
 
 @njit(cache=True)
@@ -199,6 +202,11 @@ def _spliced(cuts: np.ndarray, begin: int, end: int, place: int) -> np.ndarray:
 # link is free, the ready job with the longest tail. Where that is not optimal, one job went ahead of more
 # urgent ones that became ready while it ran; in the best order it stands before all of them or after all of
 # them, so its tail or its head is raised and the rule is asked again.
+#
+# Of two links, the busier one is the machine. Time inside the host before an RS between hosts is part of its
+# head, and after an AG of its tail; if hosts are the slower part, both collectives between hosts lie between
+# the RS and the AG inside, and are their delay. That the other link does one thing at a time is left to
+# ``step_period``.
 
 
 class Jobs(NamedTuple):
@@ -313,11 +321,14 @@ def _jobs(step: Step, load: Load) -> Jobs:
         after[layer] = step.forward[layer] + own[layer + 1] + after[layer + 1]
     head, tail, costs = np.empty(2 * count), np.empty(2 * count), np.empty(2 * count)
     for b in range(count):
-        layer, cost = load.layer[b], load.cost[b]
+        layer, cost, beside = load.layer[b], load.cost[b], load.inside[b]
+        if beside > cost:
+            delay[b] += 2.0 * cost
+            cost, beside = beside, 0.0
         costs[b] = costs[b + count] = cost
-        tail[b + count] = after[layer] + (load.update[b] if step.update_in_compute else 0.0)
+        tail[b + count] = after[layer] + (load.update[b] if step.update_in_compute else 0.0) + beside
         tail[b] = tail[b + count] + cost + delay[b]
-        head[b] = load.ready[b]
+        head[b] = load.ready[b] + beside
         head[b + count] = max(head[b] + cost, step.update_from) + delay[b]
     return Jobs(head, tail, costs, delay)
 

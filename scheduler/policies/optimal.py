@@ -202,13 +202,16 @@ class BucketSearch:
 
         problem = self.problem
         needed = np.array(problem.profile.needed)[self.layers]
+        inside, link = problem.link.parts
         return Line(
             self.end,
             needed,
             self.ready[self.layers],
             self.fence,
-            problem.link.alpha,
-            problem.link.beta,
+            link.alpha,
+            link.beta,
+            0.0 if inside is None else inside.alpha,
+            0.0 if inside is None else inside.beta,
             problem.profile.update_per_byte / (problem.ranks if problem.gather == "parameters" else 1),
             self.least,
             ALIGNMENT,

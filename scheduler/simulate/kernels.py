@@ -133,13 +133,14 @@ class Step(NamedTuple):
 
 class Load(NamedTuple):
     """The buckets: when the backward has completed each, the layer whose forward needs it first; seconds of a
-    collective, of the update.
+    collective on the link, of the update, and of a collective on the link inside the host (0: it uses none).
     """
 
     ready: np.ndarray
     layer: np.ndarray
     cost: np.ndarray
     update: np.ndarray
+    inside: np.ndarray
 
 
 @njit(cache=True)
@@ -155,21 +156,39 @@ def step_period(step: Step, load: Load, order: np.ndarray) -> float:
     head = np.full(layers, -1, np.int64)
     tail = np.full(layers, -1, np.int64)
     following = np.full(buckets, -1, np.int64)
-    link, updater = 0.0, step.update_from
-    for operation in order:
+    link, updater, host = 0.0, step.update_from, 0.0
+    early = -1  # the operation whose part inside the host has been done ahead of its turn
+    summed = 0.0
+    for place, operation in enumerate(order):
         bucket = operation % buckets
-        if operation < buckets:
-            link = max(link, load.ready[bucket]) + load.cost[bucket]
+        gathers, reduces = operation >= buckets, operation < buckets or operation >= 2 * buckets
+        start, cost, inside = load.ready[bucket], load.cost[bucket], load.inside[bucket]
+        if reduces and inside > 0.0:
+            if early != operation:
+                host = max(host, start) + inside
+                summed = host
+            start = summed
+        if not gathers:
+            link = max(link, start) + cost
             usable[bucket] = link
             if not step.update_in_compute:
                 updater = max(updater, link) + load.update[bucket]
                 usable[bucket] = updater
             continue
-        if operation < 2 * buckets:
-            link = max(link, usable[bucket]) + load.cost[bucket]
+        if not reduces:
+            link = max(link, usable[bucket]) + cost
         else:
-            link = max(link, load.ready[bucket]) + 2.0 * load.cost[bucket]
+            link = max(link, start) + 2.0 * cost
         gathered[bucket] = link
+        if inside > 0.0:
+            # The host sums the next bucket while this one is on the link (see ``lowering.inside_order``).
+            after = order[place + 1] if place + 1 < len(order) else buckets
+            next_bucket = after % buckets
+            if after // buckets != 1 and load.inside[next_bucket] > 0.0:
+                host = max(host, load.ready[next_bucket]) + load.inside[next_bucket]
+                early, summed = after, host
+            host = max(host, link) + inside
+            gathered[bucket] = host
         layer = load.layer[bucket]
         if head[layer] < 0:
             head[layer] = bucket

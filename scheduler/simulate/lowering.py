@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from scheduler.ir.actions import (
     COLLECTIVE,
@@ -15,7 +18,7 @@ from scheduler.ir.actions import (
     last_gradient,
 )
 from scheduler.ir.layout import is_token
-from scheduler.ir.link import Links, named_link
+from scheduler.ir.link import Links, Occupancy, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Lanes, Program, buckets_of
 from scheduler.simulate.costs import SEND_LANE, Durations, Wires, stage_of
@@ -38,6 +41,9 @@ from scheduler.simulate.task_graph import (
 #                     early_step, for the whole backward
 #     F(l) (next)     waits for the AG or AR of every bucket with bytes of layer l, or of one needed by it
 #
+# A collective that uses the link inside the host, too (``Link.times``), is a chain of tasks: RS inside and
+# then on the link, AG on the link and then inside, AR both. Others wait for the last task of the chain.
+#
 # Where a program does not list its updates, they run in the compute lane before the first forward that needs
 # them (``gather="gradients"``), or in a lane of their own, in the order of the RS, on ``1 / ranks`` of the
 # bytes (``gather="parameters"``).
@@ -47,6 +53,16 @@ UPDATE_LANE = "update"
 _BY_LAYER = {Kind.F, Kind.B}
 
 Key = tuple[Kind, int]
+
+
+class ActionTasks(NamedTuple):
+    """The tasks of one action: on the link inside the host, in the action's lane, inside the host again. All
+    are the one in the action's lane where it does not use the link inside the host.
+    """
+
+    first: int
+    main: int
+    last: int
 
 
 def lower_data_parallel(program: Program, profile: Profile, link: Links, ranks: int = 1) -> TaskGraph:
@@ -61,30 +77,42 @@ class _DataParallelLowering:
     def __init__(self, program: Program, profile: Profile, link: Links) -> None:
         self.program, self.profile, self.link = program, profile, link
         self.graph = GraphBuilder()
-        self.shared: dict[Key, int] = {}  # collectives: one task of all ranks
+        self.shared: dict[Key, ActionTasks] = {}  # collectives: tasks of all ranks
 
     def add_rank(self, rank: int) -> None:
-        own: dict[Key, int] = {}
+        own: dict[Key, ActionTasks] = {}
         for lane, actions in _with_updates(self.program, self.profile, self.program.lanes(rank)).items():
-            self.graph.lane([self._place(rank, lane, action, own) for action in actions])
+            chains = [self._place(rank, lane, action, own) for action in actions]
+            self.graph.lane([chain.main for chain in chains])
+            self.graph.lane(inside_order(actions, chains))
         self._depend(own)
 
-    def _place(self, rank: int, lane: str, action: Action, own: dict[Key, int]) -> int:
-        """Add an action's task to ``own``; the first rank that has a collective adds it for all."""
+    def _place(self, rank: int, lane: str, action: Action, own: dict[Key, ActionTasks]) -> ActionTasks:
+        """Add an action's tasks to ``own``; the first rank that has a collective adds it for all."""
         key, collective = (action.kind, action.index), action.kind in COLLECTIVE
         if key in own:
             raise ValueError(f"{action} stands twice in the kernel of rank {rank}; one action, one place")
         if key in self.shared:
             own[key] = self.shared[key]
             return own[key]
-        task = Task(action, lane, EVERY_RANK if collective else rank)
         resource = LINK if collective else COMPUTE if lane == COMPUTE_LANE else OTHER
-        own[key] = self.graph.task(task, self._seconds(action, lane), resource)
+        beside = "inside" if lane == LINK_LANE else f"{lane} inside"
+        before, seconds, after = self._seconds(action, lane)
+        task, add = Task(action, lane, EVERY_RANK if collective else rank), self.graph.task
+        main = add(task, seconds, resource)
+        own[key] = ActionTasks(
+            add(replace(task, lane=beside), before, resource) if before else main,
+            main,
+            add(replace(task, lane=beside), after, resource) if after else main,
+        )
+        for first, second in pairwise(own[key]):
+            if first != second:
+                self.graph.edge(first, second)
         if collective:
             self.shared[key] = own[key]
         return own[key]
 
-    def _seconds(self, action: Action, lane: str) -> float:
+    def _seconds(self, action: Action, lane: str) -> Occupancy:
         kind, index, program = action.kind, action.index, self.program
         if kind not in COLLECTIVE | _BY_LAYER | {Kind.UPDATE} or action.stage is not None:
             raise ValueError(f"{action} in lane {lane!r} is no action of a data-parallel program")
@@ -92,19 +120,19 @@ class _DataParallelLowering:
         if index >= limit:
             raise ValueError(f"{action} in lane {lane!r}: the program has {limit} {what}")
         if kind in COLLECTIVE:
-            return named_link(self.link, lane).cost(kind, program.buckets[index].bytes)
+            return named_link(self.link, lane).times(kind, program.buckets[index].bytes)
         if kind is Kind.UPDATE:
             share = program.ranks if program.gather == "parameters" else 1
-            return self.profile.update_per_byte * program.buckets[index].bytes / share
+            return Occupancy(0.0, self.profile.update_per_byte * program.buckets[index].bytes / share, 0.0)
         layer = self.profile.layers[index]
-        return layer.forward if kind is Kind.F else layer.backward
+        return Occupancy(0.0, layer.forward if kind is Kind.F else layer.backward, 0.0)
 
-    def _depend(self, own: dict[Key, int]) -> None:
+    def _depend(self, own: dict[Key, ActionTasks]) -> None:
         """Add the edges between one rank's tasks that come from what they read and write."""
 
         def wait(after: Key, before: Key, lag: int = 0) -> None:
             if after in own and before in own:
-                self.graph.edge(own[before], own[after], lag)
+                self.graph.edge(own[before].last, own[after].first, lag)
 
         for layer in range(self.program.layers):
             wait((Kind.F, layer), (Kind.F, layer - 1))
@@ -131,6 +159,26 @@ class _DataParallelLowering:
             for layer in bucket.layers:
                 for last in (ag, ar) if sharded else (ag, ar, update):
                     wait((Kind.F, self.profile.needed[layer]), last, lag=1)
+
+
+def inside_order(actions: Sequence[Action], chains: Sequence[ActionTasks]) -> list[int]:
+    """The tasks on the link inside the host, in the order of the collectives, except that an RS or AR goes
+    there ahead of the AG before it::
+
+        link        RS0   AG0   RS1   AG1
+        inside   RS0   RS1   AG0      ...  AG1      the host sums bucket 1 while AG0 is on the link
+
+    Else the link would idle after each AG until that is handed on inside and the next bucket is summed. The
+    forward that the AG serves comes after the backward that the RS waits for, so nothing waits in a circle;
+    an AG of an earlier iteration than the RS keeps its place.
+    """
+    order: list[int] = []
+    handed_on, shift = list[int](), 0  # what is still to be placed of the collective before
+    for action, (first, main, last) in zip(actions, chains, strict=True):
+        summed = [first] if first != main else []
+        order += summed + handed_on if action.shift == shift else handed_on + summed
+        handed_on, shift = [last] if last != main else [], action.shift
+    return order + handed_on
 
 
 def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str, tuple[Action, ...]]:

@@ -47,7 +47,9 @@ class StepModel:
         needed = profile.needed
         self.layer = np.array([min(needed[la] for la in bucket.layers) for bucket in buckets], np.int64)
         self.complete = self.ready[np.array([bucket.ready_layer for bucket in buckets], np.int64)]
-        self.cost = np.array([link.cost(Kind.RS, bytes_) for bytes_ in size])
+        times = [link.times(Kind.RS, bytes_) for bytes_ in size]
+        self.cost = np.array([each.link for each in times], float)
+        self.inside = np.array([each.before for each in times], float)
         self.update_in_compute = gather == "gradients"
         self.update = profile.update_per_byte * size / (1 if self.update_in_compute else ranks)
         self.gathers_late = not self.update_in_compute and not early_step
@@ -65,7 +67,7 @@ class StepModel:
 
         update_from = self.backward if self.gathers_late else 0.0
         step = Step(self.forward, self.backward, self.update_in_compute, update_from, self.gathers_late)
-        return step, Load(self.complete, self.layer, self.cost, self.update)
+        return step, Load(self.complete, self.layer, self.cost, self.update, self.inside)
 
     def period(self, order: np.ndarray) -> float:
         """Return the seconds per iteration; ``order``: each bucket's RS before its AG, or its AR, once."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Layer, Profile
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-4, 10.0))
@@ -42,6 +42,18 @@ def profiles(draw: st.DrawFn, most_layers: int = 8, groups: int = 1, updates: bo
 @st.composite
 def links(draw: st.DrawFn) -> Link:
     return Link(draw(st.sampled_from([0.0, 1e-3, 0.3])), draw(st.sampled_from([0.0, 1e-7, 1e-5, 1e-3])))
+
+
+def two_tiers(inside: Link, between: Link, overlaps: bool = True) -> TwoTierLink:
+    """Two tiers that take their sum where they are used one after the other."""
+    both = inside.alpha + between.alpha, inside.beta + between.beta
+    return TwoTierLink(*both, inside=inside, between=between, overlaps=overlaps)
+
+
+@st.composite
+def tiers(draw: st.DrawFn) -> TwoTierLink:
+    """Any two tiers, either of which may be the slower one."""
+    return two_tiers(draw(links()), draw(links()), draw(st.sampled_from([True, True, False])))
 
 
 def all_orders(buckets: int, late: bool = False) -> Iterator[tuple[Action, ...]]:

@@ -10,6 +10,9 @@ from torch import nn
 
 import commsched as hvd
 from commsched.collectives.private_groups import hosts_of
+from scheduler.bounds import lower_bound
+from scheduler.ir.actions import Kind
+from scheduler.ir.link import Link, TwoTierLink
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
 from tests.support.small_models import mlp, mlp64
@@ -118,6 +121,32 @@ def gathered_parameters_are_equal_everywhere(me: Me) -> None:
         model = trained(me, mlp64, 8, "tiers", schedule="dear", gather="parameters", early_step=early)
         assert_close(model, truth, terms_of(truth, 8))
         assert len(set(me.everybody(fingerprint(model)))) == 1
+
+
+@case(ranks=(4, 3))
+def both_links_are_timed_alone_and_together(me: Me) -> None:
+    """Where hosts have different numbers of ranks, only together."""
+    model = seeded(mlp)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), schedule="dear")
+    session = optimizer._session
+    link = session.plan.link
+    if me.size == 3:
+        assert not isinstance(link, TwoTierLink)
+        optimizer.close()
+        return
+    assert isinstance(link, TwoTierLink) and not link.overlaps
+    assert (link.inside.name, link.between.name) == ("inside hosts, measured", "between hosts, measured")
+    parts = link.inside, link.between, Link(link.alpha, link.beta)
+    assert all(part.cost(Kind.RS, 1 << 20) > 0 for part in parts), link
+    assert len(set(me.everybody(str(link)))) == 1
+    explanation = hvd.explain(optimizer, show=False)
+    assert "inside hosts alpha=" in explanation.link and "one bucket after the other" in explanation.link
+    assert explanation.bound <= explanation.metrics.predicted_step
+    # The bound knows the slower of both links alone.
+    slower = max(link.inside.beta, link.between.beta)
+    one = Link(0.0, min(slower, link.beta))
+    assert explanation.bound == lower_bound(session.plan.profile, one)
+    optimizer.close()
 
 
 @case(ranks=(4,))

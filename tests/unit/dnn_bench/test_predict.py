@@ -2,7 +2,8 @@
 
 import pytest
 
-from dnn_bench.runner.results import Row, doubts, fit_link, merge_profiles
+from dnn_bench.runner.results import Row, bounds_of, doubts, fit_link, merge_profiles
+from scheduler.bounds import lower_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 
@@ -43,6 +44,18 @@ def test_profiles_are_the_slowest_ranks_and_medians_over_repetitions() -> None:
     assert [(layer.forward, layer.backward) for layer in merged.layers] == [(3.0, 4.0), (6.0, 8.0)]
     assert merged.update_per_byte == pytest.approx(1e-9)
     assert [layer.bytes for layer in merged.layers] == [100, 300]
+
+
+def test_ranks_that_share_a_hosts_processors_count_together() -> None:
+    """Two ranks shared one core and were timed at 0.9 and 1.1 of what both take in turn. With the slower
+    rank's times, a "lower bound" lay above a measured step.
+    """
+    ranks = [profile(1.8, 3.6), profile(2.2, 4.4), profile(1.9, 3.9), profile(1.9, 3.9)]
+    merged = merge_profiles([ranks], per_host=2)
+    assert [(layer.forward, layer.backward) for layer in merged.layers] == [(2.0, 4.0), (4.0, 8.0)]
+    link = Link(0.0, 0.01)
+    assert bounds_of([ranks], [ranks], link, 2) == [lower_bound(merged, link)]
+    assert bounds_of([ranks], [ranks], link, 2) < bounds_of([ranks], [ranks], link)
 
 
 def test_faster_than_the_lower_bound_is_said() -> None:

@@ -4,6 +4,7 @@ models."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,17 @@ from hypothesis import strategies as st
 
 from scheduler.bounds import lower_bound, relaxed_cuts, startup_bound, trivial_bound
 from scheduler.ir.buckets import Bucket, Piece
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Profile
 from scheduler.policies.problem import Problem
-from tests.support.scheduling_problems import all_orders, links, make_profile, profiles
+from tests.support.scheduling_problems import (
+    all_orders,
+    links,
+    make_profile,
+    profiles,
+    tiers,
+    two_tiers,
+)
 
 
 def test_by_hand() -> None:
@@ -106,6 +114,95 @@ def test_equals_preemptive_earliest_due_date(rows: list[tuple[int, int, int]], b
     assert lower_bound(profile, Link(0.0, beta)) == preemptive_edd(profile, Link(0.0, beta))
 
 
+def test_two_tiers_by_hand() -> None:
+    """As one link with the slower tier's rate; an engine that does not overlap tiers is no faster."""
+    profile = make_profile([1, 3, 0], [1, 1, 1], [2, 2, 2])
+    slow, fast = Link(0.0, 1.0), Link(0.0, 0.25)
+    for link in (two_tiers(fast, slow), two_tiers(slow, fast), two_tiers(fast, slow, overlaps=False)):
+        assert lower_bound(profile, link) == 9 + 5
+        assert lower_bound(profile, link, gather="parameters") == lower_bound(
+            profile, slow, gather="parameters"
+        )
+    assert trivial_bound(profile, two_tiers(Link(0.0, 9.0), slow)) == 72
+    # The first byte is summed inside before the link between hosts begins, and the last one handed on after.
+    assert lower_bound(profile, two_tiers(fast, slow), piece=1) == 9 + 5.5
+    # One bucket, alone in its window: RS takes 0.5 + 0.25 inside and 0.5 + 1 between hosts, AG the same.
+    one = make_profile([1], [1], [1])
+    assert startup_bound(one, two_tiers(Link(0.5, 0.25), Link(0.5, 1.0))) == pytest.approx(2 + 4.5)
+    # Timed together, both tiers take 3 s a byte: the start-up bound of an engine that does not overlap them.
+    together = TwoTierLink(0.5, 3.0, inside=Link(0.2, 1.0), between=Link(0.3, 2.0))
+    assert startup_bound(one, together) == pytest.approx(2 + 7)
+
+
+Byte = tuple[int, int, int]
+"""A byte's layer, its operation, and the seconds that this operation still takes. The operations are RS
+inside the host, RS and AG between hosts, AG inside.
+"""
+
+
+def seconds_later(state: tuple[Byte, ...], able: set[int], seconds: tuple[int, ...]) -> Iterator[list[Byte]]:
+    """Every state that can follow: each link works on any byte that waits for it, unless there is none."""
+    choices = [
+        [byte for byte in set(state) if byte[0] in able and byte[1] in operations] or [None]
+        for operations in ((0, 3), (1, 2))
+    ]
+    for chosen in itertools.product(*choices):
+        after = list(state)
+        for byte in filter(None, chosen):
+            layer, operation, left = byte
+            after.remove(byte)
+            if left > 1:
+                after.append((layer, operation, left - 1))
+            elif operation < 3:
+                after.append((layer, operation + 1, seconds[operation + 1]))
+        yield after
+
+
+def least_exposed(profile: Profile, inside: int, between: int) -> int:
+    """The least exposed seconds of all schedules on two links, second by second."""
+    compute = [(int(layer.forward), int(layer.backward)) for layer in profile.layers]
+    ready = [sum(b for _, b in compute[layer:]) for layer in range(len(compute))]
+    due = [ready[0] + sum(f for f, _ in compute[:layer]) for layer in range(len(compute))]
+    seconds = (inside, between, between, inside)
+    begin = tuple((layer, 0, inside) for layer, size in enumerate(profile.sizes) for _ in range(size))
+    for exposed in itertools.count():
+        states = {begin}
+        for now in range(due[-1] + exposed + 1):
+            late = {layer for layer, moment in enumerate(due) if now >= moment + exposed}
+            able = {layer for layer, moment in enumerate(ready) if now >= moment}
+            states = {
+                tuple(sorted(after))
+                for state in states
+                if not any(layer in late for layer, _, _ in state)
+                for after in seconds_later(state, able, seconds)
+            }
+        if states:
+            return exposed
+    raise AssertionError
+
+
+small = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    small.filter(lambda rows: sum(row[0] for row in rows) <= 4),
+    st.sampled_from([1, 1, 1, 2, 3]),
+    st.integers(1, 3),
+)
+def test_two_tiers_equal_the_best_of_all_schedules(
+    rows: list[tuple[int, int, int]], inside: int, between: int
+) -> None:
+    """Up to four layers and four bytes, interrupted at whole seconds. Where a byte takes the host a second,
+    both are equal; else gaps shorter than a byte remain on a link, which smaller bytes would fill.
+    """
+    profile = make_profile(*zip(*rows, strict=True))
+    link = two_tiers(Link(0.0, inside), Link(0.0, between))
+    exposed = lower_bound(profile, link, piece=1) - profile.compute
+    gaps = 0 if inside == 1 else inside + between
+    assert exposed <= least_exposed(profile, inside, between) <= exposed + gaps
+
+
 def every_cut(sizes: tuple[int, ...]) -> list[tuple[Bucket, ...]]:
     """Every way to group neighbouring layers into buckets."""
     layers = [n for n in reversed(range(len(sizes))) if sizes[n]]
@@ -123,7 +220,7 @@ def every_cut(sizes: tuple[int, ...]) -> list[tuple[Bucket, ...]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(profiles(most_layers=3), links(), st.sampled_from(["gradients", "late", "early"]))
+@given(profiles(most_layers=3), links() | tiers(), st.sampled_from(["gradients", "late", "early"]))
 def test_no_order_of_any_buckets_beats_a_bound(profile: Profile, link: Link, step: str) -> None:
     gather = "gradients" if step == "gradients" else "parameters"
     problem = Problem(profile, link, gather, step == "early")
@@ -145,7 +242,7 @@ def test_without_startup_both_bounds_agree(profile: Profile, beta: float) -> Non
     assert startup_bound(profile, link) == pytest.approx(lower_bound(profile, link), rel=1e-9)
 
 
-@given(profiles(), links())
+@given(profiles(), links() | tiers())
 def test_relaxed_cuts_cover_the_model(profile: Profile, link: Link) -> None:
     if profile.total_bytes:
         _, ends = relaxed_cuts(profile, link)

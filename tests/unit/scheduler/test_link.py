@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.ir.actions import Kind
-from scheduler.ir.link import ALGORITHMS, STARTUP, Level, Link, fit, network_link
+from scheduler.ir.link import (
+    ALGORITHMS,
+    SEGMENT,
+    STARTUP,
+    Level,
+    Link,
+    Occupancy,
+    TwoTierLink,
+    fit,
+    network_link,
+)
 
 
 def test_all_reduce_is_one_of_each() -> None:
@@ -73,6 +83,30 @@ def test_two_levels_by_hand() -> None:
     assert network_link(levels, "ring").cost(Kind.RS, 16) == pytest.approx(7 * 3.0 + 140)
     # Direct: 4 ranks of a host send 2 bytes to each of the 4 others.
     assert network_link(levels, "direct").cost(Kind.RS, 16) == pytest.approx(3.0 + 320)
+
+
+def test_two_tiers_by_hand() -> None:
+    """2 hosts of 4 ranks: 3/4 of the bytes on each rank's wire inside, half of them on each host's card."""
+    levels = (Level(4, 0.1, 1.0), Level(2, 3.0, 10.0))
+    serial, overlapped = (network_link(levels, name) for name in ("tiers", "tiers-overlapped"))
+    assert isinstance(serial, TwoTierLink) and isinstance(overlapped, TwoTierLink)
+    assert (serial.inside, serial.between) == (Link(0.1, 0.75), Link(3.0, 5.0))
+    # One bucket after the other: its first segments are inside the host alone, then the slower link counts.
+    assert serial.times(Kind.RS, 16) == Occupancy(0.0, 3.1 + 0.75 * 8 * SEGMENT + 80, 0.0)
+    inside, between = 0.1 + 12, 3.0 + 80
+    assert overlapped.times(Kind.RS, 16) == pytest.approx((inside, between, 0.0))
+    assert overlapped.times(Kind.AG, 16) == pytest.approx((0.0, between, inside))
+    assert overlapped.times(Kind.AR, 16) == pytest.approx((inside, 2 * between, inside))
+    assert network_link([Level(1, 9.0, 9.0), Level(2, 3.0, 10.0)], "tiers") == Link(3.0, 5.0, "tiers of 2")
+    with pytest.raises(ValueError, match="two levels, ranks of a host and hosts; got 3 levels"):
+        network_link([*levels, Level(2, 1.0, 1.0)], "tiers")
+
+
+def test_a_wider_link_between_hosts_leaves_the_host_as_it_is() -> None:
+    link = TwoTierLink(1.0, 6.0, inside=Link(0.5, 1.0), between=Link(0.5, 5.0))
+    assert link.widened(2) == TwoTierLink(1.0, 3.5, inside=Link(0.5, 1.0), between=Link(0.5, 2.5))
+    assert link.slower(2) == TwoTierLink(2.0, 12.0, inside=Link(1.0, 2.0), between=Link(1.0, 10.0))
+    assert Link(1.0, 6.0).widened(2) == Link(1.0, 3.0)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -149,6 +183,16 @@ def test_files_round_trip(tmp_path: Path) -> None:
     link = Link(2e-4, 8e-10, "measured", 0.03)
     link.save(tmp_path / "link.json")
     assert Link.load(tmp_path / "link.json") == link
+    assert set(json.loads((tmp_path / "link.json").read_text())) == {
+        "format",
+        "alpha",
+        "beta",
+        "name",
+        "error",
+    }
+    tiers = TwoTierLink(2e-4, 8e-10, "measured", 0.03, Link(1e-5, 1e-10), Link(2e-4, 8e-10, error=0.01))
+    tiers.save(tmp_path / "tiers.json")
+    assert Link.load(tmp_path / "tiers.json") == TwoTierLink.load(tmp_path / "tiers.json") == tiers
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.actions import Kind
-from scheduler.ir.link import Link
+from scheduler.ir.link import Level, Link, network_link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import MIB, Problem
-from scheduler.profiles import shipped
+from scheduler.profiles import names, shipped
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
-from tests.support.scheduling_problems import links, make_profile, profiles
+from tests.support.scheduling_problems import links, make_profile, profiles, two_tiers
 
 OTHERS = [name for name in policies.names() if name != "optimal"]
 DECOUPLED = ["sequential", "dear", "pipedap"]
@@ -61,6 +61,35 @@ def test_near_the_bound(name: str, ratio: float) -> None:
         program = policies.plan(profile, link, "optimal", budget=1_000_000)
         validate(program, profile)
         assert simulate(program, profile, link).period <= limit * lower_bound(profile, link), alpha
+
+
+@pytest.mark.parametrize("algorithm", ["tiers", "tiers-overlapped"])
+@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
+@pytest.mark.parametrize(
+    "name", ["bert_base", *(pytest.param(name, marks=pytest.mark.thorough) for name in names()[1:])]
+)
+def test_near_the_bound_with_several_ranks_a_host(name: str, shape: tuple[int, int], algorithm: str) -> None:
+    """Hosts on 10 Gbit/s, 10 GB/s inside them; the bound is that of the link between hosts alone."""
+    profile, (hosts, per_host) = shipped(name), shape
+    link = network_link([Level(per_host, 2e-5, 1e-10), Level(hosts, 1e-4, 8e-10)], algorithm)
+    program = policies.plan(profile, link, "optimal", ranks=hosts * per_host, budget=1_000_000)
+    validate(program, profile)
+    bound = lower_bound(profile, link)
+    assert bound == lower_bound(profile, Link(0.0, 8e-10 * (hosts - 1) / hosts))
+    assert bound <= simulate(program, profile, link).period <= 1.05 * bound
+
+
+def test_two_tiers_are_scheduled_apart() -> None:
+    """Half as much time inside hosts as between them: an engine that overlaps tiers hides it."""
+    profile = shipped("bert_base")
+    between = Link(0.0, profile.compute / (2 * profile.total_bytes))
+    link = two_tiers(Link(0.0, between.beta / 2), between)
+    program = policies.plan(profile, link, "optimal", budget=400_000)
+    alone = simulate(policies.plan(profile, between, "optimal", budget=400_000), profile, between).period
+    assert simulate(program, profile, link).period <= 1.03 * alone
+    serial = replace(link, overlaps=False)
+    program = policies.plan(profile, serial, "optimal", budget=400_000)
+    assert simulate(program, profile, serial).period > 1.2 * alone
 
 
 def test_startup_costs_make_few_buckets() -> None:

@@ -16,9 +16,11 @@ from scheduler.ir.buckets import one_per_layer
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, data_parallel_program
+from scheduler.render import gantt
 from scheduler.simulate.simulator import lower, run, simulate
 from scheduler.simulate.task_graph import COMPUTE, LINK, GraphBuilder, Task, TaskGraph
 from scheduler.validate import validate
+from tests.support.scheduling_problems import two_tiers
 
 # Two layers: forward 1, backward 2 seconds; 4 bytes each. A reduce-scatter or an all-gather takes 1 + 0.5 * 4
 # = 3 seconds.
@@ -142,6 +144,37 @@ def graph(first: float, second: float, ahead: int, one_at_a_time: bool) -> TaskG
         builder.lane([compute])
         builder.lane([link])
     return builder.build()
+
+
+def test_two_tiers_by_hand() -> None:
+    """A second inside the host for each RS and AG, and 3 between hosts::
+
+    compute | B1    B0          .           .           .F0 F1
+    inside  |      RS0   RS1                AG0           AG1
+    link    |        RS0   AG0       RS1          AG1
+    """
+    overlapped = two_tiers(Link(0.0, 0.25), WIRE)
+    result = simulate(program("RS0 AG0 RS1 AG1"), TWO, overlapped)
+    assert gantt(result, 54).splitlines()[:3] == [
+        "compute |B1----B0----                                    F0-F1-|",
+        "inside  |      RS0   RS1            AG0               AG1      |",
+        "link    |         RS0------AG0------RS1------AG1------         |",
+    ]
+    assert (result.period, result.exposed) == (18, 12)
+    # One after the other, each takes 4 s on one link.
+    serial = simulate(program("RS0 AG0 RS1 AG1"), TWO, replace(overlapped, overlaps=False))
+    assert serial.period == 2 + 4 * 4 + 2
+    assert {event.lane for event in serial.timeline} == {"compute", "link"}
+
+
+def test_an_rs_does_not_pass_the_ag_that_its_backward_waits_for() -> None:
+    """A kernel that begins with the forward: AG1 of the iteration before stands before RS0 of this one."""
+    compute, link = parse_actions("F0 F1 B1 B0"), parse_actions("RS1-1 AG1-1 AG0-1 RS0")
+    early = Program("early", one_per_layer(TWO.sizes), ({"compute": compute, "link": link},), 2)
+    validate(early, TWO)
+    overlapped = two_tiers(Link(0.0, 0.25), WIRE)
+    # RS1 1 + 3, AG1 3 + 1, AG0 another 3 s behind AG1, F1 1, B1 2, RS0 1 + 3 s; AG1 inside is beside AG0.
+    assert simulate(early, TWO, overlapped).period == 4 + 3 + 3 + 1 + 1 + 2 + 4 - 1
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from scheduler.ir.actions import Action, Kind
 from scheduler.ir.buckets import Bucket, fuse_by_bytes
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import data_parallel_program
 from scheduler.simulate.simulator import simulate
 from scheduler.simulate.step_model import StepModel
+from tests.support.scheduling_problems import two_tiers
 
 
 class Naive:
-    """One rank, one link. Looks at everything again after every bit of progress."""
+    """One rank; one link, or one inside the host besides. Looks at everything again after every bit of
+    progress.
+    """
 
     def __init__(
         self, profile: Profile, link: Link, buckets: tuple[Bucket, ...], order: list[Action], **step: Any
@@ -32,6 +35,13 @@ class Naive:
             "link": [(action.kind.value, action.index) for action in order],
             "update": [],
         }
+        # Beside the link: the sum inside the host before an RS (one place early), and the copies after an AG.
+        beside = [
+            (place - 1.25 if action.kind is Kind.RS else place, f"{action.kind.value} inside", action.index)
+            for place, action in enumerate(order)
+            if self.inside(action.index)
+        ]
+        self.lanes["inside"] = [(kind, index) for _, kind, index in sorted(beside)]
         updates = [index for kind, index in self.lanes["link"] if kind == ("RS" if self.sharded else "AG")]
         if self.sharded:
             self.lanes["update"] = [("U", index) for index in updates]
@@ -40,30 +50,46 @@ class Naive:
                 self.lanes["compute"] += [("U", b) for b in updates if min(buckets[b].layers) == layer]
             self.lanes["compute"].append(("F", layer))
 
+    def inside(self, bucket: int) -> float:
+        if not isinstance(self.link, TwoTierLink) or not self.link.overlaps:
+            return 0.0
+        size = sum(piece.stop - piece.start for piece in self.buckets[bucket].pieces)
+        return self.link.inside.alpha + self.link.inside.beta * size
+
     def work(self, what: tuple[str, int]) -> float:
         kind, index = what
         if kind == "B":
             return self.profile.layers[index].backward
         if kind == "F":
             return self.profile.layers[index].forward
+        if kind.endswith("inside"):
+            return self.inside(index)
         size = sum(piece.stop - piece.start for piece in self.buckets[index].pieces)
         if kind == "U":
             return self.profile.update_per_byte * size / (self.ranks if self.sharded else 1)
-        return self.link.alpha + self.link.beta * size
+        link = self.link.between if self.inside(index) else self.link  # type: ignore[attr-defined]
+        return link.alpha + link.beta * size  # type: ignore[no-any-return]
 
     def needs(self, what: tuple[str, int]) -> list[tuple[str, int]]:
         kind, index = what
-        if kind == "RS":
+        if kind == "AG inside":
+            return [("AG", index)]
+        if kind == "RS" and self.inside(index):
+            return [("RS inside", index)]
+        if kind in ("RS", "RS inside"):
             return [("B", layer) for layer in self.buckets[index].layers]
         if kind == "AG":
             return [("U", index)] if self.sharded else [("RS", index)]
         if kind == "U" and self.sharded:
             return [("RS", index)] if self.early else [("RS", index), ("B", 0)]
         if kind == "U":
-            return [("AG", index)]
+            return [self.gathered(index)]
         if kind == "F":
-            return [("AG", b) for b, bucket in enumerate(self.buckets) if index in bucket.layers]
+            return [self.gathered(b) for b, bucket in enumerate(self.buckets) if index in bucket.layers]
         return []
+
+    def gathered(self, bucket: int) -> tuple[str, int]:
+        return ("AG inside" if self.inside(bucket) else "AG", bucket)
 
     def period(self) -> float:
         """Backward to the end of the next forward; nothing is under way before or after."""
@@ -79,7 +105,7 @@ class Naive:
             if over:
                 done.update(over)
                 continue
-            busy = heads["link"] in running
+            busy = heads["link"] in running or heads["inside"] in running
             speed = {w: 1 / (1 + self.slowdown) if busy and w == heads["compute"] else 1.0 for w in running}
             passed = min(left[w] / speed[w] for w in running)
             clock += passed
@@ -97,6 +123,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     layers = tuple(Layer(f"l{i}", draw(seconds), draw(seconds), size) for i, size in enumerate(sizes))
     profile = Profile("random", layers, draw(st.sampled_from([0.0, 0.01])))
     buckets = fuse_by_bytes(sizes, draw(st.integers(1, 500)), part=draw(st.none() | st.integers(50, 200)))
+    link, wire = (Link(draw(seconds), draw(st.integers(0, 8)) / 64) for _ in range(2))
+    if draw(st.booleans()):
+        link = two_tiers(wire, link, draw(st.sampled_from([True, True, False])))
     gather, early = draw(st.sampled_from([("gradients", False), ("parameters", False), ("parameters", True)]))
     order = [Action(Kind.RS, b) for b in range(len(buckets))]
     for b in draw(st.permutations(range(len(buckets)))):
@@ -107,7 +136,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         order.insert(draw(st.integers(first, len(order))), Action(Kind.AG, b))
     return dict(
         profile=profile,
-        link=Link(draw(seconds), draw(st.integers(0, 8)) / 64),
+        link=link,
         buckets=buckets,
         order=order,
         ranks=draw(st.integers(1, 4)),
@@ -139,7 +168,8 @@ def test_period_lies_between_the_resources_and_their_sum(case: dict[str, Any]) -
     step = {key: case[key] for key in ("ranks", "gather", "early_step")}
     program = data_parallel_program("random", case["buckets"], case["order"], len(profile.layers), **step)
     result = simulate(program, profile, link)
-    wire = sum(link.cost(action.kind, case["buckets"][action.index].bytes) for action in case["order"])
+    times = [link.times(action.kind, case["buckets"][action.index].bytes) for action in case["order"]]
+    wire, inside = sum(each.link for each in times), sum(each.before + each.after for each in times)
     update = profile.update_per_byte * profile.total_bytes
-    assert result.period >= max(profile.compute, wire) * (1 - 1e-9)
-    assert result.period <= (profile.compute + wire + update) * (1 + 1e-9) + 1e-9
+    assert result.period >= max(profile.compute, wire, inside) * (1 - 1e-9)
+    assert result.period <= (profile.compute + wire + inside + update) * (1 + 1e-9) + 1e-9
