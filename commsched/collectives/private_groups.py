@@ -141,15 +141,14 @@ def tier_exchanges(
 
     None where there is one tier, or hosts have different numbers of ranks. Collective, each time.
     """
-    set_id = registered_id(process_set)
-    (members, rank), hosts = _members_and_place(set_id), hosts_of(process_set)
+    name, members = _new_name("tier", process_set, channel)
+    rank, hosts = members.index(carrier().launch.rank), hosts_of(process_set)
     if not 1 < len(set(hosts)) < len(hosts) or len({hosts.count(host) for host in hosts}) > 1:
         return None
     by_host = [[other for other, host in enumerate(hosts) if host == each] for each in sorted(set(hosts))]
-    mine, call, timeout = by_host[hosts[rank]], next(_calls[epoch(), set_id, channel]), settings().timeout
+    mine, timeout = by_host[hosts[rank]], settings().timeout
     place = mine.index(rank)
     same_place = [ranks[place] for ranks in by_host]
-    name = f"tier/{set_id}/{'-'.join(map(str, members))}/{channel}/{call}"
     links = [
         connected(comm_core.tcp_channel, f"{name}/{kind}", [members[other] for other in group], timeout)
         for kind, group in ((f"host {hosts[rank]}", mine), (f"place {place}", same_place))

@@ -228,8 +228,10 @@ class Gradient:
             return
         copy = grad.clone()
         set_raw_grad(self.param, copy)
-        if sums and self.view is not None:
+        if sums and self.view is not None and not self.touched:
             self.sum = Sum.of(copy)
+        elif self.sum is not None:
+            self.sum = Sum(copy, copy._version, self.sum.base)
 
 
 # -- how a gradient is put into its slot and travels from there ----------------------------------------------

@@ -713,8 +713,10 @@ class Round:
             wanted = list(params)
             if self.state is State.SENT and not self.mode.readable:
                 self.wait_for_flags()
-                if not any(self.used[i] for i in wanted):
-                    return  # no rank has a gradient of these
+                if not any(self.used[i] for i in wanted):  # no rank has a gradient of these in this round
+                    for i in wanted:
+                        self.gradients[i].add_local()
+                    return
                 self.mode.check_readable()
             if self.pending:
                 self.complete_buckets(bucket for i in wanted for bucket in self.gradients[i].buckets)
@@ -999,7 +1001,9 @@ class Round:
                 return True
             set_raw_grad(gradient.param, grad)  # raises where the gradient does not fit, as torch does
             clear_pending(gradient.param)
-            gradient.unclear, gradient.sum, gradient.touched = False, None, True
+            in_place_of_sum = self.sums and self.state is State.SENT and grad is not None
+            gradient.sum = Sum.of(grad) if in_place_of_sum else None  # type: ignore[arg-type]
+            gradient.unclear, gradient.touched = False, True
             gradient.local = None
             self._end_if_cleared(i, self.state is State.RAISED or grad is None)
             return True

@@ -293,8 +293,6 @@ class ShardedStep(StepMode):
                     continue
                 if now.used[gradient.number]:
                     gradient.hand_out()
-                else:
-                    set_raw_grad(gradient.param, None)
             if now.sums:
                 now.keep_values()
 

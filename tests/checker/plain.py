@@ -33,8 +33,8 @@ class Book:
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
-    ``consumed``: a step has used them up; ``late``: one may have had two in one backward; ``converted``:
-    parameters have another type than when they were divided.
+    ``consumed``: a step has used them up; ``late``: one may have had two in one backward, and ``was_late``:
+    before the last step; ``converted``: parameters have another type than when they were divided.
     """
 
     sharded: bool = False
@@ -52,6 +52,7 @@ class Book:
     fresh: bool = False
     uneven: bool = False
     late: bool = False
+    was_late: bool = False
     converted: bool = False
     vague: bool = False
     backwards: int = 0
@@ -173,6 +174,7 @@ class PlainMethods(Optimizer):
             book.sharded and not book.gathered and any(p.grad is not None for p in self.every_param())
         )
         book.done = book.backwards = 0
+        book.was_late = book.late
         book.ungathered = book.zeros_sent = book.gathered = False
         book.vague = book.fresh = book.late = book.converted = False
         self.note_trained()

@@ -239,7 +239,8 @@ def run_plain(world: PlainWorld, program: Program) -> list[Record]:
     """Run a program on one rank of plain PyTorch."""
     records = []
     for name, salt, defy, args in (*program.steps, *ENDING):
-        action, world.allowed = ACTIONS[name], set()
+        action = ACTIONS[name]
+        world.begin_action()
         if not _is_legal(action, world, defy, args):
             records.append(Record("skipped"))
             continue

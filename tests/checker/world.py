@@ -176,6 +176,10 @@ class PlainWorld(World):
     def distributed(self, base: torch.optim.Optimizer, model: Any) -> Any:
         return plain_optimizer(base, self.exchange, self.size, self.event, self.options)
 
+    def begin_action(self) -> None:
+        """Begin to collect listed errors: some come with the next use of a parameter, whatever that is."""
+        self.allowed = {"second gradient"} if any(book.was_late for book in self.books) else set()
+
     @property
     def wrapped(self) -> list[PlainMethods]:
         return [o for o in self.optimizers if isinstance(o, PlainMethods)]

@@ -254,6 +254,40 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         {"two": True, "frozen": 1},
         [("unfreeze", {}), ("idle_rank", LOSS | {"rank": 1, "then": "step"})],
     ),
+    # Of a cleared gradient, what came later under no_sync() counted as a sum of all ranks.
+    *(
+        (
+            SHARDS | {"op": "sum"},
+            [
+                BACKWARD,
+                ("clear_some", {"place": 3, "way": "none"}),
+                ("no_sync", LOSS | {"local": local, "then": then}),
+                STEP,
+            ],
+        )
+        for local, then in ((1, "backward"), (2, "backward"), (2, "nothing"))
+    ),
+    # Reduced gradients travelled, and nobody showed one that had come under no_sync() alone.
+    (
+        SHARDS,
+        [
+            BACKWARD,
+            ("add_hook", {"kind": "clip", "place": 13}),
+            ("no_sync", {"loss": {"branch": "by rank"}, "local": 2, "then": "nothing"}),
+        ],
+    ),
+    # One rank learned of a second gradient in its step, the other one when it next read a parameter.
+    (
+        {"two": True, "groups": 2},
+        [
+            STEP,
+            (
+                "train",
+                {"loss": USED_TWICE[1]["loss"] | {"branch": "by rank"}}
+                | {"steps": 1, "clear": "optimizer", "first": True},
+            ),
+        ],
+    ),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
 ]
