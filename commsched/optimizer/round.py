@@ -639,6 +639,9 @@ class Round:
         """
         with self.lock:
             if self.state not in (State.FILLING, State.RAISED):
+                for gradient in self.travelling:  # on all ranks alike, before anything is sent
+                    if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
+                        self._check_sum(gradient, gradient.sum, gradient.sum.shown)
                 self._begin()
             for gradient in self.travelling:
                 if gradient.filled != self.number:

@@ -317,7 +317,11 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
         "then": dice.choice(["step", "sync"]),
     },
     ("backward", "step"),
-    legal=lambda w: all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books),
+    # On a CPU's stream a backward blocks until the others take part. They would wait for it, to plan anew.
+    legal=lambda w: (
+        all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books)
+        and not (on_a_stream(w) and any(b.outdated() for b in w.books))
+    ),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:

@@ -28,8 +28,8 @@ class Book:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
     ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``unplanned``:
-    says whether a parameter was unfrozen or added since the last step. ``samples``: of weighted losses, since
-    the last sum.
+    says whether a parameter was unfrozen or added since the last step, ``outdated`` also whether one was
+    converted. ``samples``: of weighted losses, since the last sum.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
@@ -60,6 +60,7 @@ class Book:
     paused: bool = False
     raised: bool = False
     unplanned: Callable[[], bool] = lambda: False
+    outdated: Callable[[], bool] = lambda: False
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -80,8 +81,11 @@ class PlainMethods(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def note_trained(self) -> None:
-        known = {id(p) for p in self.every_param() if p.requires_grad}
+        known = {id(p): p.dtype for p in self.every_param() if p.requires_grad}
         self.book.unplanned = lambda: any(p.requires_grad and id(p) not in known for p in self.every_param())
+        self.book.outdated = lambda: any(
+            p.requires_grad and known.get(id(p)) != p.dtype for p in self.every_param()
+        )
 
     def before_backward(self) -> list[Any]:
         """Remember the sums that are not to be summed again; return marks of all gradients."""

@@ -276,6 +276,16 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("no_sync", {"loss": {"branch": "by rank"}, "local": 2, "then": "nothing"}),
         ],
     ),
+    # A changed sum was refused on one rank alone, by close(): the other one took half of a sum.
+    (
+        {"op": "sum"},
+        [
+            BACKWARD,
+            ("change_grads", {"how": "mul_", "places": [9], "gathered": False}),
+            ADD,
+            ("close_and_go_on", {}),
+        ],
+    ),
     # One rank learned of a second gradient in its step, the other one when it next read a parameter.
     (
         {"two": True, "groups": 2},
