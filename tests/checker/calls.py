@@ -1,8 +1,8 @@
 """Calls of torch's functions on a tile, with drawn arguments, against the same calls on the whole image.
 
-Every function that acts on tiles is called with each argument that torch has for it. ``draw`` makes a call that
-plain PyTorch accepts, ``failure`` makes it on tiles: the results are those of the whole image, or the call is
-refused by name. With ``unsupported="gather"`` nothing is refused but what draws random numbers.
+Every function that acts on tiles is called with each argument that torch has for it. ``draw`` makes a call
+that plain PyTorch accepts, ``failure`` makes it on tiles: the results are those of the whole image, or the
+call is refused by name. With ``unsupported="gather"`` nothing is refused but what draws random numbers.
 
     python -m tests.checker.calls [part of a name] [seeds]
 """
@@ -84,6 +84,7 @@ def functions() -> list[Any]:
                 if callable(function) and function in torch.overrides.get_testing_overrides():
                     named.add(function)
     named -= {torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__long__}
+    named -= {torch.Tensor.detach_}  # torch refuses it for views, and more tiles are views
     return sorted(named, key=lambda function: (str(resolve_name(function)), str(function)))
 
 
@@ -129,7 +130,7 @@ def overloads(function: Any) -> list[list[Argument]]:
             form.sort(key=lambda a: a.name != "input")
         if not method and any(a.is_out for a in schema.arguments):
             form.append(Argument("out", False, "Tensor", True))
-        if form[0].name == "repeats":  # a function of counts alone
+        if not {a.name for a in form} & {"input", "tensors"}:  # of counts, or of a condition, alone
             continue
         forms.setdefault(tuple(a.name + a.kind for a in form), form)
     return list(forms.values())
@@ -256,28 +257,34 @@ _NAMED: dict[str, Sequence[Any]] = {
     "memory_format": (torch.contiguous_format, torch.preserve_format, torch.channels_last),
     "layout": (torch.strided,), "device": ("cpu",), "pin_memory": (False,), "non_blocking": (True,),
     "generator": (lambda v: torch.Generator().manual_seed(3),), "out": (Values.out,),
-    "input": (Values.tensor,), "mat2": (Values.tensor,), "condition": (Values.mask,), "mask": (Values.mask,),
+    "input": (Values.tensor,), "mat2": (Values.tensor,), "condition": (Values.mask,),
+    "mask": (Values.mask,),
     "size": (Values.size,), "shape": (Values.size,), "sizes": ((2, -1), (1, -1), (2, 2)),
-    "output_size": (Values.size, (None, 2), 2, 1, 8, 12, 16, 96), "output_ratio": (0.5,), "normalized_shape": (
-        lambda v: [v.x.shape[-1]], lambda v: list(v.x.shape[-2:])),
+    "output_size": (Values.size, (None, 2), 2, 1, 8, 12, 16, 96), "output_ratio": (0.5,),
+    "normalized_shape": (lambda v: [v.x.shape[-1]], lambda v: list(v.x.shape[-2:])),
     "pad": (Values.pads,), "mode": ("constant", "reflect", "replicate", "circular", "nearest", "bilinear",
             "bicubic", "area", "nearest-exact"),
     "scale_factor": (2, 1.5, (2, 1.5)), "index": (Values.index, 1, lambda v: torch.tensor([1, 0])),
-    "weight": (Values.weight, Values.weight, Values.weight, 0.3), "bias": (Values.statistics, Values.weight),
+    "weight": (Values.weight, Values.weight, Values.weight, 0.3),
+    "bias": (Values.statistics, Values.weight),
     "running_mean": (Values.statistics, Values.statistics, None),
     "running_var": (Values.statistics, Values.statistics, None),
     "target": (Values.target,), "kernel_size": (2, 3, (2, 3)), "stride": (1, 2, (2, 1), None),
     "padding": (0, 1, (1, 0), "same", "valid"), "dilation": (1, 2, (1, 2)), "output_padding": (1, (0, 1)),
-    "padding_mode": ("border", "reflection"), "groups": (2, 4), "num_groups": (1, 2, 4), "reduction": ("sum", "none", "mean"), "norm_type": (2.0,),
+    "padding_mode": ("border", "reflection"), "groups": (2, 4), "num_groups": (1, 2, 4),
+    "reduction": ("sum", "none", "mean"), "norm_type": (2.0,),
     "ignore_index": (0, 1, -100), "divisor_override": (3,), "num_classes": (5,), "chunks": (2, 3),
     "split_size": (1, 2, [1, 3]), "split_sizes": ([1, 3], [2, 2]), "split_size_or_sections": (2, [1, 3]),
-    "tensor_indices_or_sections": (torch.tensor([1, 2]), torch.tensor(2)), "sections": (2,), "indices": ([1, 2],), "repeats": (2,), "k": (1, 2), "size_average": (True, False),
+    "tensor_indices_or_sections": (torch.tensor([1, 2]), torch.tensor(2)), "sections": (2,),
+    "indices": ([1, 2],), "repeats": (2,), "k": (1, 2), "size_average": (True, False),
     "reduce": (True, False), "p": (0.0, 1.0, 2, 1, "fro", float("inf")), "ord": (1, 2, 0, float("inf")),
     "equation": ("nchw->ncwh", "nchw->nc", "nchw->ncw", "nlc->ncl", "nchw", "...w->..."),
     "query": (Values.tensor,), "key": (Values.tensor,), "value": (Values.tensor, 0.5, None),
     "attn_mask": (lambda v: v.reals((v.x.shape[-2],) * 2),), "dropout_p": (0.0,), "scale": (0.3,),
-    "upscale_factor": (2,), "downscale_factor": (2,), "shifts": (1, (2, -1)), "start": (0, 1, torch.tensor(1)),
-    "length": (1, 2), "correction": (0, 1, 2), "fill_value": (0.5,), "grid": (lambda v: v.reals((2, 3, 3, 2)),),
+    "upscale_factor": (2,), "downscale_factor": (2,), "shifts": (1, (2, -1)),
+    "start": (0, 1, torch.tensor(1)),
+    "length": (1, 2), "correction": (0, 1, 2), "fill_value": (0.5,),
+    "grid": (lambda v: v.reals((2, 3, 3, 2)),),
     "implicit": (False,), "approximate": ("tanh",), "rounding_mode": ("floor", "trunc"), "copy": (True,),
     "label_smoothing": (0.1,), "enable_gqa": (True,), "align_corners": (True, False), "upscale": (2,),
     "beta": (0.5, 2), "delta": (0.5,), "alpha": (0.5, 2), "momentum": (0.3,), "eps": (0.1, 1e-3),
@@ -358,7 +365,7 @@ def _draw(function: Any, form: list[Argument], wanted: str, dice: Dice) -> Call:
         kwargs |= {a.name: value for a, value in zip(form[1:], args)}
         args = []
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    can = [i for i, t in enumerate(tensors) if t is x or _can_split(t, x.ndim)]
+    can = [i for i, t in enumerate(tensors) if t is x or _can_split(t)]
     chosen = {i for i in can if tensors[i] is x or dice.random() < 0.4}
     if len(can) > 1 and dice.random() < 0.3:
         chosen = {dice.choice(can)}
@@ -371,12 +378,12 @@ def _with_out(call: Call, result: Any, dice: Dice) -> Call:
     kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
     before = sum(isinstance(t, Tensor) for t in tree_leaves((call.args, kwargs)))
     kwargs["out"] = made if isinstance(made, Tensor) else tuple(made)
-    split = {before + i for i, t in enumerate(tree_leaves(made)) if _can_split(t, 2) and dice.random() < 0.7}
+    split = {before + i for i, t in enumerate(tree_leaves(made)) if _can_split(t) and dice.random() < 0.7}
     return replace(call, kwargs=kwargs, tiles=call.tiles | split)
 
 
-def _can_split(value: Tensor, ndim: int) -> bool:
-    return value.ndim >= ndim and min(value.shape[-2:]) > 3
+def _can_split(value: Tensor) -> bool:
+    return value.ndim > 1 and min(value.shape[-2:]) > 3
 
 
 def _takes_input(function: Any) -> bool:
@@ -465,7 +472,8 @@ def difference(found: list[Any], wanted: list[Any], bound: float) -> str:
             if one != other:
                 return f"{one}, in one process {other}"
         elif not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{getattr(one, 'shape', one)} {getattr(one, 'dtype', '')}, in one process {other.shape} {other.dtype}"
+            kind = f"{getattr(one, 'shape', one)} {getattr(one, 'dtype', '')}"
+            return f"{kind}, in one process {other.shape} {other.dtype}"
         else:
             try:
                 torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
@@ -487,19 +495,18 @@ def faults(function: Any, seeds: int = 1) -> list[str]:
     for unsupported in ("gather", "error"):
 
         def work(channel: Channel, unsupported: str = unsupported) -> list[str]:
-            with warnings.catch_warnings():
-                return [failure(call, channel, unsupported) for call in calls]
+            return [failure(call, channel, unsupported) for call in calls]
 
         for call, *reasons in zip(calls, *on_threads(ranks, work, 60.0)):
-            found += [
-                f"unsupported={unsupported!r}: {call}\n    {reason}" for reason in reasons[:1] if reason
-            ]
+            if reason := next(filter(None, reasons), ""):
+                found.append(f"unsupported={unsupported!r}: {call}\n    {reason}")
     return found
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    name, seeds = [*sys.argv[1:], "", "1"][:2]
+    name, seeds = (*sys.argv[1:], *("", "1")[len(sys.argv) - 1 :])
     for one in functions():
         if name in str(resolve_name(one)):
-            print(*faults(one, int(seeds)), sep="\n", end="")
+            for fault in faults(one, int(seeds)):
+                print(fault, flush=True)

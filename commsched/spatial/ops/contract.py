@@ -314,7 +314,7 @@ def _along(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
     if given is None and func in _TOTALS:
         given = tuple(range(tile.ndim))
     chosen = (given,) if isinstance(given, int) else given
-    if not isinstance(chosen, (tuple, list)) or not all(isinstance(dim, int) for dim in chosen):
+    if not isinstance(chosen, (tuple, list)) or not all(type(dim) is int for dim in chosen):
         raise Unsupported
     if name == "cosine_similarity":  # its second operand is no part of the base
         raise Unsupported

@@ -123,7 +123,7 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     if (
         not isinstance(tile, Tile)
         or not isinstance(chosen, (tuple, list))
-        or not all(isinstance(dim, int) for dim in chosen)
+        or not all(type(dim) is int for dim in chosen)
         or (len(tiles) > 1 and name != "cosine_similarity")
     ):
         raise Unsupported
@@ -170,6 +170,7 @@ def with_parameters(func: Any, input: Any, *args: Any, **options: Any) -> Any:
 
 
 def need_channels(tile: Any) -> None:
+    """Dimension 1 must be whole on every rank."""
     if any(cut.dim == 1 - tile.ndim for _, cut in cut_axes(image_of(tile).cuts)):
         raise Unsupported("its channels are split")
 

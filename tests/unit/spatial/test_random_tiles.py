@@ -1,4 +1,4 @@
-"""Random convolutional models on tiles, and random calls of every function, compute what one process computes."""
+"""Random convolutional models and random calls on tiles compute what one process computes."""
 
 from __future__ import annotations
 
