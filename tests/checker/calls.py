@@ -266,7 +266,7 @@ _NAMED: dict[str, Sequence[Any]] = {
             "bicubic", "area", "nearest-exact"),
     "scale_factor": (2, 1.5, (2, 1.5)), "index": (Values.index, 1, lambda v: torch.tensor([1, 0])),
     "weight": (Values.weight, Values.weight, Values.weight, 0.3),
-    "bias": (Values.statistics, Values.weight),
+    "bias": (Values.statistics, Values.weight, lambda v: v.reals((5,))),
     "running_mean": (Values.statistics, Values.statistics, None),
     "running_var": (Values.statistics, Values.statistics, None),
     "target": (Values.target,), "kernel_size": (2, 3, (2, 3)), "stride": (1, 2, (2, 1), None),
