@@ -237,7 +237,7 @@ class Folded(Tile):
         return self._whole[1]
 
     @classmethod
-    def on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
         return Folded.run(func, args, kwargs)
 
 

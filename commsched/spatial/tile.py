@@ -108,13 +108,13 @@ class Tile(torch.Tensor):
             return func(*args, **kwargs)
         try:
             _check(func, args, kwargs)
-            return cls.on_parts(func, *_normalized(args, kwargs))
+            return cls._on_parts(func, *_normalized(args, kwargs))
         except Unsupported as error:
             why, gather = error.why, error.gather
         return _refused_or_gathered(func, args, kwargs, why, gather)
 
     @classmethod
-    def on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
         """``func`` on the parts, or `Unsupported`."""
         if func in ON_ALL:
             return called(ON_ALL[func], args, kwargs)

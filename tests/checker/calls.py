@@ -4,11 +4,12 @@ Every function that acts on tiles is called with each argument that torch has fo
 that plain PyTorch accepts, ``failure`` makes it on tiles: the results are those of the whole image, or the
 call is refused by name. With ``unsupported="gather"`` nothing is refused but what draws random numbers.
 
-    python -m tests.checker.calls [part of a name] [seeds]
+    python -m tests.checker.calls --name pool --seeds 20
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import random
 import sys
@@ -33,7 +34,7 @@ from commsched.spatial.tile import HANDLERS, ON_ALL
 from tests.support.spatial_cases import on_threads
 
 Dice = random.Random
-TRIES = 600
+TRIES = 3000
 WAYS = ("image", "channels last", "tokens")  # what a call gets: the image, permuted or reshaped
 
 
@@ -503,10 +504,24 @@ def faults(function: Any, seeds: int = 1) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="", help="only functions with this in their name (default all)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="calls per argument (default 1)")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    name, seeds = (*sys.argv[1:], *("", "1")[len(sys.argv) - 1 :])
-    for one in functions():
-        if name in str(resolve_name(one)):
-            for fault in faults(one, int(seeds)):
-                print(fault, flush=True)
+    chosen = [function for function in functions() if given.name in str(resolve_name(function))]
+    found = 0
+    for function in chosen:
+        for fault in faults(function, given.seeds):
+            found += 1
+            print(fault, flush=True)
+    print(f"{len(chosen)} functions, {found} calls failed")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -265,14 +265,14 @@ Folded.run = staticmethod(run)
 def _on_base(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
     name = base_name(func)
     if func in _DROPOUT:
-        return _refolded(Tile.on_parts(func, (tile.base, *args[1:]), kwargs), tile)
+        return _refolded(Tile._on_parts(func, (tile.base, *args[1:]), kwargs), tile)
     if func in _NORMS:
         kept: Sequence[int] = (-1,) if func is F.linear else (0, 1)
         if func is F.layer_norm:
             kept = range(-len(kwargs["normalized_shape"] if len(args) == 1 else args[1]), 0)
         plain = not any(isinstance(t, Folded) for t in tiles_in((args[1:], kwargs)))
         if plain and all(_is_whole(tile, dim) for dim in kept):
-            return _refolded(Tile.on_parts(func, (tile.base, *args[1:]), kwargs), tile)
+            return _refolded(Tile._on_parts(func, (tile.base, *args[1:]), kwargs), tile)
     if func in PERMUTATIONS:
         order = PERMUTATIONS[func](tile.ndim, *args[1:], **kwargs)
         dims = [dim for d in order for dim in _dims(tile, d)]
@@ -335,7 +335,7 @@ def _along(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
         kwargs = {**kwargs, "dim": base_dims}
     else:
         args = (*args[:position], base_dims, *args[position + 1 :])
-    result = Tile.on_parts(func, (tile.base, *args[1:]), kwargs)
+    result = Tile._on_parts(func, (tile.base, *args[1:]), kwargs)
     left = [count for dim, count in enumerate(counts) if dim not in chosen]
 
     def refold(part: Any) -> Any:
@@ -370,7 +370,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
             raise Unsupported("it would write a reshaped tile into another tensor")
         tile = target
     plain_args, plain_kwargs = tree_map(lambda t: _alike(t, tile), (args, kwargs))
-    return _refolded(Tile.on_parts(func, plain_args, plain_kwargs), tile)
+    return _refolded(Tile._on_parts(func, plain_args, plain_kwargs), tile)
 
 
 def _alike(value: Tensor, tile: Folded) -> Tensor:

@@ -522,9 +522,9 @@ def _classified(
 ) -> Any:
     """Per pixel over the channels; the mean weighs classes and leaves out ``ignore_index`` as torch does."""
     _check(size_average, reduce, reduction)
-    if not isinstance(input, Tile) or any(cut.dim < 2 - input.ndim for _, cut in cut_axes(input.cuts)):
+    mesh, cuts = image_of(input).mesh, common_cuts(list(tiles_in((input, target))))
+    if any(cut.dim < 2 - input.ndim for _, cut in cut_axes(cuts)):
         raise Unsupported("the classes must be dimension 1 of an image")
-    mesh, cuts = input.mesh, common_cuts(list(tiles_in((input, target))))
     weight = None if weight is None else parameter(weight, mesh, cuts)
     scores, wanted = fit(input, mesh, cuts), fit(target, mesh, cuts)
     local = function(scores, wanted, weight, ignore_index=ignore_index, reduction="none", **options)
