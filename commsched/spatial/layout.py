@@ -12,7 +12,7 @@ from torch import Tensor
 from commsched.spatial.fetch import Dim, Plan, assembled, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
 from commsched.spatial.mesh import Mesh, apply, once, spread
-from commsched.spatial.tile import MOVES, NATIVE, ON_LOCAL, Cut, Cuts, Tile, cut_axes, local_of, tree_map
+from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, Unsupported, cut_axes, local_of, tree_map
 
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
 
@@ -99,6 +99,13 @@ def enter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     return local
 
 
+def parameter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
+    """The same of an operand that every rank needs whole."""
+    if isinstance(value, Tile) and not value.replicated:
+        raise Unsupported("a parameter is split")
+    return enter(value, mesh, cuts)
+
+
 def common_cuts(tiles: list[Tile]) -> Cuts:
     """The cuts of the result of a pointwise operation: those of the first operand that is cut, with the
     smallest margins of all.
@@ -113,10 +120,8 @@ def _common_cut(tiles: list[Tile], axis: int) -> Cut | None:
     wide = [cut for cut in cuts if cut.split.size > 1] or cuts
     dim, bounds = wide[0].dim, wide[0].split.bounds
     if any(cut.dim != dim for cut in wide):
-        raise ValueError(
-            f"{tiles[0].mesh.where('elementwise')}: the operands are cut along different dimensions, "
-            f"{sorted({cut.dim for cut in wide})}; gather one of them first"
-        )
+        dims = sorted({cut.dim for cut in wide})
+        raise Unsupported(f"the operands are cut along different dimensions, {dims}")
     margins = [
         cut.split.margin_around(bounds) if cut.split.size == wide[0].split.size else (0, 0) for cut in wide
     ]
@@ -150,10 +155,8 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
         elif cut.split.size == target.split.size:
             targets[axis] = target.split
         else:
-            raise ValueError(
-                f"{tile.mesh.where('elementwise')}: sizes {target.split.size} and {cut.split.size} of "
-                f"dimension {target.dim} do not match"
-            )
+            sizes = f"sizes {target.split.size} and {cut.split.size}"
+            raise Unsupported(f"{sizes} of dimension {target.dim} do not match")
     if whole:
         tile = replicate(tile, tuple(whole))
     return recut(tile, targets) if targets else tile
@@ -198,7 +201,7 @@ class Folded(Tile):
 
     base: Tile
     counts: tuple[int, ...]
-    _whole: Tile | None = None
+    _whole: tuple[int, Tile] | None = None  # with the version of the base
     run: Callable[[Any, tuple, dict], Any]  # set by `commsched.spatial.ops.contract`
 
     @staticmethod
@@ -224,17 +227,18 @@ class Folded(Tile):
 
     @property
     def whole(self) -> Tile:
-        """The gathered tensor, kept for the next function that needs it."""
-        if self._whole is None:
+        """The gathered tensor, kept for the next function that needs it while the base is not changed."""
+        local = self.base.local
+        version = -1 if local.is_inference() else local._version
+        if self._whole is None or version < 0 or self._whole[0] != version:
             gathered = replicate(self.base)
-            self._whole = Tile.make(gathered.local.reshape(tuple(self.shape)), self.mesh, gathered.cuts)
-        return self._whole
+            whole = Tile.make(gathered.local.reshape(tuple(self.shape)), self.mesh, gathered.cuts)
+            self._whole = version, whole
+        return self._whole[1]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NATIVE or func in ON_LOCAL:
-            return super().__torch_function__(func, types, args, kwargs)
-        return Folded.run(func, args, kwargs or {})
+    def _on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        return Folded.run(func, args, kwargs)
 
 
 def unfolded(tile: Tile) -> Tile:

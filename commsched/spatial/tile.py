@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,18 @@ class Cut:
 
 
 Cuts = tuple[Cut | None, ...]  # one entry per mesh axis; None: all ranks along the axis hold the same
+
+
+class Unsupported(ValueError):
+    """A call that cannot be made on the parts. Handlers raise it before they send or change anything.
+
+    `Tile` then refuses the call that the user made, or makes it on the gathered image with all its arguments.
+    ``gather=False``: refuse it even with ``unsupported="gather"``.
+    """
+
+    def __init__(self, why: str = "", gather: bool = True) -> None:
+        super().__init__(why)
+        self.why, self.gather = why, gather
 
 
 class Tile(torch.Tensor):
@@ -93,18 +106,25 @@ class Tile(torch.Tensor):
         if func in ON_LOCAL:
             args, kwargs = tree_map(lambda t: t.local if isinstance(t, Tile) else t, (args, kwargs))
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in RANDOM and next(tiles_in((args, kwargs))).mesh.size > 1:
-            return unsupported(func, args, kwargs, "each rank would draw other numbers")
+        try:
+            _check(func, args, kwargs)
+            return cls._on_parts(func, *_normalized(args, kwargs))
+        except Unsupported as error:
+            why, gather = error.why, error.gather
+        return _refused_or_gathered(func, args, kwargs, why, gather)
+
+    @classmethod
+    def _on_parts(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        """``func`` on the parts, or `Unsupported`."""
         if func in ON_ALL:
-            return ON_ALL[func](*args, **kwargs)
+            return called(ON_ALL[func], args, kwargs)
         if all(tile.replicated for tile in tiles_in((args, kwargs))):
             return _run_replicated(func, args, kwargs)
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if (answer := MOVES["fallback"](func, args, kwargs)) is not NotImplemented:
-            return answer
-        return unsupported(func, args, kwargs)
+        if func in HANDLERS:
+            result = called(HANDLERS[func], args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return MOVES["fallback"](func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -139,6 +159,7 @@ NATIVE: set[Any] = {
 # us.
 ON_LOCAL: set[Any] = {
     *_getters("requires_grad", "is_leaf", "retains_grad", "_version"),
+    getattr(_T, "requires_grad").__set__,  # noqa: B009 - typed as a bool
     *(_T.retain_grad, _T.stride, _T.is_contiguous),
 }
 _RANDOM = """
@@ -146,6 +167,7 @@ _RANDOM = """
     exponential_ geometric_
     cauchy_ log_normal_ poisson rrelu rrelu_ gumbel_softmax alpha_dropout feature_alpha_dropout
     fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
 """
 RANDOM = frozenset(_RANDOM.split())
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -158,7 +180,11 @@ ON_ALL: dict[Any, Callable[..., Any]] = {}  # these also act on replicated tiles
 def handles(
     *functions: Any, into: Sequence[dict[Any, Callable[..., Any]]] = (HANDLERS,)
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how ``functions`` act on split tiles, or in other registries."""
+    """Register how ``functions`` act on split tiles, or in other registries.
+
+    A handler takes the function's arguments, and raises `Unsupported` for those that it cannot honour. It may
+    return ``NotImplemented``: the function then acts as one that has no handler.
+    """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for registry in into:
@@ -174,6 +200,52 @@ handles_all = partial(handles, into=(ON_ALL,))
 
 def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:
     return ((axis, cut) for axis, cut in enumerate(cuts) if cut is not None)
+
+
+_NAMES = {"axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1"}
+
+
+def _normalized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The same call with its image first, torch's names for numpy's, and without ``out=None``."""
+    if not kwargs:
+        return args, kwargs
+    kwargs = {_NAMES.get(k, k): value for k, value in kwargs.items() if k != "out" or value is not None}
+    return (args, kwargs) if args or "input" not in kwargs else ((kwargs.pop("input"),), kwargs)
+
+
+def _check(func: Any, args: tuple, kwargs: dict) -> None:
+    """Refuse what no handler can do."""
+    tiles = list(tiles_in((args, kwargs)))
+    if getattr(func, "__name__", "") in RANDOM and tiles[0].mesh.size > 1:
+        raise Unsupported("each rank would draw other numbers", gather=False)
+    if kwargs.get("out") is not None and not all(tile.replicated for tile in tiles):
+        why = "out= would write into a tensor that may be cut otherwise"
+        raise Unsupported(why, gather=func not in ON_ALL)
+
+
+def called(handler: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """``handler`` of these arguments; `Unsupported` if it does not have all of them."""
+    try:
+        return handler(*args, **kwargs)
+    except TypeError:
+        if _has_all(handler, args, kwargs):
+            raise
+    raise Unsupported("not with these arguments")
+
+
+def _has_all(handler: Callable[..., Any], args: tuple, kwargs: dict) -> bool:
+    try:
+        signature(handler).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def image_of(value: Any) -> Tile:
+    """The image of an operation, which must be split."""
+    if not isinstance(value, Tile):
+        raise Unsupported("a parameter is split, and the image is not")
+    return value
 
 
 def sizes_of(given: tuple) -> list[int]:
@@ -227,10 +299,12 @@ def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
     mesh, cuts = first.mesh, first.cuts
     plain_args, plain_kwargs = tree_map(lambda t: MOVES["enter"](t, mesh, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    for target in writes_to(func, args, kwargs):
-        if isinstance(target, Tile) and result is target.local:
-            return target
-    return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
+    targets = {id(tile.local): tile for tile in tiles_in(writes_to(func, args, kwargs))}
+    if any(tile.local.shape != tile.shape for tile in targets.values()):
+        raise ValueError(
+            f"{mesh.where(name_of(func))}: a tile cannot change its shape in place; make a new tensor"
+        )
+    return tree_map(lambda t: targets[id(t)] if id(t) in targets else Tile.make(t, mesh, cuts), result)
 
 
 _OPERATORS = "setitem iadd imul isub idiv itruediv ifloordiv imod iand ior ixor ipow ilshift irshift"
@@ -252,11 +326,12 @@ def writes_to(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 
 def _written_back(func: Any, given: tuple, whole: tuple, result: Any) -> Any:
     """Copy what ``func`` has written into the gathered operands to the parts of the given ones."""
-    for target, gathered in zip(writes_to(func, *given), writes_to(func, *whole)):
-        if isinstance(target, Tile) and gathered is not target:
+    targets: dict[int, Tile] = {}
+    for target, gathered in zip(tiles_in(writes_to(func, *given)), tiles_in(writes_to(func, *whole))):
+        if gathered is not target:
             target.copy_(gathered)
-            result = target if result is gathered else result
-    return result
+            targets[id(gathered)] = target
+    return tree_map(lambda t: targets.get(id(t), t), result)
 
 
 def _refuse_gradient(grad: Tensor) -> None:
@@ -272,17 +347,19 @@ def name_of(func: Any) -> str:
     return str(name or getattr(func, "__name__", func)).removeprefix("torch.nn.functional.")
 
 
-def unsupported(func: Any, args: tuple, kwargs: dict, why: str = "") -> Any:
+def _refused_or_gathered(func: Any, args: tuple, kwargs: dict, why: str, gather: bool) -> Any:
     """Gather and run on every rank when the mesh says so; else refuse by name."""
     tiles = list(tiles_in((args, kwargs)))
     mesh = tiles[0].mesh
-    if mesh.unsupported == "gather" and getattr(func, "__name__", "") not in RANDOM:
+    if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+        why, gather = "it would change the gathered copy", False
+    if mesh.unsupported == "gather" and gather:
         mesh.refused.append(mesh.where(name_of(func)))
         whole = tree_map(lambda t: MOVES["replicate"](t) if isinstance(t, Tile) else t, (args, kwargs))
         result = _run_replicated(func, *whole)
         return _written_back(func, (args, kwargs), whole, result)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
-    way_out = "gather the tile first, or shard with unsupported='gather'"
+    way_out = "gather the tile first" + (", or shard with unsupported='gather'" if gather else "")
     if mesh.alone:
         way_out = "call the model on the whole image"
     raise ValueError(

@@ -7,6 +7,7 @@ Dimensions have letters, as in ``einsum``. A dimension of a folded tile consists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -30,19 +31,20 @@ from commsched.spatial.layout import (
     trimmed,
     unfolded,
 )
+from commsched.spatial.ops.gradients import GRADIENTS
 from commsched.spatial.ops.pointwise import ALONG, base_name, is_pointwise
 from commsched.spatial.ops.shape import PERMUTATIONS, explicit
 from commsched.spatial.tile import (
     HANDLERS,
-    ON_ALL,
     Cut,
     Tile,
+    Unsupported,
+    called,
     cut_axes,
     handles,
     is_inplace,
     tiles_in,
     tree_map,
-    unsupported,
 )
 
 _T = torch.Tensor
@@ -176,13 +178,6 @@ def _contract(
     return frame.result(out, func(*(frame.fit(operand) for operand in operands)))
 
 
-def _otherwise(func: Any, args: tuple, options: dict, why: str) -> Any:
-    """On gathered tokens; image dimensions that are still apart are not gathered unasked."""
-    if any(isinstance(tile, Folded) for tile in tiles_in(args)):
-        return func(*gathered_tiles(args), **options)
-    return unsupported(func, args, options, why)
-
-
 def _batch(ndim: int, inner: str) -> str:
     """Letters for ``ndim`` dimensions of which the last have the letters ``inner``."""
     return _BATCH[: ndim - len(inner)][::-1] + inner
@@ -192,7 +187,7 @@ def _batch(ndim: int, inner: str) -> str:
 def matmul(input: Any, other: Any) -> Any:
     """Rows of ``input`` and batches stay cut; columns of ``other`` too if nothing else is."""
     if input.ndim < 2 or other.ndim < 2:
-        return _otherwise(torch.matmul, (input, other), {}, "a product with a vector")
+        raise Unsupported("a product with a vector")
     out = _batch(max(input.ndim, other.ndim), "ij")
     return _contract(torch.matmul, (_batch(input.ndim, "ik"), _batch(other.ndim, "kj")), out, (input, other))
 
@@ -204,7 +199,7 @@ def einsum(equation: Any, *operands: Any) -> Any:
     inputs, arrow, out = plain.partition("->")
     letters = inputs.split(",")
     if not arrow or "." in plain or any(len(set(own)) != len(own) for own in letters):
-        return _otherwise(torch.einsum, (equation, *operands), {}, "only letters, each once, and an arrow")
+        raise Unsupported("only letters, each once, and an arrow")
     return _contract(lambda *parts: torch.einsum(plain, *parts), letters, out, values)
 
 
@@ -221,13 +216,7 @@ def attention(
 ) -> Any:
     """Queries stay cut, keys and values only along a batch."""
     if is_causal or enable_gqa or dropout_p:
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        return unsupported(
-            F.scaled_dot_product_attention,
-            arguments,
-            {},
-            "is_causal, enable_gqa or dropout_p on split tokens",
-        )
+        raise Unsupported("is_causal, enable_gqa or dropout_p on split tokens")
     operands = [
         _Operand(_batch(t.ndim, inner), t) for t, inner in ((query, "ik"), (key, "jk"), (value, "je"))
     ]
@@ -254,20 +243,19 @@ _TOTALS = (torch.sum, _T.sum, torch.mean, _T.mean)
 
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``func`` of at least one folded tile."""
-    first = args[0] if args else kwargs.get("input")
-    if func in CONTRACTIONS:
-        return CONTRACTIONS[func](*args, **kwargs)
-    if func in ON_FOLDED and isinstance(first, Folded):
-        return ON_FOLDED[func](*args, **kwargs)
-    if is_pointwise(func):
-        return _pointwise(func, args, kwargs)
-    if isinstance(first, Folded):
-        answer = _on_base(func, first, args, kwargs)
-        if answer is not NotImplemented:
-            return answer
-    if is_inplace(func, kwargs) or func in ON_ALL:
-        return unsupported(func, args, kwargs, "the tensor is a reshaped tile")
+    """``func`` of at least one folded tile. For what is not supported its tokens are gathered unasked."""
+    first = args[0] if args else None
+    with suppress(Unsupported):
+        if func in CONTRACTIONS:
+            return called(CONTRACTIONS[func], args, kwargs)
+        if is_pointwise(func):
+            return _pointwise(func, args, kwargs)
+        if isinstance(first, Folded):
+            if func in ON_FOLDED:
+                return called(ON_FOLDED[func], args, kwargs)
+            return _on_base(func, first, args, kwargs)
+    if is_inplace(func, kwargs) or func in GRADIENTS:
+        raise Unsupported("the tensor is a reshaped tile", gather=func not in GRADIENTS)
     return func(*gathered_tiles(args), **gathered_tiles(kwargs))
 
 
@@ -277,12 +265,14 @@ Folded.run = staticmethod(run)
 def _on_base(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
     name = base_name(func)
     if func in _DROPOUT:
-        return _refolded(func(tile.base, *args[1:], **kwargs), tile)
+        return _refolded(Tile._on_parts(func, (tile.base, *args[1:]), kwargs), tile)
     if func in _NORMS:
-        kept = (-1,) if func in (F.layer_norm, F.linear) else (0, 1)
+        kept: Sequence[int] = (-1,) if func is F.linear else (0, 1)
+        if func is F.layer_norm:
+            kept = range(-len(kwargs["normalized_shape"] if len(args) == 1 else args[1]), 0)
         plain = not any(isinstance(t, Folded) for t in tiles_in((args[1:], kwargs)))
         if plain and all(_is_whole(tile, dim) for dim in kept):
-            return _refolded(func(tile.base, *args[1:], **kwargs), tile)
+            return _refolded(Tile._on_parts(func, (tile.base, *args[1:]), kwargs), tile)
     if func in PERMUTATIONS:
         order = PERMUTATIONS[func](tile.ndim, *args[1:], **kwargs)
         dims = [dim for d in order for dim in _dims(tile, d)]
@@ -291,7 +281,7 @@ def _on_base(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
         return _getitem(tile, args[1])
     if func in _TOTALS or name in ALONG:
         return _along(func, tile, args, kwargs)
-    return NotImplemented
+    raise Unsupported
 
 
 def _refolded(result: Any, tile: Folded) -> Any:
@@ -324,8 +314,10 @@ def _along(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
     if given is None and func in _TOTALS:
         given = tuple(range(tile.ndim))
     chosen = (given,) if isinstance(given, int) else given
-    if not isinstance(chosen, (tuple, list)) or not all(isinstance(dim, int) for dim in chosen):
-        return NotImplemented
+    if not isinstance(chosen, (tuple, list)) or not all(type(dim) is int for dim in chosen):
+        raise Unsupported
+    if name == "cosine_similarity":  # its second operand is no part of the base
+        raise Unsupported
     counts = list(tile.counts)
     if name == "unsqueeze":
         at = chosen[0] % (tile.ndim + 1)
@@ -334,14 +326,16 @@ def _along(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
     else:
         chosen = [dim % tile.ndim for dim in chosen]
         if func not in _TOTALS and not all(_is_whole(tile, dim) for dim in chosen):
-            return NotImplemented
+            raise Unsupported
+        if name == "squeeze":
+            chosen = [dim for dim in chosen if tile.shape[dim] == 1]
         base_dims = [dim for d in chosen for dim in _dims(tile, d)]
         base_dims = base_dims[0] if isinstance(given, int) and len(base_dims) == 1 else tuple(base_dims)
     if "dim" in kwargs or len(args) <= position:
         kwargs = {**kwargs, "dim": base_dims}
     else:
         args = (*args[:position], base_dims, *args[position + 1 :])
-    result = func(tile.base, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+    result = Tile._on_parts(func, (tile.base, *args[1:]), kwargs)
     left = [count for dim, count in enumerate(counts) if dim not in chosen]
 
     def refold(part: Any) -> Any:
@@ -351,19 +345,16 @@ def _along(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
 
 
 def _getitem(tile: Folded, index: Any) -> Any:
-    entries = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(e, (int, slice)) or e is None or e is Ellipsis for e in entries):
-        return NotImplemented
     wide: list[Any] = []
     counts, dim = [], 0
-    for entry in explicit(entries, tile.ndim):
+    for entry in explicit(index, tile.ndim):
         if entry is None:
             wide.append(None)
             counts.append(1)
             continue
         count = tile.counts[dim]
         if count > 1 and entry != slice(None):
-            return NotImplemented
+            raise Unsupported
         wide += [entry] * count
         counts += [] if isinstance(entry, int) else [count]
         dim += 1
@@ -374,12 +365,12 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """On the base of the first folded tile, as which the other operands are reshaped."""
     tile = next(t for t in tiles_in((args, kwargs)) if isinstance(t, Folded))
     if is_inplace(func, kwargs):
-        target = args[0] if args else kwargs.get("input")
+        target = args[0]
         if not isinstance(target, Folded):
-            return unsupported(func, args, kwargs, "it would write a reshaped tile into another tensor")
+            raise Unsupported("it would write a reshaped tile into another tensor")
         tile = target
     plain_args, plain_kwargs = tree_map(lambda t: _alike(t, tile), (args, kwargs))
-    return _refolded(func(*plain_args, **plain_kwargs), tile)
+    return _refolded(Tile._on_parts(func, plain_args, plain_kwargs), tile)
 
 
 def _alike(value: Tensor, tile: Folded) -> Tensor:

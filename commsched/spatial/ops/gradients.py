@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from commsched.spatial.fetch import delivered
 from commsched.spatial.layout import fit, held_wants, local_owned, owned_cuts, plan_for
 from commsched.spatial.mesh import Mesh, apply
-from commsched.spatial.tile import Cuts, Tile, cut_axes, handles_all, tree_map
+from commsched.spatial.tile import ON_ALL, Cuts, Tile, cut_axes, handles, tree_map
 
 _T = torch.Tensor
 _GRAD: Any = torch.Tensor.grad  # the descriptor
+GRADIENTS: dict[Any, Callable[..., Any]] = {}  # the functions of this file
+_handles = partial(handles, into=(ON_ALL, GRADIENTS))
 
 
 def gradient(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
@@ -41,23 +44,23 @@ def _held(grad: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     return F.pad(local, pads) if any(pads) else local
 
 
-@handles_all(_GRAD.__get__)
+@_handles(_GRAD.__get__)
 def get_grad(tile: Tile) -> Tile | None:
     local = tile.local.grad
     return None if local is None else gradient(local, tile.mesh, tile.cuts)
 
 
-@handles_all(_GRAD.__set__)
+@_handles(_GRAD.__set__)
 def set_grad(tile: Tile, grad: Tensor | None) -> None:
     tile.local.grad = None if grad is None else _held(grad, tile.mesh, tile.cuts)
 
 
-@handles_all(_GRAD.__delete__)
+@_handles(_GRAD.__delete__)
 def delete_grad(tile: Tile) -> None:
     tile.local.grad = None
 
 
-@handles_all(_T.register_hook)
+@_handles(_T.register_hook)
 def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """``hook`` sees, and may replace, the gradient as a tile."""
     mesh, cuts = tile.mesh, tile.cuts  # not the tile: the hook would keep it alive
@@ -93,18 +96,18 @@ def _locals(tree: Any) -> Any:
     return tree_map(lambda t: t.local if isinstance(t, Tile) else t, tree)
 
 
-@handles_all(_T.backward)
+@_handles(_T.backward)
 def tile_backward(tile: Any, gradient: Any = None, *args: Any, **options: Any) -> None:
     backward(tile, gradient, *args, **options)
 
 
-@handles_all(torch.autograd.backward)
+@_handles(torch.autograd.backward)
 def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     plain, seeds = _seeded(tensors, grad_tensors)
     torch.autograd.backward(plain, seeds, *_locals(args), **_locals(options))
 
 
-@handles_all(torch.autograd.grad)
+@_handles(torch.autograd.grad)
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
     """Gradients with respect to tiles are tiles."""
     plain, seeds = _seeded(outputs, grad_outputs)

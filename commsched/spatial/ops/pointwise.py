@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.layout import ON_FOLDED, Folded, common_cuts, enter, fit, fold
+from commsched.spatial.layout import ON_FOLDED, Folded, common_cuts, fit, fold, parameter
 from commsched.spatial.mesh import draws, everyone, shared_seed
 from commsched.spatial.tile import (
     HANDLERS,
@@ -18,15 +18,16 @@ from commsched.spatial.tile import (
     Cut,
     Cuts,
     Tile,
+    Unsupported,
     cut_axes,
     handles,
     handles_all,
+    image_of,
     is_inplace,
     local_of,
     sizes_of,
     tiles_in,
     tree_map,
-    unsupported,
 )
 
 _NAMES = """
@@ -72,12 +73,10 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """
     tiles = list(tiles_in((args, kwargs)))
     mesh, cuts, target = tiles[0].mesh, None, None
-    if kwargs.get("out") is not None:
-        return unsupported(func, args, kwargs, "out= would write into a tensor that may be cut otherwise")
     if is_inplace(func, kwargs):
-        target = args[0] if args else kwargs.get("input")
+        target = args[0]
         if not isinstance(target, Tile):
-            return unsupported(func, args, kwargs, "it would write split pixels into a tensor that is whole")
+            raise Unsupported("it would write split pixels into a tensor that is whole")
         cuts = target.cuts
     cuts = common_cuts(tiles) if cuts is None else cuts
     plain_args, plain_kwargs = tree_map(lambda t: fit(t, mesh, cuts), (args, kwargs))
@@ -88,11 +87,13 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fallback(func: Any, args: tuple, kwargs: dict) -> Any:
+    if func == torch.where and len(args) + len(kwargs) == 1:
+        raise Unsupported("where(x) lists pixels")
     if is_pointwise(func):
         return pointwise(torch.Tensor.detach if func == _DATA else func, args, kwargs)
     if base_name(func) in ALONG:
         return along(func, args, kwargs)
-    return NotImplemented
+    raise Unsupported
 
 
 MOVES["fallback"] = _fallback
@@ -105,7 +106,7 @@ ALONG: dict[str, tuple[int, Any]] = {
     "normalize": (2, 1), "glu": (1, -1), "chunk": (2, 0), "split": (2, 0), "tensor_split": (2, 0),
     "unbind": (1, 0), "narrow": (1, None), "select": (1, None), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "any": (1, None), "all": (1, None), "prod": (1, None), "std": (1, None),
-    "var": (1, None), "norm": (2, None), "flip": (1, None),
+    "var": (1, None), "norm": (2, None), "linalg_vector_norm": (2, None),
     "repeat_interleave": (2, None), "index_select": (1, None), "amax": (1, None), "amin": (1, None),
     "max": (1, None), "min": (1, None), "median": (1, None), "cosine_similarity": (2, 1),
     "squeeze": (1, None), "unsqueeze": (1, None),
@@ -114,30 +115,32 @@ ALONG: dict[str, tuple[int, Any]] = {
 
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` on the parts if it runs along dimensions that are whole on every rank."""
-    position, default = ALONG[base_name(func)]
+    name = base_name(func)
+    position, default = ALONG[name]
     dims = kwargs.get("dim", args[position] if len(args) > position else default)
-    tile = args[0] if args else kwargs["input"]
+    tile, tiles = args[0] if args else None, list(tiles_in((args, kwargs)))
     chosen = (dims,) if isinstance(dims, int) else dims
-    tiles = list(tiles_in((args, kwargs)))
     if (
         not isinstance(tile, Tile)
         or not isinstance(chosen, (tuple, list))
-        or not all(isinstance(dim, int) for dim in chosen)
+        or not all(type(dim) is int for dim in chosen)
+        or (len(tiles) > 1 and name != "cosine_similarity")
     ):
-        return unsupported(func, args, kwargs)
+        raise Unsupported
+    place = fit if name == "cosine_similarity" else parameter  # operands, or counts and indices
     cuts = common_cuts(tiles)
     negative = [dim if dim < 0 else dim - tile.ndim for dim in chosen]
-    if base_name(func) == "unsqueeze":
+    if name == "unsqueeze":
         negative = [dim if dim < 0 else dim - tile.ndim - 1 for dim in chosen]
     elif any(cut.dim in negative for _, cut in cut_axes(cuts)):
-        return unsupported(func, args, kwargs, f"dimension {dims} is the one that is split")
-    plain_args, plain_kwargs = tree_map(lambda t: _whole_or_fit(t, tile, cuts), (args, kwargs))
+        raise Unsupported(f"dimension {dims} is the one that is split")
+    if name == "squeeze":
+        negative = [dim for dim in negative if tile.shape[dim] == 1]
+    plain_args, plain_kwargs = tree_map(
+        lambda t: fit(t, tile.mesh, cuts) if t is tile else place(t, tile.mesh, cuts), (args, kwargs)
+    )
     result = func(*plain_args, **plain_kwargs)
     return tree_map(lambda t: Tile.make(t, tile.mesh, moved(cuts, negative, t.ndim - tile.ndim)), result)
-
-
-def _whole_or_fit(value: Tensor, tile: Tile, cuts: Cuts) -> Tensor:
-    return fit(value, tile.mesh, cuts) if isinstance(value, Tile) else enter(value, tile.mesh, cuts)
 
 
 def moved(cuts: Cuts, dims: list[int], change: int) -> Cuts:
@@ -161,32 +164,55 @@ def moved(cuts: Cuts, dims: list[int], change: int) -> Cuts:
 
 def with_parameters(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     """Run ``func`` on the part with parameters that do not broadcast against it."""
-    if not isinstance(input, Tile):
-        return unsupported(func, (input, *args), options)
-    mesh, cuts = input.mesh, input.cuts
-    args, options = tree_map(lambda t: enter(t, mesh, cuts), ((input, *args), options))
-    return Tile.make(func(*args, **options), mesh, cuts)
+    mesh, cuts = image_of(input).mesh, input.cuts
+    args, options = tree_map(lambda t: parameter(t, mesh, cuts), (args, options))
+    return Tile.make(func(local_of(input), *args, **options), mesh, cuts)
 
 
-for _function in (F.prelu, torch.Tensor.prelu, F.channel_shuffle, F.local_response_norm):
-    handles(_function)(partial(with_parameters, _function))
+def need_channels(tile: Any) -> None:
+    """Dimension 1 must be whole on every rank."""
+    if any(cut.dim == 1 - tile.ndim for _, cut in cut_axes(image_of(tile).cuts)):
+        raise Unsupported("its channels are split")
+
+
+@handles(F.prelu, torch.Tensor.prelu)
+def _prelu(input: Any, weight: Tensor) -> Any:
+    if weight.numel() > 1:
+        need_channels(input)
+    return with_parameters(F.prelu, input, weight)
+
+
+def _over_channels(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    need_channels(input)
+    return with_parameters(func, input, *args, **options)
+
+
+for _channelwise in (F.channel_shuffle, F.local_response_norm):
+    handles(_channelwise)(partial(_over_channels, _channelwise))
 
 
 @handles(F.linear)
-def _linear(input: Any, *args: Any, **options: Any) -> Any:
-    if not isinstance(input, Tile) or any(cut.dim == -1 for _, cut in cut_axes(input.cuts)):
-        why = "its last dimension is the one that is split"
-        return unsupported(F.linear, (input, *args), options, why)
-    return with_parameters(F.linear, input, *args, **options)
+def _linear(input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if any(cut.dim == -1 for _, cut in cut_axes(image_of(input).cuts)):
+        raise Unsupported("its last dimension is the one that is split")
+    if weight.ndim != 2 or (bias is not None and bias.ndim != 1):
+        raise Unsupported("the weight must be a matrix and the bias a vector")
+    return with_parameters(F.linear, input, weight, bias)
 
 
 @handles(F.layer_norm)
 def _layer_norm(input: Any, normalized_shape: list[int], *args: Any, **options: Any) -> Any:
-    dims = -len(normalized_shape)
-    if not isinstance(input, Tile) or any(cut.dim >= dims for _, cut in cut_axes(input.cuts)):
-        why = "it normalizes over dimensions that are split"
-        return unsupported(F.layer_norm, (input, normalized_shape, *args), options, why)
+    if any(cut.dim >= -len(normalized_shape) for _, cut in cut_axes(image_of(input).cuts)):
+        raise Unsupported("it normalizes over dimensions that are split")
     return with_parameters(F.layer_norm, input, normalized_shape, *args, **options)
+
+
+@handles(torch.flip, torch.Tensor.flip)
+def _flip(input: Any, *given: Any, dims: Any = ()) -> Any:
+    chosen = sizes_of(given or (dims,))
+    if any(cut.dim in chosen or cut.dim + input.ndim in chosen for _, cut in cut_axes(input.cuts)):
+        raise Unsupported(f"dimension {chosen} is the one that is split")
+    return Tile.make(local_of(input).flip(chosen), input.mesh, input.cuts)
 
 
 # -- new tensors made by a tile: ``x.new_zeros(...)`` and its relatives --------------------------------------
@@ -263,12 +289,20 @@ def _held_bounds(tile: Tile) -> list[tuple[int, int]]:
     return bounds
 
 
-def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, channels: bool) -> Any:
+def _drop(
+    input: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
+    channels: bool,
+) -> Any:
     """``channels``: drop whole channels, the same ones in every tile."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{input.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
     local: Tensor = local_of(input)
-    if not training or p == 0.0:
+    if not (training and train) or p == 0.0:
         return input
     bounds, shape = _held_bounds(input), list(input.shape)
     if channels:
@@ -285,19 +319,22 @@ handles_all(F.dropout, torch.dropout)(partial(_drop, channels=False))
 handles_all(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)(partial(_drop, channels=True))
 
 
+_DRAWS = "each rank would draw other numbers"
+
+
 @handles_all(torch.Tensor.bernoulli_)
 def bernoulli_(tile: Tile, p: float | Tensor = 0.5, *, generator: Any = None) -> Any:
-    if generator is not None:
-        return unsupported(torch.Tensor.bernoulli_, (tile, p), {}, "each rank has another generator")
+    if generator is not None or not isinstance(tile, Tile):
+        raise Unsupported(_DRAWS, gather=False)
     tile.local.copy_(_bernoulli(tile, p))
     return tile
 
 
 @handles_all(torch.bernoulli, torch.Tensor.bernoulli)
-def bernoulli(input: Any, p: float | None = None, *, generator: Any = None, out: Any = None) -> Any:
+def bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> Any:
     """With probability ``p``, or that of each element of ``input``."""
-    if generator is not None or out is not None or not isinstance(input, Tile):
-        return unsupported(torch.bernoulli, (input, p), {}, "generator= and out= would differ between ranks")
+    if generator is not None or not isinstance(input, Tile):
+        raise Unsupported(_DRAWS, gather=False)
     return Tile.make(_bernoulli(input, input if p is None else p), input.mesh, input.cuts)
 
 

@@ -15,18 +15,28 @@ from torch.autograd import Function
 from commsched.spatial.intervals import Split, clipped
 from commsched.spatial.layout import (
     common_cuts,
-    enter,
     fit,
     local_owned,
     owned_cuts,
     owned_in_held,
+    parameter,
     replicate,
     take,
 )
 from commsched.spatial.mesh import apply, everyone, spread, sum_in_order
 from commsched.spatial.mesh import total as total_of_tiles
-from commsched.spatial.ops.pointwise import along, moved, with_parameters
-from commsched.spatial.tile import Cut, Tile, cut_axes, handles, local_of, tiles_in, unsupported
+from commsched.spatial.ops.pointwise import moved, need_channels, with_parameters
+from commsched.spatial.tile import (
+    Cut,
+    Tile,
+    Unsupported,
+    cut_axes,
+    handles,
+    image_of,
+    local_of,
+    tiles_in,
+    tree_map,
+)
 
 # -- sums and means, global and adaptive pooling -------------------------------------------------------------
 
@@ -67,16 +77,19 @@ def unrounded(input: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None) ->
 @handles(torch.mean, torch.Tensor.mean)
 def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     count, kind = prod(input.shape[d] for d in negative_dims(input, dim)), dtype or input.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise Unsupported("it is for real numbers")
     result = unrounded(input, dim, keepdim, wide(kind)) / count
     return result if result.dtype == kind else result.to(kind)
 
 
 @handles(torch.norm, torch.Tensor.norm, torch.linalg.vector_norm)
-def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+def norm(
+    input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = 2, dtype: Any = None
+) -> Any:
     """The 2-norm has gradient zero at zero, as torch has it; other norms are of whole dimensions only."""
-    options["p"] = options.pop("ord", p)
-    if options["p"] not in (2, "fro", None) or options.get("dtype") is not None:
-        return along(torch.Tensor.norm, (input,), {"dim": dim, "keepdim": keepdim, **options})
+    if p not in (2, "fro", None) or ord != 2 or dtype is not None:
+        return NotImplemented
     kind = input.dtype
     input = input if wide(kind) == kind else input.to(wide(kind))
     squares = total(input * input, dim, keepdim)
@@ -85,6 +98,7 @@ def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **optio
     return result if result.dtype == kind else result.to(kind)
 
 
+@handles(torch.var, torch.Tensor.var)
 def var(
     input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
@@ -92,37 +106,26 @@ def var(
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     kind, dims = input.dtype, negative_dims(input, dim)
+    if not any(cut.dim in dims for _, cut in cut_axes(input.cuts)):
+        return NotImplemented
+    if not kind.is_floating_point:
+        raise Unsupported("it is for real numbers")
     wider = input.to(wide(kind))
     deviations = wider - mean(wider, dims, keepdim=True)
     freedom = prod(input.shape[d] for d in dims) - (int(unbiased) if correction is None else correction)
     return (unrounded(deviations * deviations, dims, keepdim, None) / max(freedom, 0)).to(kind)
 
 
-def std(input: Any, *args: Any, **options: Any) -> Any:
+@handles(torch.std, torch.Tensor.std)
+def std(
+    input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+) -> Any:
     """The root of the variance; its gradient is zero where it is zero, as torch has it."""
-    variance = var(input.to(wide(input.dtype)), *args, **options)
+    variance = var(input.to(wide(input.dtype)), dim, unbiased, keepdim, correction=correction)
+    if variance is NotImplemented:
+        return NotImplemented
     zero = variance == 0
     return (variance + zero).sqrt().masked_fill(zero, 0.0).to(input.dtype)
-
-
-def _of_split(function: Callable[..., Any], name: str) -> None:
-    """Registers a reduction for split dimensions; torch's own runs on the parts where others are reduced."""
-
-    def reduced(original: Any, input: Any, *args: Any, **options: Any) -> Any:
-        given = options.get("dim", args[0] if args else None)
-        dims = negative_dims(input, None if isinstance(given, bool) else given)
-        if any(cut.dim in dims for _, cut in cut_axes(input.cuts)):
-            if not input.is_floating_point():
-                return unsupported(original, (input, *args), options, "it is for real numbers")
-            return function(input, *args, **options)
-        return along(original, (input, *args), options)
-
-    for original in (getattr(torch, name), getattr(torch.Tensor, name)):
-        handles(original)(partial(reduced, original))
-
-
-_of_split(var, "var")
-_of_split(std, "std")
 
 
 def _adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
@@ -175,8 +178,7 @@ def _adaptive_avg(n: int, input: Any, output_size: Any) -> Any:
 def _adaptive_max(n: int, input: Any, output_size: Any, return_indices: bool = False) -> Any:
     """Dimension by dimension from the last, so that the first of equal maxima is torch's."""
     if return_indices:
-        function = getattr(F, f"adaptive_max_pool{n}d")
-        return unsupported(function, (input, output_size, return_indices), {}, "return_indices=True")
+        raise Unsupported("return_indices=True")
     sizes = _sizes(n, input, output_size)
     tile = input
     for dim in range(-1, -n - 1, -1):
@@ -329,7 +331,7 @@ def _gradients(
         share = region.crop(normal).mul_(second[:, lo:hi]).add_(first[:, lo:hi]).mul_(scale[:, lo:hi])
         region.crop(part).sub_(share)
     grad_weight = None if weight is None else torch.cat([chunk[2] for chunk in per_chunk])
-    return grad_x, grad_weight, None if bias is None else torch.cat([chunk[3] for chunk in per_chunk])
+    return grad_x, grad_weight, None if bias is None else torch.cat([chunk[-1] for chunk in per_chunk])
 
 
 def _inner(grad: Tensor, weight: Tensor | None, lo: int, hi: int) -> Tensor:
@@ -342,11 +344,12 @@ def _chunk_sums(
     grad: Tensor, inner: Tensor, normal: Tensor, dims: list[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     first, second = inner.sum(dims, keepdim=True), (inner * normal).sum(dims, keepdim=True)
-    if weight is None:
-        return first, second
-    shape = (grad.shape[1], *weight.shape[1:])
-    grad_bias = first.new_empty(0) if bias is None else grad.sum_to_size(shape)
-    return first, second, (grad * normal).sum_to_size(shape), grad_bias
+    sums = [first, second]
+    if weight is not None:
+        sums.append((grad * normal).sum_to_size((grad.shape[1], *weight.shape[1:])))
+    if bias is not None:
+        sums.append(grad.sum_to_size((grad.shape[1], *bias.shape[1:])))
+    return tuple(sums)
 
 
 def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, region: Region, eps: float) -> Tensor:
@@ -361,8 +364,8 @@ def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, region: Reg
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def _per_channel(parameter: Tensor | None, tile: Tile, *shape: int) -> Tensor | None:
-    return None if parameter is None else enter(parameter, tile.mesh, tile.cuts).view(*shape)
+def _per_channel(value: Tensor | None, tile: Tile, *shape: int) -> Tensor | None:
+    return None if value is None else parameter(value, tile.mesh, tile.cuts).view(*shape)
 
 
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
@@ -381,6 +384,8 @@ def _normalized(
     eps: float,
 ) -> Tile:
     """Normalize by the moments of ``region``; running statistics average moments of separate samples."""
+    if any(value is not None for value in (running_mean, running_var, weight, bias)):
+        need_channels(input)
     view = (-1, *(1,) * (input.ndim - 2))
     local, mean, var = Normalize.apply(
         local_of(input),
@@ -407,9 +412,10 @@ def batch_norm(
 ) -> Any:
     """Statistics over batch and image; running statistics are the same bits on every rank."""
     if not training:
+        need_channels(input)
         statistics = running_mean, running_var
         return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
-    region = Region(input, [-input.ndim, *range(2 - input.ndim, 0)])
+    region = Region(image_of(input), [-input.ndim, *range(2 - input.ndim, 0)])
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "
@@ -432,7 +438,7 @@ def instance_norm(
     """Statistics over the image, per sample and channel."""
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    region = Region(input, list(range(2 - input.ndim, 0)))
+    region = Region(image_of(input), list(range(2 - input.ndim, 0)))
     return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
 
 
@@ -441,6 +447,7 @@ def group_norm(
     input: Any, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
     """Statistics over the image and the channels of a group."""
+    need_channels(input)
     n, channels = input.ndim - 2, input.shape[1]
     group = channels // num_groups
     region = Region(input, list(range(-n, 0)), group)
@@ -456,13 +463,17 @@ def group_norm(
 # -- losses per pixel: computed on the parts, summed or averaged over the whole ------------------------------
 
 
+def _check(size_average: Any, reduce: Any, reduction: str) -> None:
+    if size_average is not None or reduce is not None:
+        raise Unsupported("size_average and reduce; use reduction")
+    if reduction not in ("none", "mean", "sum"):
+        raise Unsupported(f"reduction={reduction!r}")
+
+
 def _reduced(losses: Tile, reduction: str) -> Any:
     if reduction == "none":
         return losses
     return losses.mean() if reduction == "mean" else losses.sum()
-
-
-_DEPRECATED = "size_average and reduce; use reduction"
 
 
 def _register(function: Callable[..., Tensor]) -> None:
@@ -470,20 +481,20 @@ def _register(function: Callable[..., Tensor]) -> None:
     def loss(
         input: Any,
         target: Any,
-        *args: Any,
         size_average: Any = None,
         reduce: Any = None,
         reduction: str = "mean",
         **options: Any,
     ) -> Any:
-        if size_average is not None or reduce is not None:
-            options |= {"size_average": size_average, "reduce": reduce, "reduction": reduction}
-            return unsupported(function, (input, target, *args), options, _DEPRECATED)
-        tiles = list(tiles_in((input, target, args, options)))
+        _check(size_average, reduce, reduction)
+        tiles = list(tiles_in((input, target, options)))
         mesh, cuts = tiles[0].mesh, common_cuts(tiles)
-        operands = [fit(t, mesh, cuts) if isinstance(t, Tensor) else t for t in (input, target, *args)]
-        others = {k: fit(v, mesh, cuts) if isinstance(v, Tensor) else v for k, v in options.items()}
-        return _reduced(Tile.make(function(*operands, reduction="none", **others), mesh, cuts), reduction)
+        args, others = tree_map(lambda t: fit(t, mesh, cuts), ((input, target), options))
+        losses = Tile.make(function(*args, reduction="none", **others), mesh, cuts)
+        weight = options.get("weight")
+        if weight is not None and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
+            return losses.sum() / weight.sum()
+        return _reduced(losses, reduction)
 
 
 for _function in (
@@ -510,13 +521,11 @@ def _classified(
     **options: Any,
 ) -> Any:
     """Per pixel over the channels; the mean weighs classes and leaves out ``ignore_index`` as torch does."""
-    old = size_average is not None or reduce is not None
-    if old or not isinstance(input, Tile) or input.ndim < 3:
-        args = (input, target, weight, size_average, ignore_index, reduce, reduction)
-        why = _DEPRECATED if old else "the classes must be dimension 1 of an image"
-        return unsupported(function, args, options, why)
-    mesh, cuts = input.mesh, common_cuts([t for t in (input, target) if isinstance(t, Tile)])
-    weight = None if weight is None else enter(weight, mesh, cuts)
+    _check(size_average, reduce, reduction)
+    mesh, cuts = image_of(input).mesh, common_cuts(list(tiles_in((input, target))))
+    if any(cut.dim < 2 - input.ndim for _, cut in cut_axes(cuts)):
+        raise Unsupported("the classes must be dimension 1 of an image")
+    weight = None if weight is None else parameter(weight, mesh, cuts)
     scores, wanted = fit(input, mesh, cuts), fit(target, mesh, cuts)
     local = function(scores, wanted, weight, ignore_index=ignore_index, reduction="none", **options)
     losses, kind = Tile.make(local, mesh, cuts), wide(local.dtype)

@@ -29,12 +29,12 @@ from commsched.spatial.tile import (
     Cut,
     Cuts,
     Tile,
+    Unsupported,
     cut_axes,
     handles,
     local_of,
     sizes_of,
     tiles_in,
-    unsupported,
 )
 
 _T = torch.Tensor
@@ -111,9 +111,8 @@ def _permutes(*functions: Any) -> Callable[[Callable[..., list[int]]], Callable[
 
 
 @_permutes(torch.permute, _T.permute)
-def permute(n: int, *dims: Any) -> list[int]:
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return [d % n for d in order]
+def permute(n: int, *given: Any, dims: Any = ()) -> list[int]:
+    return [d % n for d in sizes_of(given or (dims,))]
 
 
 @_permutes(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes, torch.swapdims, _T.swapdims)
@@ -138,7 +137,7 @@ _reshapes = partial(handles, into=(HANDLERS, ON_FOLDED))
 @_reshapes(torch.reshape, _T.reshape, _T.view)
 def reshape(input: Any, *shape: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
-        return unsupported(_T.view, (input, *shape), {}, "view as another dtype")
+        raise Unsupported("view as another dtype")
     return reshaped(input, resolved(input.shape, sizes_of(shape)))
 
 
@@ -150,6 +149,8 @@ def resolved(shape: torch.Size, sizes: list[int]) -> list[int]:
 
 @_reshapes(_T.view_as, _T.reshape_as)
 def view_as(input: Any, other: Tensor) -> Any:
+    if not isinstance(input, Tile):  # a plain tensor in the shape of a tile: the global shape
+        return input.view(other.shape)
     return reshaped(input, list(other.shape))
 
 
@@ -174,7 +175,7 @@ def expand(input: Any, *shape: Any) -> Any:
         return input.expand(sizes)
     for _, cut in cut_axes(input.cuts):
         if sizes[cut.dim] not in (-1, input.shape[cut.dim]):
-            return unsupported(_T.expand, (input, sizes), {}, f"dimension {cut.dim} is split")
+            raise Unsupported(f"dimension {cut.dim} is split")
         sizes[cut.dim] = -1
     return Tile.make(local_of(input).expand(sizes), input.mesh, input.cuts)
 
@@ -197,6 +198,8 @@ def _scaled(cuts: Cuts, factor: int) -> Cuts:
 @handles(torch.nn.functional.pixel_shuffle)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
     r, local = upscale_factor, local_of(input)
+    if any(cut.dim < -2 for _, cut in cut_axes(input.cuts)):
+        raise Unsupported("its channels are split")
     *lead, channels, height, width = local.shape
     split = local.reshape(*lead, channels // (r * r), r, r, height, width)
     order = [*range(split.ndim - 4), -2, -4, -1, -3]
@@ -213,7 +216,7 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
         *inner, size = cut.split.bounds
         blocks = Split((*(bound // r for bound in inner), size // r))
         if size % r or cut.dim < -2:
-            return unsupported(torch.nn.functional.pixel_unshuffle, (input, r), {}, "no whole blocks")
+            raise Unsupported("no whole blocks")
         targets[axis] = Split(tuple(bound * r for bound in blocks.bounds))
         cuts[axis] = Cut(cut.dim, blocks)
     local = local_of(recut(input, targets))
@@ -235,6 +238,8 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
     A margin (a wide halo) that a tile holds stays, as far as it needs no pixels of other tiles.
     """
     assert isinstance(input, Tile)
+    if mode not in ("constant", "reflect", "replicate", "circular") or (mode != "constant" and value):
+        raise Unsupported(f"mode {mode!r} with value {value}")
     pads = {-1 - i // 2: (int(pad[i]), int(pad[i + 1])) for i in range(0, len(pad), 2)}
     _check_pads(input, pads, mode)
     cuts, wants, rest = list(input.cuts), {}, list(pad)
@@ -274,7 +279,9 @@ def _check_pads(tile: Tile, pads: dict[int, tuple[int, int]], mode: str) -> None
                 f"{tile.mesh.where('pad')}: {mode} padding of {max(before, after)} needs more than the "
                 f"{size} pixels of dimension {dim}"
             )
-        if size + before + after < 0 or (mode != "constant" and min(before, after) < 0):
+        if mode != "constant" and min(before, after) < 0:
+            raise Unsupported(f"{mode} padding {(before, after)}")
+        if size + before + after < 0:
             raise ValueError(f"{tile.mesh.where('pad')}: {mode} padding {(before, after)} of {size} pixels")
 
 
@@ -316,13 +323,8 @@ def _shifted(split: Split, part: int, shift: int) -> Want:
 def getitem(tile: Any, index: Any) -> Any:
     """Indexing that keeps the split dimensions whole, crops them, or takes every n-th pixel."""
     if not isinstance(tile, Tile):
-        return unsupported(torch.Tensor.__getitem__, (tile, index), {}, "the index is split")
-    entries = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(e, (int, slice)) or e is None or e is Ellipsis for e in entries):
-        return unsupported(
-            torch.Tensor.__getitem__, (tile, index), {}, "only ints, slices, None and ... may index"
-        )
-    entries = explicit(entries, tile.ndim)
+        raise Unsupported("the index is split")
+    entries = explicit(index, tile.ndim)
     local_index: list[Any] = []
     crops: dict[int, tuple[int, int]] = {}
     dims: dict[int, int] = {}
@@ -390,8 +392,13 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     return Tile.make(local, tile.mesh, cuts)
 
 
-def explicit(entries: tuple, ndim: int) -> tuple:
+def explicit(index: Any, ndim: int) -> tuple:
     """The index with ``...`` expanded, one entry per dimension."""
+    entries = index if isinstance(index, tuple) else (index,)
+    for e in entries:
+        forward = isinstance(e, slice) and (e.step is None or e.step > 0)
+        if not (type(e) is int or forward or e is None or e is Ellipsis):
+            raise Unsupported("only ints, slices, None and ... may index")
     named = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
     missing = (slice(None),) * (ndim - named)
     if Ellipsis in entries:

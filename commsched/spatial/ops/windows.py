@@ -15,10 +15,10 @@ from torch import Tensor
 
 from commsched.spatial.fetch import Division, Halo, Plan, compact, fetch, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
-from commsched.spatial.layout import enter, plan_for, take
+from commsched.spatial.layout import parameter, plan_for, take
 from commsched.spatial.mesh import Site, Visit
 from commsched.spatial.ops.reduce import wide
-from commsched.spatial.tile import Cut, Cuts, Tile, cut_axes, handles, local_of, unsupported
+from commsched.spatial.tile import Cut, Cuts, Tile, Unsupported, cut_axes, handles, image_of, local_of
 
 # -- the buffer with every pixel that the outputs of a rank's part read --------------------------------------
 
@@ -35,15 +35,14 @@ def each(value: Any, n: int) -> tuple[int, ...]:
 
 def cut_windows(tile: Tile, windows: Sequence[AnyWindow]) -> dict[int, AnyWindow]:
     """The windows of cut axes; ``windows`` are those of the last ``len(windows)`` dimensions."""
-    found = {}
-    for axis, cut in cut_axes(tile.cuts):
-        if cut.dim < -len(windows):
-            raise ValueError(
-                f"{tile.mesh.where('window')}: dimension {cut.dim} of a tensor of shape "
-                f"{tuple(tile.shape)} is split, and only the last {len(windows)} are image dimensions here"
-            )
-        found[axis] = windows[cut.dim]
-    return found
+    return {axis: windows[cut.dim] for axis, cut in cut_axes(tile.cuts)}
+
+
+def _check_image(value: Any, n: int) -> None:
+    """Only the last ``n`` dimensions may be split."""
+    for _, cut in cut_axes(image_of(value).cuts):
+        if cut.dim < -n:
+            raise Unsupported(f"dimension {cut.dim} is split, and only the last {n} are of the image")
 
 
 def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: bool = False) -> Cuts:
@@ -213,7 +212,7 @@ def _paddings(padding: Any, n: int, kernel: Sequence[int], dilation: Sequence[in
 
 def _convolve(
     n: int,
-    input: Tile,
+    input: Any,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -221,6 +220,7 @@ def _convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
+    _check_image(input, n)
     kernel, stride, dilation = weight.shape[2:], each(stride, n), each(dilation, n)
     pads = _paddings(padding, n, kernel, dilation)
     windows = [Window(k, s, d, *p) for k, s, d, p in zip(kernel, stride, dilation, pads)]
@@ -228,7 +228,7 @@ def _convolve(
         pads[cut.dim] = (0, 0)  # it is in the buffer
     uneven = [p for pair in reversed(pads) for p in pair] if any(a != b for a, b in pads) else None
     rest = [0 if uneven else before for before, _ in pads]
-    weight, bias = enter(weight, input.mesh, input.cuts), _entered(bias, input)
+    weight, bias = parameter(weight, input.mesh, input.cuts), _entered(bias, input)
 
     def compute(buffer: Tensor) -> Tensor:
         padded = F.pad(buffer, uneven) if uneven else buffer
@@ -237,13 +237,13 @@ def _convolve(
     return windowed(input, windows, False, 0.0, compute, work=weight.numel())
 
 
-def _entered(parameter: Tensor | None, tile: Tile) -> Tensor | None:
-    return None if parameter is None else enter(parameter, tile.mesh, tile.cuts)
+def _entered(value: Tensor | None, tile: Tile) -> Tensor | None:
+    return None if value is None else parameter(value, tile.mesh, tile.cuts)
 
 
 def _convolve_transposed(
     n: int,
-    input: Tile,
+    input: Any,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -252,10 +252,12 @@ def _convolve_transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
+    _check_image(input, n)
     per_dim = zip(
         weight.shape[2:], each(stride, n), each(dilation, n), each(padding, n), each(output_padding, n)
     )
     windows = [TransposedWindow(k, s, d, p, p, extra) for k, s, d, p, extra in per_dim]
+    weight, bias = parameter(weight, input.mesh, input.cuts), _entered(bias, input)
     site, cuts, plan = planned(input, windows)
     tile = local_of(input)
     received: list[Tensor] = []
@@ -263,7 +265,6 @@ def _convolve_transposed(
     fetched = buffer = fetch(tile, plan, input.mesh, 0.0, received)
     unreached = [cut.dim for _, cut in cut_axes(cuts) if buffer.shape[cut.dim] == 0]  # no input writes there
     buffer = at_least(buffer, dict.fromkeys(unreached, 1))
-    weight, bias = enter(weight, input.mesh, cuts), _entered(bias, input)
     # Padding and output padding along cut dimensions are a crop (or zeros) of the full result.
     pads, extras, crop = list(each(padding, n)), list(each(output_padding, n)), [(0, 0)] * n
     for axis, cut in cut_axes(cuts):
@@ -281,21 +282,15 @@ def _convolve_transposed(
     return Tile.make(local, input.mesh, cuts)
 
 
-def _with_image(function: Any, convolve: Callable[..., Any], input: Any, *args: Any, **options: Any) -> Any:
-    """Convolve a split image; a whole image with a split weight is not supported."""
-    if not isinstance(input, Tile):
-        return unsupported(function, (input, *args), options, "the weight is split and the image is not")
-    return convolve(input, *args, **options)
-
-
 for _n in (1, 2, 3):
-    for _function, _convolution in ((_CONV[_n], _convolve), (_TRANSPOSED[_n], _convolve_transposed)):
-        handles(_function)(partial(_with_image, _function, partial(_convolution, _n)))
+    handles(_CONV[_n])(partial(_convolve, _n))
+    handles(_TRANSPOSED[_n])(partial(_convolve_transposed, _n))
 
 
 @handles(F.unfold)
 def unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
     """Columns of patches; each stays with the rank that owns its middle."""
+    _check_image(input, 2)
     kernel, dilation, stride = each(kernel_size, 2), each(dilation, 2), each(stride, 2)
     windows = _windows(2, kernel, stride, padding, dilation)
     rest = _rest(input, windows)
@@ -326,8 +321,8 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     if return_indices:
-        args = (input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-        return unsupported(_MAX[n], args, {}, "return_indices=True")
+        raise Unsupported("return_indices=True")
+    _check_image(input, n)
     windows = _windows(n, kernel_size, stride, padding, dilation)
     lowest = -float("inf") if input.is_floating_point() else torch.iinfo(input.dtype).min
     sizes, strides, steps = zip(*((w.kernel, w.stride, w.dilation) for w in windows))
@@ -349,6 +344,7 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
+    _check_image(input, n)
     windows = _windows(n, kernel_size, stride, padding)
     rest = _rest(input, windows)
     work = prod(w.kernel for w in windows) * input.shape[1]
@@ -388,9 +384,7 @@ def _window_sums(n: int, buffer: Tensor, windows: list[Window], rest: list[int],
 
 
 for _n in (1, 2, 3):
-    handles(_MAX[_n], getattr(torch, f"max_pool{_n}d"), getattr(F, f"max_pool{_n}d_with_indices"))(
-        partial(_max_pool, _n)
-    )
+    handles(_MAX[_n], getattr(torch, f"max_pool{_n}d"))(partial(_max_pool, _n))
     handles(getattr(F, f"avg_pool{_n}d"))(partial(_avg_pool, _n))
 
 
@@ -398,7 +392,7 @@ for _n in (1, 2, 3):
 
 # Along each dimension an output is a weighted sum of a few pixels, fetched and then weighed locally.
 
-_LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
+_SMOOTH = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}  # image dimensions
 
 
 @dataclass(frozen=True)
@@ -421,15 +415,20 @@ def interpolate(
     antialias: bool = False,
 ) -> Any:
     """nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area."""
-    n = input.ndim - 2
+    n, smooth = input.ndim - 2, mode in _SMOOTH
+    if (
+        _SMOOTH.get(mode, n) != n
+        or mode not in (*_SMOOTH, "nearest", "nearest-exact", "area")
+        or (size is None) == (scale_factor is None)
+        or (recompute_scale_factor and size is not None)
+        or (align_corners is not None and not smooth)
+        or (antialias and mode not in ("bilinear", "bicubic"))
+        or (smooth and not input.is_floating_point())
+    ):
+        raise Unsupported(f"mode {mode!r} with these arguments, {input.dtype} and {n} image dimensions")
     sizes, scales = _sizes(input, n, size, scale_factor, recompute_scale_factor)
     if mode == "area":
         return getattr(F, f"adaptive_avg_pool{n}d")(input, tuple(sizes))
-    if mode in _LINEAR and _LINEAR[mode] != n or mode == "bicubic" and n != 2:
-        raise ValueError(
-            f"{input.mesh.where('interpolate')}: mode {mode!r} does not fit a tensor of {input.ndim} "
-            f"dimensions"
-        )
     tile, work_type = input, torch.float64 if input.dtype == torch.float64 else torch.float32
     for dim in range(-n, 0):
         one = (mode, input.shape[dim], sizes[dim], scales[dim], bool(align_corners), work_type)

@@ -1,13 +1,16 @@
-"""Random convolutional models on tiles compute what one process computes."""
+"""Random convolutional models and random calls on tiles compute what one process computes."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
+from commsched.spatial.tile import HANDLERS, ON_ALL
+from tests.checker.calls import faults, functions
 from tests.checker.tiles import Case, Step, draw, failure
 
 PARTS, PROGRAMS = 8, 8
@@ -48,3 +51,21 @@ FOUND = [
 def test_what_random_tiles_have_found(changed: dict[str, object]) -> None:
     case = dataclasses.replace(PLAIN, **changed)  # type: ignore[arg-type]
     assert not failure(case), failure(case)
+
+
+WITH_HANDLER = [function for function in functions() if function in HANDLERS or function in ON_ALL]
+BY_NAME = [function for function in functions() if function not in WITH_HANDLER]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "some",
+    [WITH_HANDLER[part::PARTS] for part in range(PARTS)]
+    + [pytest.param(BY_NAME[part::PARTS], marks=pytest.mark.thorough) for part in range(PARTS)],
+    ids=lambda some: f"{some[0].__name__} and {len(some) - 1} more",
+)
+def test_calls_with_every_argument(some: list[Any]) -> None:
+    """Calls that were refused or gathered lost arguments, and some handlers ignored an argument."""
+    torch.set_num_threads(1)
+    found = [fault for function in some for fault in faults(function)]
+    assert not found, "\n".join(found)

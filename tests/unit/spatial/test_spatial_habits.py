@@ -144,6 +144,12 @@ def test_writes_to_a_gathered_image_reach_the_tile(name: str) -> None:
     on_threads(2, work)
 
 
+def changed_between(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    first = function(x)
+    x.mul_(2)
+    return first + function(x)
+
+
 CLASSES = torch.arange(2.0 * 4 * 6 * 8).double().sin().view(2, 4, 6, 8)
 WITH_ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "indices": lambda x: F.max_pool2d(x, 3, 2, padding=1, return_indices=True)[1],
@@ -152,6 +158,15 @@ WITH_ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "kernel of the transposed": lambda x: F.conv_transpose2d(torch.ones(1, 2, 4, 4).double(), x, stride=2),
     "sum": lambda x: F.mse_loss(x, 2 * x, size_average=False),
     "classes": lambda x: F.cross_entropy(CLASSES, (x[:, 0] > 0).long(), ignore_index=0),
+    "both": lambda x: F.conv2d(x, x, padding=(1, 2)),
+    "flip of two": lambda x: x.flip(0, 2),
+    "unbind": lambda x: x.unbind(axis=2)[1],
+    "pixels": lambda x: torch.where(x > 0)[3],
+    "index": lambda x: x[True] + x[:, None, 0],
+    "tuple": lambda x: torch.sort(x, 2, out=(y := x * 0, (x * 0).long())).values + y,
+    "changed tokens": lambda x: changed_between(x.flatten(2), lambda y: y.cumsum(-1)),
+    "scale": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.1),
+    "weighted": lambda x: F.mse_loss(x, 2 * x, weight=x.abs()),
     "sum over classes": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long(), size_average=False),
 }
 
@@ -162,11 +177,32 @@ def test_a_gathered_call_keeps_its_arguments(name: str) -> None:
     """Arguments after the first two were dropped: strides became 1, sums became means."""
     function = WITH_ARGUMENTS[name]
     x = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0)).double()
-    wanted = function(x)
+    wanted = function(x.clone())
 
     def work(channel: Channel) -> None:
-        model = spatial.shard(Calls(function), GRID, channel=channel, unsupported="gather")
-        assert torch.equal(spatial.gather(model(spatial.scatter(x))).local, wanted)
+        model = spatial.shard(Calls(function), (1, 2), channel=channel, unsupported="gather")
+        found = spatial.gather(model(spatial.scatter(x))).local
+        torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
+
+    on_threads(2, work)
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "a hook of tokens": lambda x: x.flatten(2).transpose(1, 2).register_hook(print),
+    "the storage": lambda x: setattr(x, "data", x * 2),
+    "numbers of each rank": lambda x: torch.bernoulli(x.sigmoid(), generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_the_gathered_image_cannot_answer_is_refused(name: str) -> None:
+    """Hooks of the gathered copy were never called, and what was set on it was lost."""
+    x = image().requires_grad_()
+
+    def work(channel: Channel) -> None:
+        spatial.shard(net(), (1, 2), channel=channel, unsupported="gather")
+        with pytest.raises(ValueError, match=r"is not supported: .*; gather the tile first$"):
+            REFUSED[name](spatial.scatter(x))
 
     on_threads(2, work)
 
