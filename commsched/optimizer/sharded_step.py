@@ -275,6 +275,12 @@ class ShardedStep(StepMode):
             " early_step=False"
         )
 
+    def _gather_as_before(self) -> None:
+        """Gather gradients that had been gathered, if a new plan has been made since."""
+        if self._gather_again:
+            self._gather_again = False
+            self.gather_gradients()
+
     def gather_gradients(self) -> None:
         self.refuse_early("synchronize()")
         now = self.round
@@ -325,9 +331,8 @@ class ShardedStep(StepMode):
         now.mark("step")
         if self._early is not None:
             now.timed("early updates", self._early.finish)
-        elif self._gather_again:
-            self.gather_gradients()
-        self._gather_again = False
+        else:
+            self._gather_as_before()
         with now.lock:
             if now.state is State.IDLE:  # after a synchronize() without a gradient
                 now.seal()
@@ -480,6 +485,7 @@ class ShardedStep(StepMode):
         The norm stays on the gradients' device, so that the host does not wait for it.
         """
         self.refuse_early("clip_grad_norm_()")
+        self._gather_as_before()
         now, shards = self.round, self.shards
         with now.lock:
             self._wait_all_reduced()

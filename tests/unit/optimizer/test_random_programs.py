@@ -276,6 +276,8 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ("no_sync", {"loss": {"branch": "by rank"}, "local": 2, "then": "nothing"}),
         ],
     ),
+    # They had been gathered, and clipping, which made a new plan, left them on shards.
+    (SHARDS, [("add_by_hand", LOSS), ADD, ("clip", {"how": "optimizer", "sync": True})]),
     # A changed sum was refused on one rank alone, by close(): the other one took half of a sum.
     (
         {"op": "sum"},
