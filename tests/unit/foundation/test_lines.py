@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
-BUDGET = 49_700
+# Raised by 100 for links as resources (360 lines) and one home for what tiles refuse or gather (130).
+BUDGET = 49_800
 
 
 def test_the_product_keeps_to_its_budget() -> None:
