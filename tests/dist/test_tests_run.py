@@ -29,11 +29,12 @@ def path(tmp_path: Path) -> Path:
 def run(folder: Path, path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """tests/run in a checkout with nothing to install; its Python says what it was asked to do."""
     checkout = folder / "checkout"
-    for name in ("docker", "tests/support", "env/bin"):
+    for name in ("docker", "tests/support", "tests/native", "comm_core", "env/bin"):
         (checkout / name).mkdir(parents=True)
     for name in ("docker/common.sh", "tests/run", "tests/support/needs.py"):
         shutil.copy(ROOT / name, checkout / name)
     make_script(checkout / "docker/install.sh", "")
+    make_script(checkout / "env/bin/clang-format", "")
     answer = f'case $2 in tests.*) exec {sys.executable} "$@" ;; *) echo "ran $*" ;; esac'
     make_script(checkout / "env/bin/python", answer)
     env = {"PATH": str(path), "HOME": str(folder), "VIRTUAL_ENV": str(checkout / "env")} | variables
@@ -53,7 +54,8 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
     *_, tests, times = result.stdout.splitlines()
     assert tests == "ran -m pytest tests/unit"
-    assert re.fullmatch(r"tests/run: \d+ s \(format \d+ s, ruff \d+ s, mypy \d+ s, pytest \d+ s\)", times)
+    names = "format", "clang-format", "ruff", "mypy", "pytest"
+    assert re.fullmatch(rf"tests/run: \d+ s \({', '.join(rf'{name} \d+ s' for name in names)}\)", times)
 
 
 @pytest.mark.parametrize("how", ["", "--all"])
