@@ -54,8 +54,8 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
     *_, tests, times = result.stdout.splitlines()
     assert tests == "ran -m pytest tests/unit"
-    names = "format", "clang-format", "ruff", "mypy", "pytest"
-    assert re.fullmatch(rf"tests/run: \d+ s \({', '.join(rf'{name} \d+ s' for name in names)}\)", times)
+    took = ", ".join(rf"{name} \d+ s" for name in ("format", "clang-format", "ruff", "mypy", "pytest"))
+    assert re.fullmatch(rf"tests/run: \d+ s \({took}\)", times)
 
 
 @pytest.mark.parametrize("how", ["", "--all"])
