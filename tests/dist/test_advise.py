@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 if __name__ == "__main__":
-    print("arguments", sys.argv[1:])
+    print(f"arguments {sys.argv[1:]}")  # in one piece: the ranks write to one pipe
     dist.init_process_group("gloo")
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters())
