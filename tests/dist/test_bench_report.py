@@ -120,23 +120,33 @@ class Browser:
         self.ask(self.session, method="DELETE")
 
 
+def started_driver(env: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
+    """Start chromedriver; return it and its port.
+
+    It takes a free port for IPv6, and ends if another program has that one for IPv4. Then it is started again.
+    """
+    while True:
+        driver = subprocess.Popen(
+            [str(DRIVER), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+        assert driver.stdout is not None
+        said = ""
+        for line in driver.stdout:
+            if found := re.search(r"started successfully on port (\d+)", line):
+                return driver, int(found[1])
+            said += line
+        assert driver.wait(timeout=400) and "port not available" in said, said
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert DRIVER is not None
     # Chromium leaves things at home and among temporary files; not in tmp_path, too long for its sockets' names.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home)
-        driver = subprocess.Popen(
-            [DRIVER, "--port=0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **places},
-        )
+        driver, port = started_driver({**os.environ, **places})
         try:
-            assert driver.stdout is not None
-            started = (re.search(r"started successfully on port (\d+)", line) for line in driver.stdout)
-            found = connect(int(next(filter(None, started))[1]))
+            found = connect(port)
             yield found
             found.close()
         finally:
