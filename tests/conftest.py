@@ -76,6 +76,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # before pytest captures it
+    if config.getoption("dist", "no") == "loadscope":
+        # A worker that dies ends the run. Where no other is left, pytest-xdist 3.8 gives a new one all groups
+        # of the dead one, the finished first: of those it reports nothing, and the run waits without end.
+        config.option.maxworkerrestart = "0"
 
 
 @pytest.hookimpl(tryfirst=True)

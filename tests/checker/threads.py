@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import comm_core
-import tests.support.syntax_trees  # noqa: F401
+import tests.support.one_process  # noqa: F401
 from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import Device, StreamBackend
 from commsched.backends.interface import Backend, StepWork

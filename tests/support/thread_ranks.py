@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-import tests.support.syntax_trees  # noqa: F401
+import tests.support.one_process  # noqa: F401
 
 T = TypeVar("T")
 

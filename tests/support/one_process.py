@@ -1,0 +1,48 @@
+"""What ranks that are threads of one process must not do at the same time; importing this is enough.
+
+The collector of garbage runs wherever an object is made, and may let another thread run. Two things do not
+bear that:
+
+- CPython 3.11 counts the depth of all syntax trees under construction in one place. With a tree that another
+  thread builds meanwhile, the first ends with "SystemError: AST constructor recursion depth mismatch". Numpy
+  (headers of files) and torch (scripting) build trees on every rank.
+- A generator's ``get_state`` makes a tensor while it holds the generator's lock. A thread that then wants it
+  waits without giving Python's own lock back, so the first never goes on: nothing in the process does.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import threading
+from typing import Any
+
+import torch
+
+_one_tree = threading.Lock()
+_one_state = threading.Lock()
+_parse = ast.parse
+_get_rng_state = torch.random.get_rng_state
+
+
+@functools.wraps(_parse)
+def _parse_alone(*args: Any, **options: Any) -> Any:
+    with _one_tree:
+        return _parse(*args, **options)
+
+
+@functools.wraps(_get_rng_state)
+def _get_rng_state_uncollected() -> torch.Tensor:
+    with _one_state:  # so that no other thread turns the collector on again
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return _get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
+ast.parse = _parse_alone
+torch.get_rng_state = torch.random.get_rng_state = _get_rng_state_uncollected
