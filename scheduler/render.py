@@ -108,19 +108,16 @@ class Panel:
     period: float
 
 
-def svg(result: Result, width: int = 1200, title: str = "") -> str:
-    """Hover over an action to read its name and times."""
-    heading = title or f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms"
-    span = max((event.end for event in result.timeline), default=0.0) or 1.0
-    lanes = _lanes(result.timeline, _TOP, span, width - _LEFT - _RIGHT)
-    height = _TOP + len(lanes_of(result.timeline)) * (_ROW + _GAP) + 20
-    return _document(heading, lanes, width, height)
+def svg(result: Result, title: str, width: int = 1200) -> str:
+    """One iteration; hover over an action to read its name and times."""
+    heading = f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms"
+    return compare_svg([Panel(heading, result.timeline, result.period)], title, width)
 
 
 def compare_svg(panels: Sequence[Panel], title: str, width: int = 1200) -> str:
     """Timelines below each other on one time axis, with a legend."""
     room = width - _LEFT - _RIGHT
-    span = max(max(panel.period, *(event.end for event in panel.events)) for panel in panels)
+    span = max(max([panel.period, *(event.end for event in panel.events)]) for panel in panels) or 1.0
     parts, top = [], _TOP
     for panel in panels:
         lanes = lanes_of(panel.events)

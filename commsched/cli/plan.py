@@ -110,7 +110,7 @@ def _render(
     if result is None or profile is None:
         return ""
     if arguments.format == "svg":
-        return svg(result, title=f"{program.policy} on {profile.name}")
+        return svg(result, f"{program.policy} on {profile.name}")
     if arguments.format == "chrome":
         return json.dumps(chrome_trace(result, f"{program.policy} on {profile.name}")) + "\n"
     summary = (

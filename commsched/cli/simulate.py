@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -55,7 +54,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute takes 1+S times as long while the link is busy",
     )
     add("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
-    add("--plot", metavar="FILE", help="with --ranks A..B: draw the scaling table to FILE (.png, .svg)")
     add("--json", action="store_true", help="print one JSON object (times in seconds)")
 
 
@@ -65,8 +63,6 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     if arguments.policies:
         names = [name.strip() for name in arguments.policies.split(",")]
     counts = parse_ranks(arguments.ranks) if arguments.ranks else [None]
-    if arguments.plot and len(counts) < 2:
-        raise ValueError("--plot draws a scaling table; give --ranks A..B")
     if len(counts) > 1:
         scale(arguments, profile, names, [count for count in counts if count])
         return
@@ -167,8 +163,6 @@ def scale(
             " ranks"
         )
     rows = [measure(arguments, profile, names, ranks) for ranks in counts]
-    if arguments.plot:
-        plot(rows, profile, arguments.plot)
     if arguments.json:
         print(json.dumps({"profile": profile.name, "compute": profile.compute, "scaling": rows}))
         return
@@ -202,23 +196,3 @@ def measure(
         "bound": bound,
         "policies": results,
     }
-
-
-def plot(rows: Sequence[dict[str, Any]], profile: Profile, file: str) -> None:
-    """Draw the efficiency by number of ranks, one line per policy."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib; install commsched[bench]") from None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    ranks = [row["ranks"] for row in rows]
-    for name in rows[0]["policies"]:
-        axes.plot(ranks, [row["policies"][name]["efficiency"] for row in rows], marker="o", label=name)
-    axes.plot(
-        ranks, [profile.compute / row["bound"] if row["bound"] else 1.0 for row in rows], "k--", label="bound"
-    )
-    axes.set(xscale="log", xlabel="ranks", ylabel="compute / period", title=profile.name, ylim=(0, 1.05))
-    axes.set_xscale("log", base=2)
-    axes.legend()
-    figure.savefig(Path(file))

@@ -141,14 +141,12 @@ def test_sharded_comparison_leaves_out_all_reduces(capsys: pytest.CaptureFixture
     assert set(report["policies"]) == set(policies.names()) - {"wfbp", "mgwfbp", "bytescheduler"}
 
 
-def test_scaling_table_and_plot(capsys: pytest.CaptureFixture[str], small: str, tmp_path: Path) -> None:
+def test_scaling_table(capsys: pytest.CaptureFixture[str], small: str) -> None:
     words = ("simulate", "--profile", small, "--link", LINK, "--ranks", "2..64", "--policies", "wfbp,dear")
-    picture = tmp_path / "scaling.svg"
-    report = json.loads(output(capsys, *words, "--json", "--plot", str(picture)))
+    report = json.loads(output(capsys, *words, "--json"))
     assert [row["ranks"] for row in report["scaling"]] == [2, 4, 8, 16, 32, 64]
     periods = [row["policies"]["wfbp"]["period"] for row in report["scaling"]]
     assert periods == sorted(periods)
-    assert "<svg" in picture.read_text()
     assert " 64 " in output(capsys, *words)
 
 
@@ -209,7 +207,6 @@ def test_errors_say_what_is_wrong(capsys: pytest.CaptureFixture[str], small: str
     assert "needs both alpha" in error(capsys, *base[:3], "--link", "alpha=1")
     assert "there is no policy 'best'; the policies are" in error(capsys, *base, "--policies", "best")
     assert "--ranks: expected a number or A..B, got '2-4'" in error(capsys, *base, "--ranks", "2-4")
-    assert "--plot draws a scaling table" in error(capsys, *base, "--plot", "x.svg")
     assert "--jitter" in error(capsys, *base, "--ranks", "2..4", "--jitter", "0.1")
     assert "model of 6 layers, profile 'vgg16' has 16" in error(capsys, "show", plan, "--profile", "vgg16")
     assert "needs --profile and --link" in error(capsys, "show", plan, "--format", "svg")

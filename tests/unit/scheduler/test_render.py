@@ -48,7 +48,7 @@ def test_ranks_have_lanes_of_their_own() -> None:
 
 def test_svg_draws_every_action_to_scale() -> None:
     result = dear()
-    root = ElementTree.fromstring(svg(result, width=1500, title="a < b"))
+    root = ElementTree.fromstring(svg(result, "a < b", width=1500))
     boxes = {}
     for group in root.iter(f"{SVG}g"):
         title, box = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
