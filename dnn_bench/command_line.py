@@ -9,6 +9,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commsched.cli import HelpFormatter
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -17,19 +19,10 @@ Main = Callable[[list[str]], int]
 WIDTH = 150  # of a table that goes to a file
 
 
-class Help(argparse.HelpFormatter):
-    """Adds the default of each option that has one, unless its text says it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
-        plain = action.default is None or action.default is False or action.default in ("", argparse.SUPPRESS)
-        return text if plain or "default" in text else f"{text} (default: %(default)s)".strip()
-
-
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of `python -m dnn_bench COMMAND`."""
     return argparse.ArgumentParser(
-        f"python -m dnn_bench {command}", description=description, formatter_class=Help
+        f"python -m dnn_bench {command}", description=description, formatter_class=HelpFormatter
     )
 
 
@@ -85,6 +78,25 @@ def chosen(kind: str, names: str, known: Sequence[str]) -> list[str]:
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
     return wanted
+
+
+def numbers(option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1) -> list[Any]:
+    """The numbers in a list with commas, each at least ``least``."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < least:
+        rule = f"whole numbers of at least {least}" if kind is int else "numbers above 0"
+        raise ValueError(f"{option} takes {rule} with commas between them, not {text!r}")
+    return values
+
+
+def check_least(options: argparse.Namespace, least: int, *names: str) -> None:
+    """Raise `ValueError` if one of these options is below ``least``."""
+    for name in names:
+        if (value := getattr(options, name)) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def save(text: str, file: Path | None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dnn_bench.baselines import OURS, Baseline, get, names
 from dnn_bench.baselines.trainer import Job, Trainer
-from dnn_bench.command_line import console, one_line_errors, parser, table
+from dnn_bench.command_line import check_least, console, numbers, one_line_errors, parser, table
 from dnn_bench.models.transformer import LanguageModel
 
 
@@ -43,14 +43,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 @one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
-
     options = parse(arguments)
     all_ours = [entry for entry in map(get, names()) if entry.kind == OURS]
     wanted = options.baseline.split(",")
     entries = all_ours if options.baseline == "all" else [get(name.strip()) for name in wanted]
-    workers = [int(text) for text in options.workers.split(",")]
-    if options.steps < 1:
-        raise ValueError(f"--steps must be at least 1, not {options.steps}")
+    workers = numbers("--workers", options.workers)
+    check_least(options, 1, "steps", "seeds")
     runs: list[Run] = []
     failures: dict[str, list[str]] = {}
     seeds = range(1, options.seeds + 1)
@@ -79,8 +77,6 @@ def main(arguments: list[str]) -> int:
 
 
 def train_one(kind: str, seed: int, entry: Baseline, size: int, steps: int, task: str, name: str) -> Run:
-    import torch
-
     from dnn_bench.launch import ThisMachine
     from dnn_bench.runner.sets import asked
 
@@ -92,7 +88,6 @@ def train_one(kind: str, seed: int, entry: Baseline, size: int, steps: int, task
 
 
 def curves(runs: list[Run], failures: dict[str, list[str]]) -> Any:
-
     words = ("task", "baseline", "parameters")
     figures = ("end loss", "accuracy", "loss off by", "end loss off by", "parameters")
     columns = ("task", "baseline", "workers", *figures)

@@ -15,7 +15,7 @@ from typing import Any
 
 from dnn_bench.baselines import get
 from dnn_bench.cluster import Cluster, ClusterError
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import check_least, one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine
 
 WORKERS = 2
@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> int:
     from dnn_bench.runner.results import exit_status
 
     options = parse(arguments)
-    if options.batch_size < 1 or options.reps < 1:
-        raise ValueError("--batch-size and --reps must be at least 1")
+    check_least(options, 1, "batch_size", "reps")
     html = options.html.absolute()
     html.parent.mkdir(parents=True, exist_ok=True)
     check_writable(html)

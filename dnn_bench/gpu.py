@@ -25,7 +25,7 @@ from commsched.optimizer.whole_step import OptimizerView
 from dnn_bench import models
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.command_line import markdown as table
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import numbers, one_line_errors, parser
 from dnn_bench.emulate import Emulation, all_policies, check_device, link_of
 from scheduler.ir.link import Link
 
@@ -124,7 +124,7 @@ def measured(part: str, options: argparse.Namespace) -> Iterator[Rows]:
 
 def emulated(job: Job, options: argparse.Namespace) -> Iterator[Rows]:
     for network in options.networks.split(","):
-        for ranks in map(int, options.ranks.split(",")):
+        for ranks in numbers("--ranks", options.ranks, least=2):
             emulation = Emulation(job, link_of(network, ranks), ranks, 5, options.iterations)
             yield [{"network": network, **emulation.outcome(all_policies())}]
 

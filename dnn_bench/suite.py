@@ -17,7 +17,7 @@ from dnn_bench.baselines import AS_THEY_COME, Baseline, get
 from dnn_bench.baselines.trainer import Job, estimate
 from dnn_bench.cluster import Cluster
 from dnn_bench.command_line import markdown as markdown_table
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import numbers, one_line_errors, parser
 from dnn_bench.launch import Hosts, ThisMachine
 from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars, chosen
 from dnn_bench.runner.results import ms, shown, to_limit
@@ -90,19 +90,9 @@ def main(arguments: list[str]) -> int:
 def wanted(options: argparse.Namespace) -> list[Wanted]:
     """Every cell of the table; names and numbers are checked before anything starts."""
     names = [models.spelt(name.strip()) for name in options.models.split(",")]
-    hosts = numbers(options.hosts, int, 2, "--hosts takes whole numbers of at least 2")
-    ratios = numbers(options.ratios, float, 1e-9, "--ratios takes numbers above 0")
+    hosts = numbers("--hosts", options.hosts, least=2)
+    ratios = numbers("--ratios", options.ratios, float, least=1e-9)
     return [Wanted(m, h, r, options.out) for h in hosts for m in names for r in ratios]
-
-
-def numbers(text: str, kind: Callable[[str], Any], least: float, rule: str) -> list[Any]:
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < least:
-        raise ValueError(f"{rule} with commas between them, not {text!r}")
-    return found
 
 
 def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort) -> None:

@@ -26,12 +26,13 @@ COMMANDS = {
 }
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends the default to an option's help, unless it is None or a switch that is off."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Appends its default to an option's help, unless it has none or the help says it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        off = action.default is None or action.default is False
-        return action.help if off else super()._get_help_string(action)
+        text = action.help or ""
+        none = action.default is None or action.default is False or action.default in ("", argparse.SUPPRESS)
+        return text if none or "default" in text else f"{text} (default: %(default)s)".strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
     where, line = COMMANDS[words[0]]
-    parser = argparse.ArgumentParser(
-        f"commsched {words[0]}", description=line, formatter_class=_HelpFormatter
-    )
+    parser = argparse.ArgumentParser(f"commsched {words[0]}", description=line, formatter_class=HelpFormatter)
     module = import_module(where)
     getattr(module, f"add_{words[0]}_arguments")(parser)
     arguments = parser.parse_args(words[1:])

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
 
 from commsched.pipeline.job import Data, Job, Measure
 from commsched.pipeline.stage import Loss
 from commsched.training import images
+from commsched.training.losses import class_loss, logits_of, mask_loss
 
 Maker = Callable[..., nn.Module]
 _TESTED = 10
@@ -69,17 +69,6 @@ def built(model: Maker, **sizes: int) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model: the function must return an nn.Module, got {type(made).__name__}")
     return made
-
-
-def class_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits_of(outputs), targets)
-
-
-def mask_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """The mean over each image's known pixels, then over the images."""
-    each = F.cross_entropy(logits_of(outputs), targets, reduction="none", ignore_index=images.IGNORED)
-    known = (targets != images.IGNORED).sum((1, 2)).clamp(min=1)
-    return (each.sum((1, 2)) / known).mean()
 
 
 def _job(model: nn.Module, data: Data, loss: Any) -> Job:
@@ -156,14 +145,6 @@ def masks(loss: Loss, kinds: int, ignored: int) -> Measure:
         return {"loss": float(sums[1] / sums[0]), "iou": iou, "pixels": float(right.sum() / confusion.sum())}
 
     return Measure(count, scores)
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """The logits of a model's outputs: a tensor, ``.logits`` (transformers) or ``["out"]`` (torchvision)."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    found: Tensor = outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs.logits
-    return found
 
 
 # -- labelled sentences and pairs of them: tables with tabs or commas, as QQP and MNLI come ------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from commsched.training.images import ClassFolders
+from commsched.training.images import ClassFolders
+from commsched.training.losses import class_loss, logits_of
 
 Generator = torch.Generator | None
 Batch = tuple[Tensor, Tensor]
@@ -36,8 +36,6 @@ def images(root: str, batch: int, generator: Generator, *, image_size: int, num_
 
 @lru_cache
 def class_folders(root: str, size: int) -> ClassFolders:
-    from commsched.training.images import ClassFolders
-
     return ClassFolders(Path(root), size)
 
 
@@ -113,10 +111,6 @@ def clicks(root: str, batch: int, generator: Generator, *, fields: int, vocab_si
     return (popular * vocab_size).long(), torch.randint(2, (batch,), generator=generator)
 
 
-def class_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits_of(outputs), targets)
-
-
 def token_loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits_of(outputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
@@ -133,14 +127,6 @@ def pair_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     counts = (labels != IGNORED).sum(dim=1)
     per_sentence = per_token.view_as(labels).sum(dim=1) / counts
     return per_sentence.mean() + F.cross_entropy(follows, targets[:, -1])
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """The logits in what a model returns: a tensor, a dictionary with `out`, or an object with `logits`."""
-    if isinstance(outputs, dict) and "out" in outputs:  # torchvision's segmentation models
-        outputs = outputs["out"]
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return logits
 
 
 TASKS: dict[str, tuple[Callable[..., Batch], Callable[..., Tensor]]] = {

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from commsched.cli.options import cuts_of
 from dnn_bench import models
 from dnn_bench.cluster import Cluster
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import numbers, one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine, end, launched
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import PLACEMENTS
@@ -97,7 +97,7 @@ def options_of(given: argparse.Namespace) -> argparse.Namespace:
     if given.cuts and (given.config or given.plan):
         raise ValueError("--cuts cannot be combined with --config or --plan, which have cuts of their own")
     given.cuts = cuts_of(given.cuts)
-    replicas = [int(word) for word in given.replicas.split(",")]
+    replicas = numbers("--num-data-parallel", given.replicas)
     given.replicas = replicas * given.depth if len(replicas) == 1 else replicas
     own = {"schedule": given.schedule, "microbatches": given.microbatches}
     given.schedule = given.schedule or ("ashpipe" if given.config else "1f1b")
@@ -148,7 +148,7 @@ def _late(given: argparse.Namespace) -> bool:
 
 
 def _bundle(given: argparse.Namespace) -> None:
-    shape = tuple(int(w) for w in given.shape.split(",")) if given.shape else (given.num_hp, given.num_hp)
+    shape = tuple(numbers("--shape", given.shape)) if given.shape else (given.num_hp, given.num_hp)
     if given.DP_ONLY:
         shape = (sum(shape),)
     each, ranks = sum(shape), bundle_ranks(given.world_size, shape)

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dnn_bench import models
 from dnn_bench.baselines import AS_THEY_COME, LIMIT, OURS, PEER, ROUNDED, Baseline, MissingPeer, require
 from dnn_bench.baselines.trainer import Job, check_fit
-from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, save, shape_of
+from dnn_bench.command_line import add_data_dir, add_job, check_least, one_line_errors, parser, save, shape_of
 from dnn_bench.launch import Place, add_place, place_of
 from dnn_bench.report import page
 from dnn_bench.runner import results
@@ -85,10 +85,8 @@ def check_writable(path: Path) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    for name, least in (("batch_size", 0), ("reps", 1), ("iters", 1), ("threads", 1), ("warmup", 0)):
-        if getattr(options, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be at least {least}, not {getattr(options, name)}")
+    check_least(options, 0, "batch_size", "warmup")
+    check_least(options, 1, "reps", "iters", "threads")
     shape = shape_of(options)
     if unknown := set(shape) - set(models.spec(options.model).shape):
         raise ValueError(f"{options.model} has no {' or '.join(sorted(unknown))}")

@@ -10,7 +10,7 @@ import time
 from statistics import median
 from typing import Any
 
-from dnn_bench.command_line import one_line_errors, parser
+from dnn_bench.command_line import check_least, numbers, one_line_errors, parser
 from dnn_bench.spatial.options import SLICES, Plan, add_run, grid_of, on_ranks, read
 
 
@@ -98,9 +98,9 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     torch.manual_seed(o.seed)
     cells = MODELS[o.model](o.num_layers, o.num_filters, o.num_classes)
     if o.balance:
-        balance = [int(word) for word in o.balance.split(",")]
+        balance = numbers("--balance", o.balance)
     elif o.cuts:
-        starts = [0, *map(int, o.cuts.split(",")), len(cells)]
+        starts = [0, *numbers("--cuts", o.cuts), len(cells)]
         balance = [end - start for start, end in zip(starts, starts[1:])]
     else:
         balance = even_balance(len(cells), o.split_size)
@@ -160,9 +160,7 @@ def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
     sides = options.image_size.lower().split("x")
     if len(sides) > 2 or not all(side.isdigit() and int(side) for side in sides):
         raise ValueError(f"--image-size is a number of pixels, 1024 or 2048x512, not {options.image_size!r}")
-    for name in ("batch_size", "num_filters", "iterations", "halo_len"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    check_least(options, 1, "batch_size", "num_filters", "iterations", "halo_len")
     return options.batch_size, options.num_filters, int(sides[0]), int(sides[-1])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dnn_bench.cluster import Cluster
-from dnn_bench.command_line import parser
+from dnn_bench.command_line import check_least, numbers, parser
 from dnn_bench.launch import Hosts, ThisMachine, launched, run
 
 SLICES = ("square", "vertical", "horizontal")
@@ -111,19 +111,8 @@ def read(arguments: list[str]) -> Plan:
 
 def _check(o: argparse.Namespace, mirrored: bool, spatial: int) -> None:
     """Options that do not go together."""
-    counts = (
-        "image_size",
-        "batch_size",
-        "num_classes",
-        "split_size",
-        "parts",
-        "times",
-        "local_DP",
-        "replicas",
-    )
-    for name in (*counts, "fused_layers", "iterations"):
-        if getattr(o, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(o, name)}")
+    counts = "image_size batch_size num_classes split_size parts times local_DP replicas".split()
+    check_least(o, 1, *counts, "fused_layers", "iterations")
     if o.batch_size % o.parts:
         raise ValueError(
             f"--parts {o.parts} must divide --batch-size {o.batch_size}: micro-batches are equally large"
@@ -141,11 +130,11 @@ def _check(o: argparse.Namespace, mirrored: bool, spatial: int) -> None:
         raise ValueError("--checkpoint and --enable-evaluation need data: --app 1 or 2, and --datapath")
     if o.cuts and o.balance:
         raise ValueError("--cuts and --balance say the same; give one of them")
-    if o.cuts and len(_numbers("--cuts", o.cuts)) != o.split_size - 1:
+    if o.cuts and len(numbers("--cuts", o.cuts)) != o.split_size - 1:
         raise ValueError(
             f"--cuts needs {o.split_size - 1} numbers for --split-size {o.split_size}, got {o.cuts}"
         )
-    if o.balance and len(_numbers("--balance", o.balance)) != o.split_size:
+    if o.balance and len(numbers("--balance", o.balance)) != o.split_size:
         raise ValueError(
             f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"
         )
@@ -165,7 +154,7 @@ def _spatial_size(o: argparse.Namespace, mode: str) -> int:
 
 
 def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
-    parts = _numbers("--num-spatial-parts", o.num_spatial_parts)
+    parts = numbers("--num-spatial-parts", o.num_spatial_parts)
     if len(parts) not in (1, max(spatial, 1)):
         raise ValueError(
             f"--num-spatial-parts is one number, or one for each of the {spatial} stages on tiles, not"
@@ -173,13 +162,6 @@ def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
         )
     parts = parts * spatial if len(parts) == 1 else parts
     return tuple(grid_of(o.slice_method, count) for count in parts[:spatial])
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) for word in words):
-        raise ValueError(f"{option} is a list of numbers of at least 1 such as 4,2, not {text!r}")
-    return [int(word) for word in words]
 
 
 def add_run(given: argparse.ArgumentParser, warmup: int, iterations: int) -> None:

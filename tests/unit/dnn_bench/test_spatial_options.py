@@ -48,7 +48,7 @@ def test_modes(text: str, ranks: int, microbatches: int, images: int) -> None:
         ("--mode lp --enable-master-comm-opt", "--enable-master-comm-opt is for --mode gems"),
         ("--mode lp --checkpoint kept", "need data: --app 1 or 2"),
         ("--spatial-size 1 --num-spatial-parts 4,4", "one for each of the 1 stages on tiles"),
-        ("--num-spatial-parts many", "is a list of numbers"),
+        ("--num-spatial-parts many", "--num-spatial-parts takes whole numbers of at least 1"),
         ("--parts 3", "--parts 3 must divide --batch-size 2"),
         ("--local-DP 3", "--local-DP 3 must divide the 2 samples"),
         ("--balance 3", "--balance needs a number for each of the 2 stages"),
