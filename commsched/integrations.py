@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -180,21 +180,15 @@ class Replica:
         As in ``DistributedDataParallel.no_sync``.
         """
         before, self._paused = self._paused, True
-        with ExitStack() as stack:
-            if self._unclaimed is not None:
-                stack.enter_context(self._unclaimed.pause())
-            try:
+        try:
+            with nullcontext() if self._unclaimed is None else self._unclaimed.pause():
                 yield
-            finally:
-                self._paused = before
+        finally:
+            self._paused = before
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
+    def reducing(self) -> AbstractContextManager[None]:
         """Backwards within this context reduce what forwards within ``pause()`` have left to accumulate."""
-        with ExitStack() as stack:
-            if self._unclaimed is not None:
-                stack.enter_context(self._unclaimed.reducing())
-            yield
+        return nullcontext() if self._unclaimed is None else self._unclaimed.reducing()
 
     def _holds(self, module: nn.Module) -> bool:
         return self._hold_statistics and module.training and isinstance(module, _NormBase)
@@ -289,7 +283,7 @@ class _NoUpdate(Optimizer):
 
 
 class UnclaimedGradients:
-    """The gradients of a model's trained parameters that no optimizer of ``optimizers()`` updates.
+    """The gradients of a model's trained parameters that no distributed one of ``optimizers()`` updates.
 
     The user may clip them, or give them to an optimizer of his own, so they are averaged like the others: at
     the end of each backward, by a ``DistributedOptimizer`` whose steps update nothing. Which parameters these
@@ -301,7 +295,7 @@ class UnclaimedGradients:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Callable[[], Iterable[Optimizer]], options: Mapping[str, Any]
+        self, model: nn.Module, optimizers: Callable[[], Iterable[Any]], options: Mapping[str, Any]
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._options = {name: options[name] for name in _OF_THE_SUM if name in options}
@@ -327,7 +321,7 @@ class UnclaimedGradients:
         self._accumulate(self._paused)
 
     def _find_candidates(self) -> list[nn.Parameter]:
-        optimizers = list(self._optimizers())
+        optimizers = [one for one in self._optimizers() if isinstance(one, DistributedMethods)]
         claims = [(id(one), sum(len(group["params"]) for group in one.param_groups)) for one in optimizers]
         if claims != self._claims:
             claimed = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}

@@ -212,13 +212,12 @@ def _set_threads(arguments: argparse.Namespace) -> None:
 
 
 def _place(arguments: argparse.Namespace) -> tuple[int, int]:
-    """This rank among those of its host, and how many they are."""
+    """This rank's number among the ranks of its host, and how many they are."""
     from commsched.process.launch import detect_launch
 
-    if (
-        getattr(arguments, "rank", None) is not None
-    ):  # without a launcher: each host's ranks are its own affair
-        return (arguments.rank if arguments.local_rank is None else arguments.local_rank), 1
+    rank = getattr(arguments, "rank", None)
+    if rank is not None:  # started without a launcher: how many ranks the host has is not known
+        return (rank if arguments.local_rank is None else arguments.local_rank), 1
     launch = detect_launch(os.environ, os.environ.get("COMMSCHED_LAUNCHER", ""))
     return launch.local_rank, launch.local_size
 

@@ -91,7 +91,7 @@ def _by_steps(arguments: argparse.Namespace, pipeline: Pipeline, job: Job, plan:
     if arguments.checkpoint or arguments.results or arguments.eval:
         raise ValueError(
             "--checkpoint, --results and --eval need a job with data sets; this one has batches only: return"
-            " data (commsched.pipeline.job.Data) behind the optimizer"
+            " data (commsched.pipeline.job.Data) after the optimizer"
         )
     batches = iter(job.batches(arguments.rows))
     seconds = _timed(pipeline, batches, arguments.steps, pipeline.program.policy)
@@ -104,7 +104,6 @@ def _by_steps(arguments: argparse.Namespace, pipeline: Pipeline, job: Job, plan:
 
 def _warm_up(arguments: argparse.Namespace, job: Job) -> None:
     """Train data parallel and leave the weights in the job's model."""
-
     first = pipeline_of(job, None, schedule="gpipe", stages=1, replicas=commsched.size())
     steps, name = arguments.warmup_steps, "data parallel"
     if job.data is None:
@@ -140,7 +139,6 @@ def _timed(pipeline: Pipeline, batches: Any, steps: int, name: str, local: bool 
 
 def _load(path: str, model: nn.Module) -> None:
     """Take the weights of a file as far as they fit: a head for other classes stays as it is."""
-
     state, own = torch.load(path, weights_only=True), model.state_dict()
     fitting = {
         name: own[name].shape for name in own if name in state and state[name].shape == own[name].shape

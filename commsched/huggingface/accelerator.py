@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -160,15 +160,13 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """Within this context a backward reduces the gradients of forwards that ran under ``no_sync()``.
 
         Optimizers do it anyway: they reduce in the first backward outside of ``no_sync()``.
         """
         replica = Replica.of(model)
-        with nullcontext() if replica is None else replica.reducing():
-            yield
+        return nullcontext() if replica is None else replica.reducing()
 
     def sharded_optimizers(self) -> list[DistributedMethods]:
         """Return the optimizers of which no rank has whole gradients."""

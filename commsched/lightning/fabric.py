@@ -65,18 +65,15 @@ class FabricStrategy(DDPStrategy):
     ) -> Any:
         if not self._session.shards:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        self._unscale(optimizer)
+        if getattr(self.precision, "scaler", None) is not None:
+            optimizer.synchronize()
+            self.precision.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         if self._session.shards:
             optimizer.synchronize()
         super().clip_gradients_value(module, optimizer, clip_val)
-
-    def _unscale(self, optimizer: Any) -> None:
-        if getattr(self.precision, "scaler", None) is not None:
-            optimizer.synchronize()
-            self.precision.unscale_gradients(optimizer)
 
     def teardown(self) -> None:
         self._session.release(self._optimizers, wait=True)

@@ -82,12 +82,8 @@ class Session:
         return DistributedOptimizer(optimizer, model=model, **self._options)
 
     def unclaimed(self, model: nn.Module, optimizers: Callable[[], Iterable[Any]]) -> UnclaimedGradients:
-        """Return what averages the gradients that none of the distributed ones of these optimizers does."""
-
-        def distributed() -> list[Any]:
-            return [one for one in optimizers() if isinstance(one, DistributedMethods)]
-
-        return UnclaimedGradients(model, distributed, self._options)
+        """Return an object that averages the gradients that no distributed one of these optimizers does."""
+        return UnclaimedGradients(model, optimizers, self._options)
 
     def release(self, optimizers: Sequence[Any], wait: bool) -> None:
         """Make the optimizers ordinary ones again; after an error, without waiting for the other ranks."""

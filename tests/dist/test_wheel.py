@@ -108,7 +108,8 @@ def test_everything_runs_from_the_wheel(tmp_path: Path) -> None:
     assert "optimal" in run("commsched", "simulate", *plan)
     assert "dear" in run(python, "-m", "commsched", "simulate", *plan, "--policies", "dear")
     assert "comm_core is built for this torch" in run("commsched", "doctor")
-    assert "cells, " in run(python, "-m", "scheduler", "resnet50", "--ratios", "1", "--startups", "2e-4")
+    table = ["resnet50", "--ratios", "1", "--startups", "2e-4"]
+    assert "cells, " in run(python, "-m", "scheduler.table", *table)
     quick = ["--local", "--batch-size", "8", "--reps", "1", "--html", "first.html"]
     assert "The page with the picture" in run(python, "-m", "dnn_bench", "first", *quick)
     assert "function timelines" in (here / "first.html").read_text()
