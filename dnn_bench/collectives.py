@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commsched.cli.options import bytes_of
 from dnn_bench.baselines import OURS, PEER, Baseline, MissingPeer, get
 from dnn_bench.command_line import chosen, console, one_line_errors, parser, save, table
 from dnn_bench.launch import add_place, place_of
@@ -18,7 +18,6 @@ from scheduler.ir.link import FEWEST_SIZES, fit
 
 HERE = "dnn_bench.transports."
 WORDS = ("operation", "transport")  # columns of words in tables
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def transports() -> dict[str, Baseline]:
@@ -51,18 +50,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 @one_line_errors(ValueError)
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    sizes = [size_of(text) for text in options.sizes.split(",")]
+    sizes = [bytes_of("--sizes", text) for text in options.sizes.split(",")]
     known = transports()
     report = run(options, [known[name] for name in chosen("transport", options.transports, [*known])], sizes)
     save(json.dumps(report, indent=1) + "\n", options.json)
     return int(any(status == "failed" for status, _ in report["problems"].values()))
-
-
-def size_of(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([kmg]?)b?", text.strip().lower())
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"a size is a number of bytes such as 64k or 16m, not {text!r}")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def run(options: argparse.Namespace, entries: list[Baseline], sizes: list[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # -- options that several subcommands share ------------------------------------------------------------------
 
 DEFAULT_RANKS = 2
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -114,6 +116,16 @@ def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Lev
 def step(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of policies and bounds."""
     return {"gather": arguments.gather, "early_step": arguments.early_step}
+
+
+def bytes_of(option: str, text: str) -> int:
+    """The bytes of a size such as 64k or 1.5g."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(
+            f"{option}: cannot read {text!r}; write bytes, or a number with k, m, g or t (x 1024)"
+        )
+    return int(float(match[1]) * 1024 ** _POWERS[match[2]])
 
 
 def cuts_of(text: str | None) -> list[int | str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from commsched.cli import options
@@ -20,9 +19,6 @@ from scheduler.pipelines.partition import RECOMPUTE, partition
 from scheduler.pipelines.report import examine
 
 # -- cut a model into the stages of a pipeline: a plan for `commsched train` and `convert` -------------------
-
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>|k|m|g|t)(?:i?b)?", re.IGNORECASE)
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_partition_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,17 +123,8 @@ def _placements(text: str | None) -> list[Placement]:
 def _memory(text: str | None, devices: int) -> tuple[int, ...] | None:
     if text is None:
         return None
-    sizes = [_bytes(word) for word in text.split(",")]
+    sizes = [options.bytes_of("--memory", word) for word in text.split(",")]
     return tuple(sizes * devices if len(sizes) == 1 else sizes)
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"--memory: cannot read {text!r}; write bytes, or a number with k, m, g or t (x 1024)"
-        )
-    return int(float(match["number"]) * 1024 ** _UNITS[match["unit"].lower()])
 
 
 # -- write a plan as PipeDream's and AshPipe's files, or read such files -------------------------------------

@@ -67,14 +67,12 @@ def test_wrong_results_are_found_before_timing(operation: str) -> None:
         measure.check(Alone(broken=True), operation, 20)
 
 
-@pytest.mark.parametrize(("text", "size"), [("64k", 65536), ("16M", 2**24), ("100", 100), ("1gb", 2**30)])
-def test_sizes(text: str, size: int) -> None:
-    assert collectives.size_of(text) == size
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--sizes", "big"], "bytes such as 64k"), (["--transports", "tcp"], "unknown transport 'tcp'")],
+    [
+        (["--sizes", "big"], "--sizes: cannot read 'big'"),
+        (["--transports", "tcp"], "unknown transport 'tcp'"),
+    ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert collectives.main(["--local", "2", *arguments]) == 2

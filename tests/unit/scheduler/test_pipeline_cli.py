@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from commsched.cli import main
+from commsched.cli.options import bytes_of
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Samples, Tiles
 from scheduler.ir.profile import Layer, Profile
@@ -17,7 +18,7 @@ from scheduler.validate import validate
 
 @pytest.fixture
 def alex(tmp_path: Path) -> str:
-    """Light weights in front, heavy ones behind."""
+    """Light weights in front, heavy ones after them."""
     front = tuple(Layer(f"conv{n}", 10e-3, 20e-3, 10_000, 50_000) for n in range(4))
     rear = tuple(Layer(f"fc{n}", 2e-3, 4e-3, 5_000_000, 5_000) for n in range(2))
     path = tmp_path / "alex.json"
@@ -52,6 +53,13 @@ def test_placements(alex: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*words, "--placements", "2x2,1", "-o", str(path)]) == 0
     assert "4 devices with a tile of 2x2 each" in capsys.readouterr().out
     assert PipelinePlan.load(path).placements == [Tiles((2, 2)), Samples()]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("64k", 65536), ("16M", 2**24), ("100", 100), ("1gb", 2**30), ("1.5GiB", 3 << 29)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bytes_of("--memory", text) == size
 
 
 @pytest.mark.parametrize(
