@@ -1,4 +1,4 @@
-"""What ``commsched.huggingface`` and ``commsched.lightning`` share; needs neither library.
+"""Shared by ``commsched.huggingface`` and ``commsched.lightning``; needs neither library.
 
 It checks the arguments of ``DistributedOptimizer``, accumulates gradients without reducing them, and keeps
 the ranks' copies of a model equal.

@@ -164,7 +164,7 @@ class Cluster:
         self._has_ssh = True
 
     def set_link(self, link: str | Sequence[str]) -> None:
-        """Gives the links another speed. What is on its way is lost: nobody should be sending."""
+        """Give the links another speed. Packets on their way are lost: nobody should be sending."""
         if self._closed:
             raise ClusterError("the cluster is not running: use it inside `with Cluster(...)`")
         self.links = links(link, len(self), None)
@@ -317,7 +317,7 @@ class Link:
         raise AssertionError(self.rate)
 
     def advice(self, refused: Sequence[str]) -> str:
-        """What to do when the system refuses one of `commands`."""
+        """Advice for a system that refuses one of `commands`."""
         if "netem" in refused:
             return "a delay looks like 1ms and needs a kernel with netem; do without --delay"
         return "rates from 1kbit to 10gbit are safe; or take unlimited"

@@ -1,4 +1,4 @@
-"""What the commands share: parsers, options, exit statuses and tables."""
+"""Parsers, options, exit statuses and tables, which the commands share."""
 
 from __future__ import annotations
 

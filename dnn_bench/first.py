@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def place_of(options: argparse.Namespace) -> Iterator[tuple[Place, str]]:
-    """Where the workers run, and a description of the network between them."""
+    """Yield the place where the workers run, and a description of the network between them."""
     loopback = f"the loopback of this machine, between {WORKERS} workers, which is faster than any cable"
     if options.local:
         yield ThisMachine(WORKERS), loopback
@@ -99,7 +99,7 @@ def answer(report: dict[str, Any]) -> list[str]:
 
 
 def verdict(gains: Sequence[float]) -> str:
-    """What the ratios of the times, one per repetition, say."""
+    """Put the ratios of the times, one per repetition, into words."""
     ratio = _range(gains, ".2f")
     if min(gains) > 1:
         return f"{ratio} times as fast"

@@ -37,7 +37,7 @@ def launched() -> bool:
 
 
 class Place:
-    """Where `size` ranks run; `rate` is a host's bytes per second, if it is known.
+    """A place where `size` ranks run; `rate` is a host's bytes per second, if it is known.
 
     `per_host` ranks share each link between emulated hosts.
     """

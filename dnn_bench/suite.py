@@ -264,7 +264,7 @@ def accuracy(cells: Sequence[Cell]) -> list[str]:
 
 
 def slowest(cells: Sequence[Cell]) -> str | None:
-    """Where the schedule gains least over the best peer."""
+    """Name the cell in which the schedule gains least over the best peer."""
     known = [(gain, cell) for cell in cells if (gain := cell.over(cell.best_peer)) is not None]
     if not known:
         return None

@@ -31,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What this rank trains; `ValueError` where it cannot, before anything is started."""
+    """The job of this rank; a `ValueError` for one that it cannot train, before anything is started."""
     launch = detect_launch(os.environ, os.environ.get("COMMSCHED_LAUNCHER", ""))
     device = "cpu"
     if torch.cuda.is_available():

@@ -38,7 +38,7 @@ class Cell:
 
     @property
     def goal(self) -> float | None:
-        """What ``optimal`` is to reach here, if anything."""
+        """The ratio that ``optimal`` is to reach here; None without a goal."""
         if self.startup == 0:
             return 1.02
         return 1.05 if self.ratio <= 1.5 else None

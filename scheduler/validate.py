@@ -321,7 +321,7 @@ def step(program: Program, _: Profile | None) -> Iterator[Violation]:
                     yield violation(
                         "step",
                         f"{action} gathers updated parameters before the last RS; the step may need every"
-                        " gradient (clipping, loss scale): move it behind, or allow early_step",
+                        " gradient (clipping, loss scale): move it after that RS, or allow early_step",
                         (rank, lane, place),
                         (rank, lane, last),
                     )
@@ -483,10 +483,10 @@ def messages(program: Program, _: Profile | None) -> Iterator[Violation]:
         for receiver in range(layout.world):
             sent = _queue(program, sender, receiver, LINK_LANE, SENDS)
             received = _queue(program, receiver, sender, RECV_LANE, RECVS)
-            # Endless queues are equal if each message stands as far behind its twin as the others do.
-            behind = [there[0] - here[0] for here, there in zip(sent, received, strict=True)]
-            usual = Counter(behind).most_common(1)[0][0] if behind else 0
-            odd = [number for number, gap in enumerate(behind) if gap != usual]
+            # Endless queues are equal if each message stands as far after its twin as the others do.
+            gaps = [there[0] - here[0] for here, there in zip(sent, received, strict=True)]
+            usual = Counter(gaps).most_common(1)[0][0] if gaps else 0
+            odd = [number for number, gap in enumerate(gaps) if gap != usual]
             if odd:
                 (one, at), (other, there) = sent[odd[0]][1:], received[odd[0]][1:]
                 yield violation(

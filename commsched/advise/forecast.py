@@ -1,4 +1,4 @@
-"""What a step would cost: one profile simulated over several links and with fewer bytes; and its report."""
+"""Forecast a step: simulate one profile over several links and with fewer bytes, and report the times."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a script. ``profile``: its compute without traffic. ``itemsizes``: bytes of one
-    element, by layer. ``slowdown``: compute takes ``1 + slowdown`` times as long while the link is busy.
-    ``now``: DDP's own times.
+    """Measurements of a script. ``profile``: compute without traffic. ``itemsizes``: bytes of one element, by
+    layer. ``slowdown``: compute takes ``1 + slowdown`` times as long while the link is busy. ``now``: DDP's
+    own times.
     """
 
     script: str

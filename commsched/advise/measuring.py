@@ -166,7 +166,7 @@ class Observation:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Runs before DDP's own callback, which waits for the all-reduces; the next one runs behind that."""
+        """Runs before DDP's own callback, which waits for the all-reduces; the lambda runs after it."""
         self._queued = False
         self._watch.mark("backward_end")
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._watch.mark("reduced"))

@@ -1,4 +1,4 @@
-"""What the subcommands share: options, jobs that options name, and tables and numbers for the terminal."""
+"""Options that subcommands share, the jobs that options name, and tables and numbers for the terminal."""
 
 from __future__ import annotations
 

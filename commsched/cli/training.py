@@ -1,4 +1,4 @@
-"""What `commsched train` does with its options."""
+"""Run `commsched train`: make the job, the plan and the pipeline of its options, and train."""
 
 from __future__ import annotations
 

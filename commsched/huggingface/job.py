@@ -73,7 +73,7 @@ class LateSum(torch.Tensor):
     """The sum over all ranks of a whole number, as a float; the first use waits for it.
 
     Trainer sums the number of tokens before each forward, which divides by it at its end. Waiting for the sum
-    at once would let the forward begin behind the gradients or parameters that share the link with it.
+    at once would let the forward begin only after the gradients or parameters that share the link with it.
     """
 
     _total: torch.Tensor

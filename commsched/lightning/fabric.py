@@ -1,4 +1,4 @@
-"""``FabricStrategy``: the same for training loops over ``Fabric``."""
+"""``FabricStrategy``: what ``Strategy`` does for ``Trainer``, for training loops over ``Fabric``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FabricStrategy(DDPStrategy):
 
 
 class _Accumulation(BackwardSyncControl):
-    """What ``fabric.no_backward_sync(module)`` calls."""
+    """Lightning calls it for ``fabric.no_backward_sync(module)``."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy

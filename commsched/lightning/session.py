@@ -1,4 +1,4 @@
-"""What both strategies hold: the options of the optimizers, and commsched's part in Lightning's job."""
+"""``Session``, which both strategies hold: options of the optimizers, and commsched in Lightning's job."""
 
 from __future__ import annotations
 

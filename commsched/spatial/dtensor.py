@@ -74,7 +74,7 @@ def to_dtensor(tile: Tile) -> DTensor:
 
 
 def _device_mesh(mesh: Mesh, local: torch.Tensor) -> DeviceMesh:
-    """That of `from_dtensor`, else a new one, which all ranks make together."""
+    """The device mesh that `from_dtensor` got, else a new one, which all ranks make together."""
     if mesh.device_mesh is None:
         ranks: Sequence[int] = getattr(mesh.channel, "ranks", range(mesh.size))
         mesh.device_mesh = DeviceMesh(local.device.type, torch.tensor(list(ranks)).view(mesh.grid))

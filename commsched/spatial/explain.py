@@ -51,7 +51,7 @@ class RankReport:
 
 @dataclass
 class Report:
-    """What `explain` found; ``print`` it."""
+    """The result of `explain`; ``print`` shows it as text."""
 
     shape: tuple[int, ...]
     grid: tuple[int, ...]

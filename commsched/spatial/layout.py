@@ -299,7 +299,7 @@ def reshaped(tile: Tile, sizes: Sequence[int]) -> Tile:
     """``tile`` reshaped to ``sizes``.
 
     A cut dimension may be split: its parts then end at multiples of the inner size (of windows), for which
-    border pixels are fetched. Where the new shape does not follow the cuts, the whole is gathered.
+    border pixels are fetched. If the new shape does not follow the cuts, the whole is gathered.
     """
     base = trimmed(unfolded(tile))
     found = _factored(base, sizes)

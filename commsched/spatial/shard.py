@@ -216,14 +216,14 @@ def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list
 
 
 class _Attached:
-    """Hooks of a sharded model. Its copies are sharded alike, and a pickle of it is a plain model."""
+    """Hooks of a sharded model. Copies of the model are sharded alike; a pickle of it is a plain model."""
 
     def __reduce__(self) -> Any:
         return _Detached, ()
 
 
 class _Detached:
-    """What hooks are in a model that comes from a file."""
+    """Stands for the hooks of a sharded model that was pickled."""
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pass

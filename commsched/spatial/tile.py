@@ -282,7 +282,7 @@ def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def local_of(tile: Tile) -> Tensor:
-    """The plain tensor behind a tile, checked for autograd functions that saw the tile itself."""
+    """The plain tensor of a tile, checked for autograd functions that saw the tile itself."""
     with torch._C.DisableTorchFunctionSubclass():
         bypassed = tile.grad_fn is not None
     if bypassed:

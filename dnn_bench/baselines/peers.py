@@ -68,7 +68,7 @@ class DDP(Trainer):
 
 
 def _in_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What torch's bf16_compress_hook does, which refuses CPUs."""
+    """Do what torch's bf16_compress_hook does, which refuses CPUs."""
     sent = bucket.buffer().bfloat16().div_(dist.get_world_size())
     work = dist.all_reduce(sent, async_op=True)
     assert work is not None

@@ -163,7 +163,7 @@ class Trainer:
         return Stamps(start, forward, backward, time.perf_counter())
 
     def prediction(self) -> float | None:
-        """What its plan expects of an iteration, where it has one."""
+        """The seconds of an iteration that its plan expects; None without a plan."""
         return None
 
     def finish(self) -> None:

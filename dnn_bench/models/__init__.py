@@ -102,7 +102,7 @@ def names() -> list[str]:
 
 
 def spec(name: str) -> ModelSpec:
-    """The model's entry. That of a library's model comes from the library, which is imported."""
+    """The model's entry. A library's model has its entry from the library, which is imported."""
     name = spelt(name)
     return libraries.spec(name) if "/" in name else _MODELS[name]
 
@@ -187,6 +187,6 @@ def loss(name: str, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def unit(name: str) -> str:
-    """What one element of a batch is called in a throughput: `img`, `sentence` or `sample`."""
+    """The name of one element of a batch in a throughput: `img`, `sentence` or `sample`."""
     task = spec(name).task
     return "sentence" if task in SENTENCES else "sample" if task in ("vector", "clicks") else "img"

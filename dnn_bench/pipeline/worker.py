@@ -238,7 +238,7 @@ SCHEDULES: dict[str, str] = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
 _SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
-"""Those that take a list of stages."""
+"""The schedules that take a list of stages."""
 
 
 class Peer:

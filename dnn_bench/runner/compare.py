@@ -274,7 +274,7 @@ class Comparison:
             self.measured[row.name].append(self._undisturbed(row, ranks, *more)[0])
 
     def _ask_for_its_prediction(self, row: Row, ranks: RankSet) -> None:
-        """Its plan may send parts of gradients early, which the profile of a plain run knows nothing of."""
+        """Take the prediction of the baseline itself: a plain run's profile has no gradients sent early."""
         row.predicted = ranks.call("prediction")[0]
 
     def _undisturbed(

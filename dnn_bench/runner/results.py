@@ -264,7 +264,7 @@ ms = partial(shown, form="ms")
 # -- the scheduler's predictions for a measured profile: the lower bound, and the time of each policy --------
 
 Rounds = Sequence[Sequence[dict[str, Any]]]  # profiles, of every repetition every rank's
-# What is measured beside these limits' times in every repetition, since the machine's speed changes.
+# By limit: the command that ranks also run in every repetition, since the machine's speed changes.
 MEASURED: dict[str, tuple[Any, ...]] = {"local": ("profile", 2), "floor": ("profile", 2), "wire": ("link",)}
 Measured = dict[str, list[Any]]  # per limit and repetition, every rank's
 SCALES = (2, 4, 8, 16, 32)
@@ -430,7 +430,7 @@ def stolen_share(before: Any, after: Any) -> float:
     """The share of the processors' time that a hypervisor gave to others between two readings of
     `psutil.cpu_times`; 0 where the system does not tell.
     """
-    # What guests of this machine used is part of `user` already.
+    # `user` has the time of this machine's guests already.
     spent = {
         kind: getattr(after, kind) - getattr(before, kind)
         for kind in after._fields

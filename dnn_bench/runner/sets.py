@@ -186,7 +186,7 @@ class Crew:
         return name in self._sets
 
     def ranks(self, baseline: Baseline, job: Job, place: Place) -> RankSet:
-        """Those that are there already, or new ones that nobody has started yet."""
+        """The baseline's ranks, running if they have stayed, else new and not started."""
         if baseline.name not in self._sets:
             self._sets[baseline.name] = RankSet(baseline, job, place, Path(self._folder.name))
         return self._sets[baseline.name]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dnn_bench.baselines.trainer import Job
 
 
-# What a rank can be asked: functions of its trainer and the arguments of the command.
+# By command: the function that a rank calls with its trainer and the arguments of the command.
 COMMANDS = {
     "check": "dnn_bench.baselines.reference.check_file",
     "block": "dnn_bench.runner.measure.run_block",

@@ -25,7 +25,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an action does; the value is its text form."""
+    """The kind of an action; the value is its text form."""
 
     F = "F"
     B = "B"

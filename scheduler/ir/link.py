@@ -151,7 +151,7 @@ class TwoTierLink(Link):
 
     def widened(self, factor: float) -> TwoTierLink:
         between = self.between.widened(factor)
-        # What the collective takes beyond its time between hosts stays, and so does its time inside the host.
+        # Only the time between hosts falls; the rest of the collective takes as long as before.
         rest = self.beta - self.between.beta + between.beta
         return replace(self, beta=max(rest, self.inside.beta, 0.0), between=between)
 

@@ -116,8 +116,8 @@ def generate(
 def orders_of(
     schedule: str, positions: int, microbatches: int, options: Mapping[str, Any], others: Sequence[str] = ()
 ) -> Sequence[Order]:
-    """What a generator makes; a ``ValueError`` lists its options where it has none of a given name. It may
-    have been meant for the caller, who has the options ``others``.
+    """The orders that a generator makes; a ``ValueError`` for an option that it does not have lists its
+    options. The option may have been meant for the caller, who has the options ``others``.
     """
     generator = get(schedule)
     parameters = list(signature(generator).parameters.values())

@@ -21,7 +21,7 @@ from scheduler.pipelines.schedules import Order
 #
 # Each direction keeps no more micro-batches than the schedule does. If both can run on a rank, backwards go
 # first, then the oldest micro-batch, which frees memory. One sequence is made for all ranks, and each does
-# its part of it in that order: whatever waits for something stands behind it, on every rank, so nothing waits
+# its part of it in that order: whatever waits for something stands after it, on every rank, so nothing waits
 # for ever. Steps come last, in one order on all ranks, because a stage's gradient is complete at different
 # times on its ranks.
 
@@ -120,7 +120,7 @@ def _competed(needs: dict[Action, set[Action]], layout: Layout) -> list[Action]:
 
 def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action, ...]:
     """The order with a STEP for each stage: as soon as its gradient is complete; for ``relaxed`` stages in
-    the middle of the gap, which leaves the RS before and the AG behind it half of the slack each.
+    the middle of the gap, which leaves the RS before and the AG after it half of the slack each.
     """
     inserted: dict[int, list[Action]] = {}
     for stage in sorted({action.stage for action in order if action.stage is not None}):

@@ -90,8 +90,8 @@ def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int
     stage[0, layers] = 0
     work = batches * (table[0] + table[1])
     fixed = batches * table[6]
-    # By number of devices behind a cut: the lowest and the highest layer at which the cut can be, because the
-    # devices behind it and those before it must each suffice for their layers.
+    # By number of devices after a cut: the lowest and the highest layer at which the cut can be, because the
+    # devices after it and the devices before it must each suffice for their layers.
     lowest_cut, highest_cut = np.zeros(devices + 1, np.int64), np.zeros(devices + 1, np.int64)
     for d in range(devices + 1):
         lowest_cut[d] = np.searchsorted(work, work[layers] - limit * d * (1 + 1e-9))
@@ -101,30 +101,30 @@ def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int
     low[0] = high[0] = layers
     for k in range(1, stages + 1):
         new_low, new_high = np.full(devices + 1, layers + 1), np.full(devices + 1, -1)
-        for behind in range(devices):
-            if high[behind] < 0:
+        for rest in range(devices):
+            if high[rest] < 0:
                 continue
-            for r in range(1, min(given.most_replicas, devices - behind) + 1):
+            for r in range(1, min(given.most_replicas, devices - rest) + 1):
                 if r > FINE and r % COARSE:
                     continue
-                d = behind + r
+                d = rest + r
                 after = -1
-                start = min(high[behind], layers if k == 1 else highest_cut[behind])
+                start = min(high[rest], layers if k == 1 else highest_cut[rest])
                 for i in range(start - 1, lowest_cut[d] - 1, -1):
                     # The nearest next stage: more layers take longer and need more memory.
                     j = i + 1
                     if (
-                        replicas[behind, j] > 0
-                        and stage[behind, j] == k - 1
-                        and _crosses(table, j, r, batches, border[behind], limit)
+                        replicas[rest, j] > 0
+                        and stage[rest, j] == k - 1
+                        and _crosses(table, j, r, batches, border[rest], limit)
                     ):
                         after = j
                     if after < 0:
-                        if i < low[behind]:
+                        if i < low[rest]:
                             break
                         continue
                     stays = fixed[after] - fixed[i]
-                    if i < low[behind] and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
+                    if i < low[rest] and stays + (work[after] - work[i] - stays) / r > limit * (1 + 1e-9):
                         break
                     if i >= highest_cut[d] or replicas[d, i] > 0:
                         continue

@@ -52,7 +52,7 @@ def _run_graph(program: Program, periods: int) -> TaskGraph:
 
 def table(program: Program, periods: int = 1) -> str:
     """A run as a table: a row per rank, a column per slot. Micro-batches are numbered through all periods;
-    the stage stands in front where a rank holds several, and ``!`` behind the last action before a step.
+    the stage stands in front where a rank holds several, and ``!`` after the last action before a step.
     """
     layout = program.layout
     several = layout.stages > layout.positions

@@ -84,8 +84,8 @@ def gpipe(positions: int, microbatches: int) -> list[Order]:
 
 # -- 1F1B: a stage runs only as many forwards ahead as it takes to reach the last stage ----------------------
 
-# With ``hop`` 1 a message is on the critical path of every micro-batch; with 2 there is time for it behind
-# the computation, and up to twice as many activations.
+# With ``hop`` 1 a message is on the critical path of every micro-batch; with 2 it can travel
+# during a computation, and a stage keeps up to twice as many activations.
 
 
 def one_f_one_b(positions: int, microbatches: int, hop: int = 1) -> list[Order]:

@@ -199,7 +199,7 @@ def _spliced(cuts: np.ndarray, begin: int, end: int, place: int) -> np.ndarray:
 # One link is one machine. Job ``b`` is the RS of bucket b, job ``n + b`` its AG. A job has a **head** (it
 # cannot start earlier), a cost, and a **tail** (what must follow it before the iteration ends). Minimising
 # the latest ``end + tail`` is the problem ``1 | r_j, q_j, prec | Cmax``. Schrage's rule starts, whenever the
-# link is free, the ready job with the longest tail. Where that is not optimal, one job went ahead of more
+# link is free, the ready job with the longest tail. If that is not optimal, one job went ahead of more
 # urgent ones that became ready while it ran; in the best order it stands before all of them or after all of
 # them, so its tail or its head is raised and the rule is asked again.
 #
@@ -335,7 +335,8 @@ def _jobs(step: Step, load: Load) -> Jobs:
 
 @njit(cache=True)
 def _critical(jobs: Jobs, order: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[int, int]:
-    """Where the longest path ends, and the last job before it, with no pause between, whose tail is shorter.
+    """The position at which the longest path ends, and that of the last job before it, with no pause between,
+    whose tail is shorter.
 
     Twice the same position if there is no such job: then the order is optimal.
     """

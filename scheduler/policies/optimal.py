@@ -2,7 +2,7 @@
 
 1. **Compare.** Every other policy makes its plan; the result is never worse than the best of these.
 2. **Start.** The relaxation in ``bounds`` gives the buckets that would be best if collectives could be
-   preempted: a small one for the first layers, which the forward waits for, and larger and larger ones behind
+   preempted: a small one for the first layers, which the forward waits for, and larger and larger ones after
    it. The search tries them for several exposed times and several largest parts, beside plain fusion and the
    other policies' buckets.
 3. **Order.** For given buckets the order is a one-machine problem with heads and tails, solved by branch and
@@ -61,7 +61,7 @@ def optimal(
 ) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
-    Where the problem has buckets only the order is searched. Where it gains nothing to send parts of a
+    If the problem has buckets, only the order is searched. If it gains nothing to send parts of a
     gradient early, the plan is for ``profile.whole()``, unless ``keep_parts``.
     """
     plan = _best(problem, seed, budget, max_buckets)

@@ -45,7 +45,7 @@ def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0
     """Simulate torch's DDP: buckets of 25 MiB, all-reduced under the backward; the optimizer waits for all.
 
     Messages of `wfbp` pass the link in backward order, so the first layer's gradients arrive last. The
-    compute before that layer moves behind their arrival: it belongs to the optimizer and to the next batch.
+    compute before that layer moves after their arrival: it belongs to the optimizer and to the next batch.
     """
     first = next((i for i, layer in enumerate(profile.layers) if layer.bytes), 0)
     before = sum(layer.forward for layer in profile.layers[:first])

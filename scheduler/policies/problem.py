@@ -110,7 +110,7 @@ def backward_order(buckets: Sequence[Bucket]) -> list[int]:
 def corrections_last(
     profile: Profile, buckets: Sequence[Bucket], order: Iterable[Action]
 ) -> tuple[Action, ...]:
-    """Return the order with each all-gather of corrections behind those of what they correct."""
+    """Return the order with each all-gather of corrections after those of what they correct."""
     order = tuple(order)
     for layer, part in enumerate(profile.layers):
         if part.needed_by < 0:

@@ -23,7 +23,7 @@ def sequential(problem: Problem) -> Program:
     """One bucket (for each group) unless told otherwise.
 
     A program states only the order on the link. To keep communication out of the backward, the bucket that
-    the backward completes last is reduced first: the others wait behind it. It is gathered last, so the
+    the backward completes last is reduced first: the others wait for it. It is gathered last, so the
     forward waits for all of them.
     """
     (chosen,) = problem.candidates([math.inf])
@@ -204,13 +204,13 @@ class _Slack:
         self.late = np.maximum.accumulate(gathered - self.forward_below[::-1])[::-1]
 
     def consider(self, number: int) -> None:
-        """Moves this bucket's AG behind its RS, or behind the next one where the two run back to back."""
-        behind = number if self.idle[number] > self.startup else number + 1
+        """Moves this bucket's AG after its RS, or after the next one where the two run back to back."""
+        place = number if self.idle[number] > self.startup else number + 1
         wait = self.late[0] - self.late[number + 1]
-        if self.idle[behind:].sum() + wait <= self.cost[number]:
+        if self.idle[place:].sum() + wait <= self.cost[number]:
             return
-        self.moved_after[behind].append(number)
-        self.busy[behind] += self.cost[number]
+        self.moved_after[place].append(number)
+        self.busy[place] += self.cost[number]
         self.left[number] = 0.0
         self.stays[number] = False
         self._time()

@@ -53,7 +53,7 @@ CONTRACTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 class _Place(NamedTuple):
-    """Where a mesh axis cuts: the dimension's letter, which of its factors, and how."""
+    """One mesh axis cuts a dimension: the dimension's letter, the factor of it that is cut, and the split."""
 
     letter: str
     factor: int
@@ -285,7 +285,7 @@ def _on_base(func: Any, tile: Folded, args: tuple, kwargs: dict) -> Any:
 
 
 def _refolded(result: Any, tile: Folded) -> Any:
-    """Results have the base's dimensions, perhaps behind others; a function in place returns the tile."""
+    """Results have the base's dimensions, perhaps after others; a function in place returns the tile."""
 
     def refold(value: Any) -> Any:
         return tile if value is tile.base else fold(value, (1,) * (value.ndim - tile.base.ndim) + tile.counts)
