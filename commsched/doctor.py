@@ -44,12 +44,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def report_lines(findings: Sequence[Finding]) -> list[str]:
     """Return one line per finding, and one more where there is something to do."""
     width = max(len(finding.check) for finding in findings)
-    found = []
+    lines = []
     for finding in findings:
-        found.append(f"{finding.level:<8} {finding.check:<{width}}  {finding.found}")
+        lines.append(f"{finding.level:<8} {finding.check:<{width}}  {finding.found}")
         if finding.advice:
-            found.append(f"{'':<8} {'':<{width}}  -> {finding.advice}")
-    return found
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.advice}")
+    return lines
 
 
 # -- the checks, in the order in which they are reported -----------------------------------------------------
@@ -100,12 +100,12 @@ def examine(machine: Machine) -> list[Finding]:
 
 @check("torch")
 def torch(machine: Machine) -> Answer:
-    found = machine.torch
-    if isinstance(found, str):
-        return PROBLEM, f"torch cannot be imported: {found}", "install it: docker/install.sh"
-    text = f"{found['version']}, {'CUDA ' + found['cuda'] if found['cuda'] else 'CPU build'}"
+    facts = machine.torch
+    if isinstance(facts, str):
+        return PROBLEM, f"torch cannot be imported: {facts}", "install it: docker/install.sh"
+    text = f"{facts['version']}, {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU build'}"
     try:
-        release = Version(Version(found["version"]).base_version)
+        release = Version(Version(facts["version"]).base_version)
     except InvalidVersion:
         return NOTE, text, "the version cannot be read; supported are 2.6 to 2.15"
     if release < OLDEST:
@@ -121,12 +121,12 @@ def extension(machine: Machine) -> Answer:
     if ran.status == 0:
         return OK, "comm_core is built for this torch"
     if "undefined symbol" in ran.output:
-        found = f"comm_core was built for another torch: {ran.last_line}"
+        text = f"comm_core was built for another torch: {ran.last_line}"
     elif "comm_core" in ran.last_line and "No module" in ran.last_line:
-        found = "comm_core is not built"
+        text = "comm_core is not built"
     else:
-        found = f"comm_core cannot be imported: {ran.last_line}"
-    return PROBLEM, found, "build it: pip install --no-build-isolation . in the checkout"
+        text = f"comm_core cannot be imported: {ran.last_line}"
+    return PROBLEM, text, "build it: pip install --no-build-isolation . in the checkout"
 
 
 @check("compiler")
@@ -146,18 +146,18 @@ def compiler(machine: Machine) -> Answer:
 @check("CUDA")
 def cuda(machine: Machine) -> Answer:
     driver = machine.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    found = machine.torch
+    facts = machine.torch
     if driver is None or driver.status != 0:
         return OK, "no GPU: nvidia-smi is missing or finds none; ranks use the CPU"
     gpus = driver.output.strip().replace("\n", "; ")
-    if isinstance(found, str) or not found["cuda"]:
+    if isinstance(facts, str) or not facts["cuda"]:
         return NOTE, f"{gpus}; torch is a CPU build", "install a CUDA build of torch to use the GPUs"
-    if not found["gpus"]:
-        text = f"{gpus}; torch for CUDA {found['cuda']} cannot use them"
+    if not facts["gpus"]:
+        text = f"{gpus}; torch for CUDA {facts['cuda']} cannot use them"
         return PROBLEM, text, "install a driver for this CUDA version, or another build of torch"
     nvcc = machine.run([machine.environ.get("NVCC") or "nvcc", "--version"])
     release = re.search(r"release ([\d.]+)", nvcc.output) if nvcc else None
-    text = f"{gpus}; torch for CUDA {found['cuda']}; nvcc {release[1] if release else 'missing'}"
+    text = f"{gpus}; torch for CUDA {facts['cuda']}; nvcc {release[1] if release else 'missing'}"
     if machine.extension.status == 0 and machine.extension.last_line == "True":
         return OK, f"{text}; kernels are compiled in"
     advice = "kernels come from CuPy if it is installed; with nvcc, COMMSCHED_WITH_CUDA=1 compiles them in"
@@ -166,12 +166,12 @@ def cuda(machine: Machine) -> Answer:
 
 @check("NCCL")
 def nccl(machine: Machine) -> Answer:
-    found = machine.torch
-    if isinstance(found, str) or not found["gpus"]:
+    facts = machine.torch
+    if isinstance(facts, str) or not facts["gpus"]:
         return OK, "not needed without a GPU that torch can use"
-    if not found["nccl"]:
+    if not facts["nccl"]:
         return PROBLEM, "torch was built without NCCL", "install torch from PyTorch's own packages"
-    return OK, found["nccl"]
+    return OK, facts["nccl"]
 
 
 @check("MPI")
@@ -217,16 +217,16 @@ def ports(machine: Machine) -> Answer:
 
 @check("interfaces")
 def interfaces(machine: Machine) -> Answer:
-    found = machine.interfaces()
-    shown = ", ".join(f"{name} {address}{_speed(machine, name)}" for name, address in found.items())
+    addresses = machine.interfaces()
+    shown = ", ".join(f"{name} {address}{_speed(machine, name)}" for name, address in addresses.items())
     variable = next((name for name in INTERFACES if machine.environ.get(name)), "")
     if variable:
         wanted = machine.environ[variable].split(",")[0].strip()
-        if wanted not in found:
+        if wanted not in addresses:
             text = f"{variable}={wanted}, but the interfaces with an IPv4 address are {shown or 'none'}"
             return PROBLEM, text, f"set {variable} to one of these, or unset it"
         return OK, f"{shown}; {wanted} is used ({variable})"
-    others = [name for name, address in found.items() if not is_loopback(address)]
+    others = [name for name, address in addresses.items() if not is_loopback(address)]
     if not others:
         return NOTE, f"loopback only ({shown or 'none'})", "ranks of other hosts cannot connect"
     if len(others) == 1:
@@ -285,8 +285,8 @@ def threads(machine: Machine) -> Answer:
 @check("limits")
 def limits(machine: Machine) -> Answer:
     files, locked, shared = machine.limit("NOFILE"), machine.limit("MEMLOCK"), machine.shared_memory()
-    found = machine.torch
-    gpus = not isinstance(found, str) and bool(found["gpus"])
+    facts = machine.torch
+    gpus = not isinstance(facts, str) and bool(facts["gpus"])
     advice = []
     if 0 <= files < MANY_FILES:
         advice.append(f"raise the limit of open files: ulimit -n {MANY_FILES * 4}")
@@ -389,15 +389,15 @@ class Machine:
     def shared_memory(self) -> int:
         """Return the bytes of /dev/shm; 0 where there is none."""
         try:
-            found = os.statvfs("/dev/shm")
+            system = os.statvfs("/dev/shm")
         except OSError:
             return 0
-        return found.f_frsize * found.f_blocks
+        return system.f_frsize * system.f_blocks
 
     def interfaces(self) -> dict[str, str]:
         """Return the IPv4 address of each network interface that has one."""
-        found = {name: interface_address(name) for _, name in socket.if_nameindex()}
-        return {name: address for name, address in found.items() if address}
+        addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
+        return {name: address for name, address in addresses.items() if address}
 
     def host_address(self) -> tuple[str, str]:
         """Return this host's name and the address that the name resolves to, empty if it does not resolve."""

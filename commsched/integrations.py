@@ -195,8 +195,8 @@ class Replica:
 
     def _buffers(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
         """Return the modules' own buffers, without those of modules within them."""
-        found = (pair for prefix, module in modules for pair in module.named_buffers(prefix, recurse=False))
-        return {name: buffer for name, buffer in found if name not in self._ignored}
+        named = (pair for prefix, module in modules for pair in module.named_buffers(prefix, recurse=False))
+        return {name: buffer for name, buffer in named if name not in self._ignored}
 
     def _written(self, buffers: dict[str, torch.Tensor]) -> bool:
         """Return whether a buffer was written to or replaced: most models have constant ones only."""

@@ -467,8 +467,8 @@ def cores(host: int, hosts: int) -> list[int]:
 
 def namespaces() -> list[str]:
     """This project's namespaces, whoever owns them."""
-    found = [line.split()[0] for line in command(["ip", "netns", "list"]).splitlines() if line.strip()]
-    return [name for name in found if NAME.fullmatch(name)]
+    names = [line.split()[0] for line in command(["ip", "netns", "list"]).splitlines() if line.strip()]
+    return [name for name in names if NAME.fullmatch(name)]
 
 
 def remove_namespace(name: str) -> None:
@@ -501,8 +501,8 @@ def end_processes(namespace: str, grace: float = 2.0) -> None:
 
 def _pids(namespace: str) -> list[int]:
     with contextlib.suppress(ClusterError):
-        found = [int(pid) for pid in command(["ip", "netns", "pids", namespace]).split()]
-        return [pid for pid in found if not _is_zombie(pid)]
+        pids = [int(pid) for pid in command(["ip", "netns", "pids", namespace]).split()]
+        return [pid for pid in pids if not _is_zombie(pid)]
     return []
 
 

@@ -109,15 +109,15 @@ def combine(
 
 def fits(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """alpha + beta * bytes for each transport and operation with enough sizes."""
-    found = []
+    fitted = []
     for operation, transport in dict.fromkeys((row["operation"], row["transport"]) for row in rows):
         same = [row for row in rows if (row["operation"], row["transport"]) == (operation, transport)]
         sizes = [row["bytes"] for row in same]
         if len(set(sizes)) >= FEWEST_SIZES:
             link = fit(sizes, [row["seconds"] for row in same])
             figures = {"alpha": link.alpha, "beta": link.beta, "error": link.error}
-            found.append({"transport": transport, "operation": operation, **figures})
-    return found
+            fitted.append({"transport": transport, "operation": operation, **figures})
+    return fitted
 
 
 def show(report: dict[str, Any]) -> None:
@@ -138,13 +138,13 @@ def bandwidths(report: dict[str, Any]) -> Any:
     where = ", ".join(dict.fromkeys(place.get("links", ["this machine"])))
     rate = place["rate"]
     figures = ("ms", "cpu ms", "algorithm MB/s", "bus MB/s", "of the link")
-    found = table(f"{place['ranks']} ranks, {where}", ("operation", "bytes", "transport", *figures), WORDS)
+    shown = table(f"{place['ranks']} ranks, {where}", ("operation", "bytes", "transport", *figures), WORDS)
     previous = None
     for row in sorted(report["rows"], key=lambda row: (row["operation"], row["bytes"], row["seconds"])):
         if previous is not None and previous != (row["operation"], row["bytes"]):
-            found.add_section()
+            shown.add_section()
         previous = (row["operation"], row["bytes"])
-        found.add_row(
+        shown.add_row(
             row["operation"],
             str(row["bytes"]),
             row["transport"],
@@ -154,4 +154,4 @@ def bandwidths(report: dict[str, Any]) -> Any:
             f"{row['bus_bandwidth'] / 1e6:.1f}",
             f"{row['bus_bandwidth'] / rate:.0%}" if rate else "",
         )
-    return found
+    return shown

@@ -116,10 +116,10 @@ def table(title: str, columns: Iterable[str], words: Sequence[str]) -> Table:
     """An empty table; the columns in `words` hold words, the others numbers, which are right-aligned."""
     from rich.table import Table
 
-    found = Table(title=title, title_justify="left")
+    empty = Table(title=title, title_justify="left")
     for column in columns:
-        found.add_column(column, justify="left" if column in words else "right", no_wrap=True)
-    return found
+        empty.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return empty
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

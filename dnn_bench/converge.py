@@ -64,8 +64,8 @@ def main(arguments: list[str]) -> int:
             except RuntimeError as error:
                 failures[label] = [str(error).splitlines()[0]]
                 continue
-            if entry.exact and (found := problems(runs[-1], plain)):
-                failures[label] = found
+            if entry.exact and (differences := problems(runs[-1], plain)):
+                failures[label] = differences
     console().print(curves(runs, failures))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in runs]) + "\n")
@@ -91,15 +91,15 @@ def curves(runs: list[Run], failures: dict[str, list[str]]) -> Any:
     words = ("task", "baseline", "parameters")
     figures = ("end loss", "accuracy", "loss off by", "end loss off by", "parameters")
     columns = ("task", "baseline", "workers", *figures)
-    found = table("the same training, by schedule and workers", columns, words)
+    shown = table("the same training, by schedule and workers", columns, words)
     plain = {run.task: run for run in runs if run.baseline == "plain"}
     for run in runs:
         off = f"{deviation(run, plain[run.task]):.1e}"
         end = f"{run.end_loss / plain[run.task].end_loss - 1:+.2%}"
         cells = (f"{run.end_loss:.5f}", f"{run.accuracy:.4f}", off, end, run.digest)
         style = "red" if f"{run.task}, {run.baseline}, {run.workers} workers" in failures else None
-        found.add_row(run.task, run.baseline, str(run.workers), *cells, style=style)
-    return found
+        shown.add_row(run.task, run.baseline, str(run.workers), *cells, style=style)
+    return shown
 
 
 def draw(runs: list[Run], path: Path) -> None:
@@ -270,11 +270,11 @@ def mean_losses(ranks: Sequence[dict[str, Any]]) -> tuple[float, ...]:
 
 def digest(parameters: dict[str, Tensor]) -> str:
     """A short name of the parameters' exact bits."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name in sorted(parameters):
-        found.update(name.encode())
-        found.update(parameters[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
+        hashed.update(name.encode())
+        hashed.update(parameters[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:12]
 
 
 def deviation(run: Run, plain: Run) -> float:
@@ -284,9 +284,9 @@ def deviation(run: Run, plain: Run) -> float:
 
 def problems(run: Run, plain: Run) -> list[str]:
     """List how a run differs from plain training by more than rounding."""
-    found = []
+    differences = []
     if (off := deviation(run, plain)) > LOSS_TOLERANCE:
-        found.append(f"its loss differs by {off:.1e} from plain training's")
+        differences.append(f"its loss differs by {off:.1e} from plain training's")
     if abs(run.accuracy - plain.accuracy) > ACCURACY_TOLERANCE:
-        found.append(f"its accuracy is {run.accuracy:.4f}, plain training's {plain.accuracy:.4f}")
-    return found
+        differences.append(f"its accuracy is {run.accuracy:.4f}, plain training's {plain.accuracy:.4f}")
+    return differences

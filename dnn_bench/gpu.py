@@ -319,15 +319,15 @@ def one_worker(job: Job, iterations: int) -> Figures:
         return emulation.time(module, optimizer, emulation.warmup)
 
     hvd.init()
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     for turn in range(PAIRS):
         if turn % 2:
             ours, plain = wrapped(), emulation.plain()
         else:
             plain, ours = emulation.plain(), wrapped()
-        found.append((plain, ours))
-    plain, ours = (statistics.median(column) for column in zip(*found, strict=True))
-    return {"plain": plain, "wrapped": ours, "ratio": statistics.median(b / a for a, b in found)}
+        pairs.append((plain, ours))
+    plain, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {"plain": plain, "wrapped": ours, "ratio": statistics.median(b / a for a, b in pairs)}
 
 
 def memory(job: Job, iterations: int) -> Figures:
@@ -393,14 +393,14 @@ def packing_rows(model: str, device: torch.device, repeats: int) -> list[dict[st
         ("torch._foreach_copy_ to bfloat16", lambda: torch._foreach_copy_(halves, tensors), 6),
         ("torch.cat", lambda: torch.cat(tensors, out=flat), 8),
     ]
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for what, act, moved in ways:
         seconds, size = seconds_of(act, device, repeats), moved * total
-        copy = found[0] if found else {"bytes": size, "seconds": seconds}
+        copy = rows[0] if rows else {"bytes": size, "seconds": seconds}
         to_copy = (size / seconds) / (copy["bytes"] / copy["seconds"])
         row = {"model": model, "what": what, "seconds": seconds, "bytes": size, "to_copy": to_copy}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _packing(tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> Callable[[], object]:

@@ -223,8 +223,8 @@ def find(name: str) -> str | None:
 
 def installed(name: str) -> str:
     """The path of a launcher; `MissingPeer` where there is none."""
-    if found := find(name):
-        return found
+    if path := find(name):
+        return path
     raise MissingPeer(
         f"{name} is not installed; run COMMSCHED_WITH_HOROVOD=1 docker/install.sh, or choose another launcher"
     )

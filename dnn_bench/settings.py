@@ -40,13 +40,13 @@ class Settings:
 
 def given(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `dist.sh` that are set and not empty, by their names in `Settings`."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     known = {field.name for field in fields(Settings)}
     for variable, value in environ.items():
         name = ALIASES.get(variable.lower(), variable.lower())
-        if name in known and value and found.setdefault(name, value) != value:
-            raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; set it once")
-    return found
+        if name in known and value and values.setdefault(name, value) != value:
+            raise ValueError(f"{name} is set twice, to {values[name]!r} and {value!r}; set it once")
+    return values
 
 
 def read(environ: Mapping[str, str]) -> Settings:

@@ -233,12 +233,12 @@ def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float 
     groups: dict[tuple[int, float], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.hosts, cell.ratio), []).append(cell)
-    found = []
+    rows = []
     for (hosts, ratio), group in sorted(groups.items()):
         over = {"best peer": _mean([cell.over(cell.best_peer) for cell in group])}
         over |= {name: _mean([cell.over(name) for cell in group]) for name in AS_THEY_COME}
-        found.append((hosts, ratio, len(group), over))
-    return found
+        rows.append((hosts, ratio, len(group), over))
+    return rows
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -258,8 +258,8 @@ def accuracy(cells: Sequence[Cell]) -> list[str]:
         ]
         worst, where = max(errors)
         usual = statistics.median(error for error, _ in errors)
-        found = f"{worst:.1%} at worst ({where}), {usual:.1%} usually"
-        lines.append(f"{name}: measured / predicted is off by {found}")
+        off = f"{worst:.1%} at worst ({where}), {usual:.1%} usually"
+        lines.append(f"{name}: measured / predicted is off by {off}")
     return lines
 
 

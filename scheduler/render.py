@@ -20,10 +20,10 @@ def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:
 
     With a single rank, lane names have no rank number.
     """
-    found: dict[tuple[int, str], list[Event]] = {}
+    lanes: dict[tuple[int, str], list[Event]] = {}
     for event in events:
-        found.setdefault((event.rank, event.lane), []).append(event)
-    several = len({rank for rank, _ in found if rank != EVERY_RANK}) > 1
+        lanes.setdefault((event.rank, event.lane), []).append(event)
+    several = len({rank for rank, _ in lanes if rank != EVERY_RANK}) > 1
 
     def place(key: tuple[int, str]) -> tuple[bool, int, bool, str]:
         rank, lane = key
@@ -33,7 +33,7 @@ def lanes_of(events: Iterable[Event]) -> dict[str, list[Event]]:
         rank, lane = key
         return f"{lane} {rank}" if several and rank != EVERY_RANK else lane
 
-    return {name(key): found[key] for key in sorted(found, key=place)}
+    return {name(key): lanes[key] for key in sorted(lanes, key=place)}
 
 
 # -- a Gantt chart for a terminal: a line per lane, a column per slice of time -------------------------------

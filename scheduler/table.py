@@ -44,13 +44,13 @@ class Cell:
         return 1.05 if self.ratio <= 1.5 else None
 
     def misses(self) -> Iterator[str]:
-        found = self.ratios["optimal"]
+        ratio = self.ratios["optimal"]
         where = f"{self.profile}, ratio {self.ratio:g}, start-up {self.startup * 1e6:g} us"
-        if self.goal is not None and found > self.goal:
-            yield f"{where}: optimal is at {found:.4f} of the bound, not within {self.goal}"
+        if self.goal is not None and ratio > self.goal:
+            yield f"{where}: optimal is at {ratio:.4f} of the bound, not within {self.goal}"
         for name, other in self.ratios.items():
-            if found > other * ROUNDING:
-                yield f"{where}: optimal is at {found:.6f} of the bound, {name} at {other:.6f}"
+            if ratio > other * ROUNDING:
+                yield f"{where}: optimal is at {ratio:.6f} of the bound, {name} at {other:.6f}"
 
 
 def measure(profile: Profile, ratio: float, startup: float) -> Cell:

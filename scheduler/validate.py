@@ -27,17 +27,17 @@ __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 
 def validate(program: Program, profile: Profile | None = None) -> None:
     """Raise ``InvalidProgram`` if the program breaks a rule or, with a profile, is for another model."""
-    found = violations(program, profile)
-    if found:
-        raise InvalidProgram(program, found)
+    broken = violations(program, profile)
+    if broken:
+        raise InvalidProgram(program, broken)
 
 
 def violations(program: Program, profile: Profile | None = None) -> list[Violation]:
     """The violations of the first group of rules that the program breaks."""
     rules = DATA_PARALLEL_RULES if program.pipeline is None else PIPELINE_RULES
     for group in rules:
-        if found := [violation for rule in group for violation in rule(program, profile)]:
-            return found
+        if broken := [violation for rule in group for violation in rule(program, profile)]:
+            return broken
     return []
 
 
@@ -503,10 +503,10 @@ def _queue(
 ) -> list[tuple[int, Action, Place]]:
     """The messages between two ranks with their position in the endless queue, in one order at both ends."""
     queue = [(place, a) for place, a in placed(program, rank, lane) if a.kind in kinds and a.peer == peer]
-    found = [
+    numbered = [
         (number - action.shift * len(queue), action, place) for number, (place, action) in enumerate(queue)
     ]
-    return sorted(found, key=lambda item: _content(program, item[1]))
+    return sorted(numbered, key=lambda item: _content(program, item[1]))
 
 
 def _content(program: Program, action: Action) -> tuple[bool, int, int]:

@@ -133,8 +133,8 @@ class Observation:
         samples = [
             iteration_times(seen.without(seen.waits), self._owners, order) for seen in alone or with_ddp
         ]
-        found = [sample for sample in samples if sample is not None]
-        if not found:
+        complete = [sample for sample in samples if sample is not None]
+        if not complete:
             raise ValueError(
                 "no forward, backward and optimizer step of the DDP model was seen in one step; advise needs"
                 " a script that calls the model, backward() and step() of a torch optimizer"
@@ -143,7 +143,7 @@ class Observation:
         return (
             step,
             median(sum(end - start for start, end in seen.waits) for seen in with_ddp),
-            combine(found),
+            combine(complete),
         )
 
     # -- hooks -----------------------------------------------------------------------------------------------
@@ -193,12 +193,12 @@ class Observation:
 
 def observe(script: str, arguments: list[str], steps: int) -> Observation:
     """Run a script until its DDP model has made enough steps; return what was seen."""
-    found: list[Observation] = []
+    observations: list[Observation] = []
 
     def made(ddp: DistributedDataParallel) -> None:
-        if not found:
+        if not observations:
             _join_commsched(ddp)
-            found.append(Observation(ddp, steps))
+            observations.append(Observation(ddp, steps))
 
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -210,12 +210,12 @@ def observe(script: str, arguments: list[str], steps: int) -> Observation:
         except SystemExit as exit:
             if exit.code:
                 raise
-    if not found:
+    if not observations:
         raise ValueError(
             f"{script} made no torch.nn.parallel.DistributedDataParallel; advise needs a script that trains"
             " with DDP"
         )
-    return found[0]
+    return observations[0]
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     commsched.shutdown()
     if measured is None:
         return
-    found = forecast(measured)
-    _report(found, arguments)
+    result = forecast(measured)
+    _report(result, arguments)
 
 
 def _report(found: Forecast, arguments: argparse.Namespace) -> None:

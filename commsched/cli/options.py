@@ -133,8 +133,8 @@ def cuts_of(text: str | None) -> list[int | str] | None:
     if not text:
         return None
     words = [word.strip() for word in text.split(",")]
-    found: list[int | str] = [int(word) if word.isdigit() else word for word in words]
-    return found if found[0] == 0 or isinstance(found[0], str) else [0, *found]
+    cuts: list[int | str] = [int(word) if word.isdigit() else word for word in words]
+    return cuts if cuts[0] == 0 or isinstance(cuts[0], str) else [0, *cuts]
 
 
 # -- options that name a job: a function of the user's, or one of the ready jobs on files --------------------
@@ -259,16 +259,16 @@ def _job_of(arguments: argparse.Namespace) -> Job:
 
 def _model_arguments(text: str) -> dict[str, Any]:
     """``width=16,name=resnet_tiny``: numbers and other literals of Python, else text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in filter(None, text.split(",")):
         name, sign, value = pair.partition("=")
         if not sign or not name.strip().isidentifier():
             raise ValueError(f"--model-args must look like width=16,name=small, got {text!r}")
         try:
-            found[name.strip()] = ast.literal_eval(value)
+            values[name.strip()] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name.strip()] = value
-    return found
+            values[name.strip()] = value
+    return values
 
 
 def name_of(arguments: argparse.Namespace) -> str:

@@ -86,8 +86,8 @@ class Plan:
 
 def pieces(have: Slices, origin: tuple[int, ...], wants: tuple[Want, ...]) -> tuple[Piece, ...]:
     """Rectangles of ``wants`` that lie in the box ``have``; ``origin`` is where the sender's tile begins."""
-    found = (list(_overlaps(box, want)) for box, want in zip(have, wants))
-    return tuple(_piece(combination, origin) for combination in product(*found))
+    overlaps = (list(_overlaps(box, want)) for box, want in zip(have, wants))
+    return tuple(_piece(combination, origin) for combination in product(*overlaps))
 
 
 def _overlaps(have: Interval, want: Want) -> Iterator[tuple[Interval, Interval, bool]]:
@@ -318,13 +318,13 @@ def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: Plan, piece: Piece) -> 
 
 def own_contributions(parts: list[tuple[Slices, Tensor]], plan: Plan) -> list[tuple[Slices, Tensor]]:
     """Gradient contributions of the boxes to this rank's own pixels, with their places in the tile."""
-    found = []
+    contributions = []
     for piece in plan.own:
         for box, grad in parts:
             if (met := _meet(box, piece)) is not None:
                 where = tuple((lo + src[0], hi + src[0]) for (lo, hi), src in zip(met[0], piece.src))
-                found.append((where, _box(grad, plan.dims, met[1])))
-    return found
+                contributions.append((where, _box(grad, plan.dims, met[1])))
+    return contributions
 
 
 def add_arrived(total: Tensor, plan: Plan, own: list[tuple[Slices, Tensor]], recvs: list[Parcel]) -> Tensor:
@@ -512,12 +512,12 @@ class Division:
 
     def strip_input(self, strip: Region, dims: tuple[int, ...]) -> Slices:
         """The pixels that a strip reads, relative to the buffer of a fetch for all outputs."""
-        found = []
+        slices = []
         for dim in dims:
             origin = self.windows[dim].need(*self.outputs[dim])[0]
             lo, hi = self.windows[dim].need(*strip[dim])
-            found.append((lo - origin, hi - origin))
-        return tuple(found)
+            slices.append((lo - origin, hi - origin))
+        return tuple(slices)
 
     def place(self, region: Region) -> Region:
         return {

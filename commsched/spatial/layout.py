@@ -165,15 +165,15 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
 def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
     """(dim, start, length) of the owned pixels within what this rank holds; dimensions without margin are
     left out."""
-    found = []
+    places = []
     for axis, cut in cut_axes(tile.cuts):
         (lo, hi), (start, stop) = (
             cut.split.owned(tile.mesh.coord[axis]),
             cut.split.held(tile.mesh.coord[axis]),
         )
         if (lo, hi) != (start, stop):
-            found.append((cut.dim, lo - start, hi - lo))
-    return found
+            places.append((cut.dim, lo - start, hi - lo))
+    return places
 
 
 def local_owned(tile: Tile) -> Tensor:
@@ -302,11 +302,11 @@ def reshaped(tile: Tile, sizes: Sequence[int]) -> Tile:
     border pixels are fetched. If the new shape does not follow the cuts, the whole is gathered.
     """
     base = trimmed(unfolded(tile))
-    found = _factored(base, sizes)
-    if found is None:
+    factored = _factored(base, sizes)
+    if factored is None:
         whole = gathered(tile)
         return Tile.make(whole.local.reshape(tuple(sizes)), whole.mesh, whole.cuts)
-    factors, counts, units = found
+    factors, counts, units = factored
     targets = {}
     for number, cut in cut_axes(base.cuts):
         unit = units[number]

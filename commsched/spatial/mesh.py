@@ -247,15 +247,15 @@ def everyone(
     module = mesh.module if module is None else module
     mesh.count(module, x.nbytes * (len(peers) - 1))
     flat = x.detach().contiguous().view(-1)
-    found = exchanged(flat, mesh.channel, peers, f"{module}: {what}")
-    return [x if peer == mesh.rank else other.view(x.shape) for peer, other in zip(peers, found)]
+    vectors = exchanged(flat, mesh.channel, peers, f"{module}: {what}")
+    return [x if peer == mesh.rank else other.view(x.shape) for peer, other in zip(peers, vectors)]
 
 
 def exchanged(mine: Tensor, channel: Channel, peers: Sequence[int], operation: str) -> list[Tensor]:
     """The vectors of all these ranks, of which this is one."""
-    found = {peer: torch.empty_like(mine) for peer in peers if peer != channel.rank}
-    channel.exchange([(peer, mine) for peer in found], list(found.items()), operation).wait()
-    return [found.get(peer, mine) for peer in peers]
+    received = {peer: torch.empty_like(mine) for peer in peers if peer != channel.rank}
+    channel.exchange([(peer, mine) for peer in received], list(received.items()), operation).wait()
+    return [received.get(peer, mine) for peer in peers]
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:

@@ -189,8 +189,8 @@ class _Blocks:
                 raise ValueError(f"{type(self._model).__name__}: {self._refusal}")
         while many - few > 1:
             middle = (few + many) // 2
-            found = self._attempt(middle)
-            few, many, result = (middle, many, result) if found is None else (few, middle, found)
+            attempt = self._attempt(middle)
+            few, many, result = (middle, many, result) if attempt is None else (few, middle, attempt)
         return many, result
 
     def _attempt(self, margin: int) -> Tile | None:

@@ -85,8 +85,8 @@ def _batches(dataset: Any, rows: int) -> Iterator[Any]:
 
 def _other(root: Path, make: Callable[[Path], Any]) -> Any:
     """The test data beside ``root/train``, if any."""
-    found = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    return None if found is None else make(found)
+    folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    return None if folder is None else make(folder)
 
 
 def _divided(dataset: Any) -> tuple[Any, Any]:

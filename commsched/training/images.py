@@ -65,9 +65,9 @@ class ClassFolders(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, root: Path, size: int, names: Sequence[str] | None = None) -> None:
         pillow()
-        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        self.names, self.size = list(names or found), size
-        if unknown := sorted(set(found) - set(self.names)):
+        folders = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        self.names, self.size = list(names or folders), size
+        if unknown := sorted(set(folders) - set(self.names)):
             raise ValueError(f"{root} has folders of classes without training images: {', '.join(unknown)}")
         self.files = [
             (path, label)

@@ -173,7 +173,7 @@ class Training:
             self._total, self._told = self._total + loss, self._told + 1
 
     def _finish(self, number: int) -> None:
-        found: Epoch = {
+        epoch: Epoch = {
             "epoch": number + 1,
             "loss": self._total / max(1, self._told),
             "steps": len(self.sampler),
@@ -181,10 +181,10 @@ class Training:
             "rows_per_second": len(self.sampler) * self.settings.rows / self._seconds,
             "test": self.test(),
         }
-        self.epochs.append(found)
+        self.epochs.append(epoch)
         self._total, self._told, self._seconds = 0.0, 0, 0.0
         if self.pipeline.rank == 0:
-            print(described(found, self.settings.epochs), flush=True)
+            print(described(epoch, self.settings.epochs), flush=True)
 
     def test(self) -> dict[str, float]:
         """Scores of the test data with the newest weights."""

@@ -153,8 +153,8 @@ class Commsched(Trainer):
         return model, self.ranks.DistributedOptimizer(optimizer, **options)
 
     def prediction(self) -> float | None:
-        found = self.ranks.metrics(self.optimizer)
-        return found.predicted_step if found is not None else None
+        metrics = self.ranks.metrics(self.optimizer)
+        return metrics.predicted_step if metrics is not None else None
 
     def operations(self) -> list[Operation]:
         """The engine's own record; its clock is time.monotonic(), as time.perf_counter() is on Linux."""

@@ -85,14 +85,15 @@ def train_alone(job: Job, size: int) -> list[Reference]:
     """
     torch.set_num_threads(job.threads)
     before = _copies(job.build_model().named_parameters())
-    found: list[Reference] = []
+    references: list[Reference] = []
     for step, (one, other) in enumerate(zip(_steps(job, size), _steps(job, size, True), strict=True), 1):
         rounding = Reference(before, one).compare(other).error
-        if found and rounding > CHAOS:
+        if references and rounding > CHAOS:
             break
-        tolerance = max(KINK if found else TOLERANCE, MARGIN * rounding)
-        found[1:] = [Reference(before, _copies(one.items()), step, tolerance)]  # the first step, and the last
-    return found
+        tolerance = max(KINK if references else TOLERANCE, MARGIN * rounding)
+        # Only the first step is kept, and the last one so far.
+        references[1:] = [Reference(before, _copies(one.items()), step, tolerance)]
+    return references
 
 
 def _steps(job: Job, size: int, other: bool = False) -> Iterator[Parameters]:

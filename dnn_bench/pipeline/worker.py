@@ -98,11 +98,11 @@ def _rounds(
     taken: Taken = defaultdict(list)
 
     def take_ours() -> None:
-        seconds, busy, found = _timed(pipeline, job.batches(rows), options)
+        seconds, busy, losses = _timed(pipeline, job.batches(rows), options)
         taken["ours"].append(seconds)
         taken["bubbles"].append(1 - statistics.mean(busy) / seconds)
         taken["reached"].append(max(busy) / seconds)
-        taken["losses"] += found
+        taken["losses"] += losses
 
     def take_other() -> None:
         if other is not None:
@@ -110,9 +110,9 @@ def _rounds(
 
     def take_peer() -> None:
         if peer is not None:
-            seconds, found = timed(peer, job.batches(rows), options.warmup, options.steps)
+            seconds, losses = timed(peer, job.batches(rows), options.warmup, options.steps)
             taken["theirs"].append(seconds)
-            taken["expected"] += found
+            taken["expected"] += losses
 
     turns = [take_ours, take_other, take_peer]
     for number in range(options.rounds):
@@ -362,10 +362,10 @@ class Ratio(NamedTuple):
     @classmethod
     def of(cls, others: Sequence[float], ours: Sequence[float]) -> Ratio:
         """Of times taken in turn: within a round, since machines change their speed from one to the next."""
-        found = sorted(other / mine for other, mine in zip(others, ours, strict=True))
+        ratios = sorted(other / mine for other, mine in zip(others, ours, strict=True))
         # How many of n lie below the true median is binomial: about n / 2, with a deviation of sqrt(n) / 2.
-        outside = max(0, math.floor((len(found) - 1 - 1.96 * math.sqrt(len(found))) / 2))
-        return cls(statistics.median(found), found[outside], found[-1 - outside])
+        outside = max(0, math.floor((len(ratios) - 1 - 1.96 * math.sqrt(len(ratios))) / 2))
+        return cls(statistics.median(ratios), ratios[outside], ratios[-1 - outside])
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"

@@ -117,12 +117,12 @@ def events(trace: Entry) -> list[Event]:
 
     DDP says when it issues an all-reduce; it is drawn from when the one before it has ended.
     """
-    found = []
+    drawn = []
 
     def add(action: Action, lane: str, start: float, end: float) -> None:
         start, end = max(start, 0.0), min(end, trace["end"])
         if end > start:
-            found.append(Event(action, lane, 0, start, end))
+            drawn.append(Event(action, lane, 0, start, end))
 
     for kind, spans in ((Kind.F, trace["forward"]), (Kind.B, trace["backward"])):
         for layer, (start, end) in enumerate(spans):
@@ -133,4 +133,4 @@ def events(trace: Entry) -> list[Event]:
         kind = Kind(label[:2])
         add(Action(kind, int(label[2:])), LINK_LANE, max(start, free), end)
         free = end
-    return found
+    return drawn

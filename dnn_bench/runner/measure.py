@@ -69,7 +69,7 @@ def time_link(trainer: Trainer) -> list[tuple[int, float]]:
     Exchanges, one of each, follow each other without a pause, and some go before: a link that has rested lets
     the first bytes through faster than its rate.
     """
-    found = []
+    timed = []
     for size in LINK_SIZES:
         exchange = Exchange(size)
         repeats = max(LEAST_REPEATS, LINK_BYTES // size)
@@ -78,8 +78,8 @@ def time_link(trainer: Trainer) -> list[tuple[int, float]]:
         start = time.perf_counter()
         for _ in range(repeats):
             exchange()
-        found.append((size, (time.perf_counter() - start) / repeats / 2))
-    return found
+        timed.append((size, (time.perf_counter() - start) / repeats / 2))
+    return timed
 
 
 def bytes_sent() -> int:
@@ -111,12 +111,12 @@ class Recorder:
 
         Attention modules use the weights of their parts without calling these.
         """
-        found, home = {}, min(self.began, key=lambda name: self.began[name])
+        homes, home = {}, min(self.began, key=lambda name: self.began[name])
         for name in self.parameters:
             home = name if name in self.began else home
             if name in self.ready:
-                found[name] = home
-        return found
+                homes[name] = home
+        return homes
 
 
 @contextlib.contextmanager

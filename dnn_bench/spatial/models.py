@@ -207,15 +207,15 @@ def data_of(plan: Plan) -> Data:
         return Data(train, test, data_jobs.classes(F.cross_entropy))
     if o.model == "unet":
         parts = [images.ImagesWithMasks(root / part, o.image_size) for part in ("train", "val")]
-        found = parts[0].classes()
+        classes = parts[0].classes()
         scored = data_jobs.masks(F.cross_entropy, o.num_classes, images.IGNORED)
     else:
         first = images.ClassFolders(root / "train", o.image_size)
         parts = [first, images.ClassFolders(root / "val", o.image_size, first.names)]  # type: ignore[list-item]
-        found, scored = len(first.names), data_jobs.classes(F.cross_entropy)
-    if found > o.num_classes:
+        classes, scored = len(first.names), data_jobs.classes(F.cross_entropy)
+    if classes > o.num_classes:
         raise ValueError(
-            f"{root} has {found} classes, and the model {o.num_classes}; use --num-classes {found}"
+            f"{root} has {classes} classes, and the model {o.num_classes}; use --num-classes {classes}"
         )
     return Data(parts[0], parts[1], scored)
 
@@ -230,9 +230,9 @@ def cifar(root: Path, part: str, size: int) -> TensorDataset:
     pixels, labels = [], []
     for path in files:
         with path.open("rb") as file:
-            found: dict[bytes, Any] = pickle.load(file, encoding="bytes")
-        pixels.append(torch.as_tensor(found[b"data"]).view(-1, 3, 32, 32))
-        labels += found[b"labels"]
+            content: dict[bytes, Any] = pickle.load(file, encoding="bytes")
+        pixels.append(torch.as_tensor(content[b"data"]).view(-1, 3, 32, 32))
+        labels += content[b"labels"]
     whole: Tensor = torch.cat(pixels).float() / 255
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (images.MEAN, images.DEVIATION))
     whole = (whole - mean) / deviation

@@ -377,14 +377,14 @@ def _ranks(data: Mapping[str, Any], stages: int, where: str) -> tuple[tuple[int,
 
 
 def _by_stage(data: Mapping[str, Any], name: str, stages: int, where: str) -> list[Any]:
-    found = data.get(name)
+    entries = data.get(name)
     names = [str(stage) for stage in range(stages)]
-    if not isinstance(found, dict) or set(found) != set(names):
+    if not isinstance(entries, dict) or set(entries) != set(names):
         raise ValueError(
             f"{where}: field {name!r} must have an entry for each of the stages 0 to {stages - 1} of"
-            f" 'module_to_stage_map', got {found!r}"
+            f" 'module_to_stage_map', got {entries!r}"
         )
-    return [found[stage] for stage in names]
+    return [entries[stage] for stage in names]
 
 
 def _numbers(values: Any, field: str, where: str) -> list[int]:

@@ -153,8 +153,8 @@ class Layout:
         ``stage``, and how much of it.
         """
         mine, others = self.holders(stage, index), self.holders(other, index)
-        found = shared(mine.index(rank), len(mine), self.grid(stage), len(others), self.grid(other))
-        return {others[number]: share for number, share in found}
+        parts = shared(mine.index(rank), len(mine), self.grid(stage), len(others), self.grid(other))
+        return {others[number]: share for number, share in parts}
 
 
 def is_token(action: Action, layout: Layout) -> bool:
@@ -261,7 +261,7 @@ def shared(
     replica, tile = divmod(number, _size(tiles))
     mine = _rows(replica, count // _size(tiles))
     extent = tiles.extent(tile) if tiles else {}
-    found = []
+    parts = []
     for other in range(others):
         there, its_tile = divmod(other, _size(other_tiles))
         # In fractions, because equal borders must be equal.
@@ -271,8 +271,8 @@ def shared(
             its = other_tiles.extent(its_tile) if other_tiles else {}
             whole = (Fraction(0), Fraction(1))
             part = prod(_common(extent.get(d, whole), its.get(d, whole)) for d in {*extent, *its})
-            found.append((other, float(rows * part)))
-    return tuple(found)
+            parts.append((other, float(rows * part)))
+    return tuple(parts)
 
 
 def _size(tiles: Tiles | None) -> int:

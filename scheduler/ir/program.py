@@ -122,11 +122,11 @@ register(
 
 def buckets_of(program: Program) -> dict[int, list[int]]:
     """The numbers of each stage's buckets, in the order in which its backward fills them."""
-    found: dict[int, list[int]] = {stage: [] for stage in range(program.layout.stages)}
+    numbers: dict[int, list[int]] = {stage: [] for stage in range(program.layout.stages)}
     for number, bucket in enumerate(program.buckets):
         for stage in stages_in(program.layout, bucket.layers, program.layers):
-            found[stage].append(number)
-    return found
+            numbers[stage].append(number)
+    return numbers
 
 
 def data_parallel_program(
@@ -211,12 +211,12 @@ def delays(program: Program) -> tuple[int, ...]:
     layout = program.pipeline
     if layout is None:
         return (0,)
-    found = [0] * layout.stages
+    oldest = [0] * layout.stages
     for lanes in program.kernel:
         for action in lanes.get(COMPUTE_LANE, ()):
             if action.kind in (Kind.B, Kind.W) and action.stage is not None:
-                found[action.stage] = max(found[action.stage], -(action.version or 0))
-    return tuple(found)
+                oldest[action.stage] = max(oldest[action.stage], -(action.version or 0))
+    return tuple(oldest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,9 @@ def live(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for stage in range(layout.stages):
         # Replicas mostly have the same order: walk each distinct order once.
         different = {orders[rank] for rank in layout.members(stage)}
-        found = [moment for order in different for moment in moments(order, stage)]
-        versions.append(max((moment.versions for moment in found), default=1))
-        activations.append(max((moment.activations for moment in found), default=0))
+        walked = [moment for order in different for moment in moments(order, stage)]
+        versions.append(max((moment.versions for moment in walked), default=1))
+        activations.append(max((moment.activations for moment in walked), default=0))
     return tuple(versions), tuple(activations)
 
 

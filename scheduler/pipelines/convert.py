@@ -64,12 +64,12 @@ def read_plan(
     """
     if graph is None and sizes is None:
         raise ValueError(f"{conf}: needs the partitioned graph (gpus=N.txt) or a model to read it for")
-    found = read_hybrid_conf(conf)
+    hybrid = read_hybrid_conf(conf)
     if graph is not None:
-        plan = to_plan(found, Graph.load(graph), **options)
+        plan = to_plan(hybrid, Graph.load(graph), **options)
         return plan if sizes is None else plan.on(tuple(sizes))
     layers = tuple(Layer(f"layer{number}", 1.0, 2.0, size) for number, size in enumerate(sizes or ()))
-    return _plan(found, Profile("model", layers), found.cuts_alone(len(layers)), options)
+    return _plan(hybrid, Profile("model", layers), hybrid.cuts_alone(len(layers)), options)
 
 
 def to_plan(conf: HybridConf, graph: Graph, **options: Any) -> PipelinePlan:

@@ -117,27 +117,27 @@ def _as_placed(problem: PartitionInput, borders: tuple[Border | None, ...]) -> I
 
 def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
     """The pipelines whose busiest position has the least to do, of many depths and numbers of replicas."""
-    found: list[tuple[float, Cut, tuple[int, ...]]] = []
+    shapes: list[tuple[float, Cut, tuple[int, ...]]] = []
     for positions in _up_to(problem.depth, 1.25):
         for replicas in _up_to(problem.cluster.size // positions, 2.0):
             strictness = (True, False) if problem.cluster.memory else (True,)
             cuts = [problem.folded(positions, replicas, strict).best(ROUGHLY) for strict in strictness]
             cuts.append(problem.even(positions))  # may fit where the others need too much of one device
             counts = (replicas,) * positions
-            found += [(_busiest(problem, cut, positions, replicas), cut, counts) for cut in cuts if cut]
+            shapes += [(_busiest(problem, cut, positions, replicas), cut, counts) for cut in cuts if cut]
     plans = (
         _simulated(problem, replace(cut, bottleneck=seconds), counts)
-        for seconds, cut, counts in sorted(found, key=lambda shape: shape[0])
+        for seconds, cut, counts in sorted(shapes, key=lambda shape: shape[0])
     )
     yield from islice((plan for plan in plans if _fits(problem, plan)), candidates)
 
 
 def _up_to(most: int, factor: float) -> list[int]:
     """Numbers from 1 to ``most``, each so much larger than the one before, or by 1."""
-    found = [1] if most else []
-    while found and found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, int(found[-1] * factor))))
-    return found
+    numbers = [1] if most else []
+    while numbers and numbers[-1] < most:
+        numbers.append(min(most, max(numbers[-1] + 1, int(numbers[-1] * factor))))
+    return numbers
 
 
 def _busiest(problem: PartitionInput, cut: Cut, positions: int, replicas: int) -> float:
@@ -266,10 +266,10 @@ class PartitionInput:
     def options(self) -> dict[str, Any]:
         if self.virtual_stages is None:
             return {}
-        found = virtual_option(self.schedule, self.virtual_stages)
-        if not found:
+        option = virtual_option(self.schedule, self.virtual_stages)
+        if not option:
             raise ValueError(f"schedule {self.schedule!r} does not let virtual be chosen; leave it out")
-        return found
+        return option
 
     @property
     def modes(self) -> np.ndarray:
@@ -403,20 +403,20 @@ class StageSearch:
         compute = float(self.table[0, -1] + self.table[1, -1])
         low = self.given.microbatches * compute / self.devices
         most = self.given.microbatches * (compute + float(self.table[0, -1]))
-        found, limit = None, max(low, 1e-300) * 1.25
-        while found is None:
-            found = self._within(limit)
-            if found is None and limit == np.inf:
+        cut, limit = None, max(low, 1e-300) * 1.25
+        while cut is None:
+            cut = self._within(limit)
+            if cut is None and limit == np.inf:
                 return None
-            low, limit = (low, limit) if found else (limit, limit * 2 if limit < 4 * most else np.inf)
-        while found.bottleneck - low > tolerance * found.bottleneck:
-            middle = (found.bottleneck + low) / 2
+            low, limit = (low, limit) if cut else (limit, limit * 2 if limit < 4 * most else np.inf)
+        while cut.bottleneck - low > tolerance * cut.bottleneck:
+            middle = (cut.bottleneck + low) / 2
             better = self._within(middle)
             if better is None:
                 low = middle
             else:
-                found = better
-        return found
+                cut = better
+        return cut
 
     def may_take(self, period: float) -> bool:
         """Whether a pipeline might reach this period in the simulator. Only compute and messages between

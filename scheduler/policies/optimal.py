@@ -184,11 +184,11 @@ class BucketSearch:
             for most in (*CLASSES, self.most)
             for cuts in [cuts for cuts in ranked if len(cuts) <= most + 1][:1]
         }
-        found = [
+        climbed = [
             improve_cuts(step, line, cuts, NODES, enough, target, seed, budget // len(starts))[0]
             for cuts in starts.values()
         ]
-        return self._buckets(min(found, key=rank))
+        return self._buckets(min(climbed, key=rank))
 
     def _goals(self) -> tuple[float, float]:
         """A period and a score (see ``score_cuts``) that cannot be beaten."""

@@ -112,8 +112,8 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **opti
     """Gradients with respect to tiles are tiles."""
     plain, seeds = _seeded(outputs, grad_outputs)
     sources: Sequence[Any] = _as_list(inputs)
-    found = torch.autograd.grad(plain, _locals(sources), seeds, *args, **options)
+    grads = torch.autograd.grad(plain, _locals(sources), seeds, *args, **options)
     return tuple(
         gradient(part, source.mesh, source.cuts) if isinstance(source, Tile) and part is not None else part
-        for part, source in zip(found, sources, strict=True)
+        for part, source in zip(grads, sources, strict=True)
     )

@@ -294,8 +294,8 @@ class Normalize(Function):
         if torch.is_grad_enabled():  # create_graph=True: build the gradient from differentiable operations
             sources = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed]
             out = _composed(x, weight, bias, ctx.region, ctx.eps)
-            found = iter(torch.autograd.grad(out, sources, grad, create_graph=True))
-            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
+            grads = iter(torch.autograd.grad(out, sources, grad, create_graph=True))
+            return (*(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
         return (*_gradients(ctx, grad, x, weight, bias, mean, scale), None, None)
 
 
