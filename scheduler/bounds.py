@@ -77,7 +77,7 @@ def lower_bound(
     """Seconds per iteration that no schedule beats, start-up costs not counted. ``piece``: no bucket has
     fewer bytes; it counts in two tiers only.
     """
-    window, ideal = Window.of(profile), without_startups(link)
+    window, ideal = LayerWindow.of(profile), without_startups(link)
     exposed = 0.0
     if profile.total_bytes:
         some = window.upto > 0  # without bytes at or below a layer, it does not wait
@@ -138,7 +138,7 @@ def startup_bound(
         return plain
     exposed, _ = relaxed_cuts(profile, link)
     if gather == "parameters" and not early_step:
-        exposed = max(exposed, Window.of(profile).late(link))
+        exposed = max(exposed, LayerWindow.of(profile).late(link))
     return max(plain, profile.compute + exposed)
 
 
@@ -149,7 +149,7 @@ def relaxed_cuts(profile: Profile, link: Link, exposed: float | None = None) -> 
     backward fills. With ``exposed`` given, the buckets for that exposed time instead (none if it cannot be
     reached).
     """
-    window = Window.of(profile)
+    window = LayerWindow.of(profile)
     upto, below = window.upto.tolist(), window.below.tolist()
     total = upto[-1]
 
@@ -198,7 +198,7 @@ def _fitting(room: float, per_byte: float) -> float:
 
 
 @dataclass(frozen=True)
-class Window:
+class LayerWindow:
     """Per layer m: bytes of layers 0 to m, and compute of the layers below m."""
 
     upto: np.ndarray
@@ -206,7 +206,7 @@ class Window:
     backward_below: np.ndarray
 
     @classmethod
-    def of(cls, profile: Profile) -> Window:
+    def of(cls, profile: Profile) -> LayerWindow:
         forward = np.array([layer.forward for layer in profile.layers])
         backward = np.array([layer.backward for layer in profile.layers])
         return cls(

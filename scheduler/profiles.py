@@ -61,7 +61,7 @@ V100 = Device("V100, fp32 at 50 % of 15.7 TFLOP/s, 75 % of 900 GB/s, 5 us per la
 
 
 @dataclass
-class Table:
+class LayerTable:
     """Collect the layers of a model in forward order. ``rows`` is the number of images or tokens per step."""
 
     device: Device = V100
@@ -125,7 +125,7 @@ class Table:
 
 
 def resnet50(batch: int = 64) -> Profile:
-    table = Table()
+    table = LayerTable()
 
     def conv_norm(name: str, inputs: int, outputs: int, kernel: int, side: int, relu: bool = True) -> None:
         table.conv(f"{name}.conv", inputs, outputs, kernel, side, batch)
@@ -153,7 +153,7 @@ def resnet50(batch: int = 64) -> Profile:
 
 
 def vgg16(batch: int = 64) -> Profile:
-    table = Table()
+    table = LayerTable()
     inputs = 3
     for block, (count, width, side) in enumerate(
         [(2, 64, 224), (2, 128, 112), (3, 256, 56), (3, 512, 28), (3, 512, 14)], 1
@@ -170,7 +170,7 @@ def vgg16(batch: int = 64) -> Profile:
 
 
 def densenet201(batch: int = 32) -> Profile:
-    table = Table()
+    table = LayerTable()
     growth, bottleneck, channels, side = 32, 128, 64, 56
     table.conv("conv0", 3, channels, 7, 112, batch)
     table.norm("norm0", channels, batch * 112 * 112)
@@ -197,7 +197,7 @@ def densenet201(batch: int = 32) -> Profile:
 
 
 def bert_base(batch: int = 32, length: int = 128) -> Profile:
-    table = Table()
+    table = LayerTable()
     width, rows = 768, batch * length
     table.embedding("embeddings.word", 30522, width, rows)
     table.embedding("embeddings.position", 512, width, rows)
@@ -219,7 +219,7 @@ def bert_base(batch: int = 32, length: int = 128) -> Profile:
 
 
 def gpt2(batch: int = 8, length: int = 512) -> Profile:
-    table = Table()
+    table = LayerTable()
     width, rows, words = 768, batch * length, 50257
     table.embedding("wte", words, width, rows)
     table.embedding("wpe", 1024, width, rows)
@@ -247,7 +247,7 @@ def gpt2(batch: int = 8, length: int = 512) -> Profile:
     return table.profile("gpt2", f"batch {batch}, {length} tokens")
 
 
-def _attention(table: Table, batch: int, length: int, width: int, heads: int) -> None:
+def _attention(table: LayerTable, batch: int, length: int, width: int, heads: int) -> None:
     """Scores, softmax and the weighted sum; each product has two in the backward."""
     scores = batch * heads * length * length
     table.extra(flops=2 * 2.0 * batch * length * length * width, values=2 * scores, backward=2.0)

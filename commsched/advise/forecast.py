@@ -30,7 +30,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingTimes:
     """One setting with DDP and with commsched, both simulated."""
 
     setting: str
@@ -68,7 +68,7 @@ class Forecast:
     """The measurement and its rows; ``pictures`` holds the two simulated steps of the first row."""
 
     measured: Measurement
-    rows: tuple[Row, ...]
+    rows: tuple[SettingTimes, ...]
     pictures: tuple[Result, Result]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def forecast(measured: Measurement) -> Forecast:
     results = [_simulated(measured, profile, link) for _, profile, link in settings]
     compute = measured.profile.compute
     rows = [
-        Row(name, Times.of(ddp, compute), Times.of(ours, compute))
+        SettingTimes(name, Times.of(ddp, compute), Times.of(ours, compute))
         for (name, _, _), (ddp, ours) in zip(settings, results, strict=True)
     ]
     return Forecast(measured, tuple(rows), results[0])

@@ -19,7 +19,7 @@ from commsched.cli.options import cuts_of, job_of, name_of
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
 from commsched.training import loop
-from commsched.training.loop import Decay, Settings, Training, pipeline_of, state_of
+from commsched.training.loop import Decay, Training, TrainingSettings, pipeline_of, state_of
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.pipelines.convert import read_plan
 
@@ -66,7 +66,7 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
 
 
 def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) -> None:
-    settings = Settings(
+    settings = TrainingSettings(
         rows=arguments.rows,
         epochs=arguments.epochs,
         evaluate=arguments.eval,

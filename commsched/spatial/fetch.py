@@ -61,7 +61,7 @@ Exchange = tuple[tuple[int, tuple[Piece, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """One rank's share of a fetch. ``sends`` and ``recvs``: peers in rank order, each with its pieces."""
 
     rank: int
@@ -123,7 +123,7 @@ def _have(axis: Dim, source: int, target: int) -> Interval:
 
 
 @lru_cache(maxsize=4096)
-def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Plan:
+def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> ExchangePlan:
     """The share of ``rank``. Only ranks with the same entry of ``groups`` exchange pixels."""
     origins = [tuple(axis.split.held(axis.parts[r])[0] for axis in dims) for r in range(len(groups))]
 
@@ -138,7 +138,7 @@ def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Plan
     boxes = [axis.split.held(axis.parts[rank]) for axis in dims]
     wanted = tuple(want_length(axis.wants[rank]) for axis in dims)
     filled = any(isinstance(part, Fill) for axis in dims for part in axis.wants[rank])
-    return Plan(
+    return ExchangePlan(
         rank=rank,
         dims=tuple(axis.dim for axis in dims),
         held=tuple(hi - lo for lo, hi in boxes),
@@ -164,7 +164,7 @@ def _covered(dims: tuple[Dim, ...], target: int) -> bool:
 
 
 def fetch(
-    x: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, received: list[Tensor] | None = None
+    x: Tensor, plan: ExchangePlan, mesh: Mesh, fill: float = 0.0, received: list[Tensor] | None = None
 ) -> Tensor:
     """Fetch the pixels this rank wants into one buffer, ``fill`` beyond the border; keeps messages in
     ``received``.
@@ -175,7 +175,12 @@ def fetch(
 
 
 def fetched(
-    x: Tensor, plan: Plan, mesh: Mesh, module: str, fill: float = 0.0, received: list[Tensor] | None = None
+    x: Tensor,
+    plan: ExchangePlan,
+    mesh: Mesh,
+    module: str,
+    fill: float = 0.0,
+    received: list[Tensor] | None = None,
 ) -> Tensor:
     """Pixels from their owners."""
     recvs, pending = ask(x, plan, mesh, module)
@@ -188,14 +193,14 @@ def fetched(
     return place(out, plan, buffers)
 
 
-def ask(x: Tensor, plan: Plan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending | None]:
+def ask(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending | None]:
     """Start the messages of a fetch and return the pending receives."""
     sends = [(peer, pack(x, plan.dims, [(p.src, ()) for p in pieces])) for peer, pieces in plan.sends]
     recvs = [(peer, buffer_for(x, plan, pieces)) for peer, pieces in plan.recvs]
     return recvs, _start(mesh, plan, sends, recvs, module, "fetch")
 
 
-def own_pixels(x: Tensor, plan: Plan, fill: float) -> Tensor:
+def own_pixels(x: Tensor, plan: ExchangePlan, fill: float) -> Tensor:
     """A buffer with the pixels that this rank already holds."""
     shape = _with_lengths(x.shape, plan.dims, plan.wanted)
     out = x.new_full(shape, fill) if plan.filled else x.new_empty(shape)
@@ -204,7 +209,7 @@ def own_pixels(x: Tensor, plan: Plan, fill: float) -> Tensor:
     return out
 
 
-def place(out: Tensor, plan: Plan, buffers: list[Tensor]) -> Tensor:
+def place(out: Tensor, plan: ExchangePlan, buffers: list[Tensor]) -> Tensor:
     """Copy received pixels to their places in the buffer."""
     for buffer, (_, pieces) in zip(buffers, plan.recvs):
         for piece, part in zip(pieces, unpack(buffer, out, plan, pieces)):
@@ -212,7 +217,7 @@ def place(out: Tensor, plan: Plan, buffers: list[Tensor]) -> Tensor:
     return out
 
 
-def delivered(grad: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
+def delivered(grad: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
     """Contributions back to the owners, who add them in rank order."""
     total = grad.new_zeros(_with_lengths(grad.shape, plan.dims, plan.held))
     sends = [(peer, pack(grad, plan.dims, [(p.dst, p.flips) for p in pieces])) for peer, pieces in plan.recvs]
@@ -232,7 +237,7 @@ def delivered(grad: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
 
 
 def _start(
-    mesh: Mesh, plan: Plan, sends: list[Parcel], recvs: list[Parcel], module: str, what: str
+    mesh: Mesh, plan: ExchangePlan, sends: list[Parcel], recvs: list[Parcel], module: str, what: str
 ) -> Pending | None:
     if not plan.remote:
         return None
@@ -262,15 +267,15 @@ def pack(x: Tensor, dims: tuple[int, ...], boxes: list[tuple[Slices, tuple[int, 
     return torch.cat(parts)
 
 
-def buffer_for(like: Tensor, plan: Plan, pieces: tuple[Piece, ...]) -> Tensor:
+def buffer_for(like: Tensor, plan: ExchangePlan, pieces: tuple[Piece, ...]) -> Tensor:
     return like.new_empty(sum(_shape(like, plan, piece).numel() for piece in pieces))
 
 
-def _shape(like: Tensor, plan: Plan, piece: Piece) -> torch.Size:
+def _shape(like: Tensor, plan: ExchangePlan, piece: Piece) -> torch.Size:
     return torch.Size(_with_lengths(like.shape, plan.dims, piece.shape))
 
 
-def unpack(buffer: Tensor, like: Tensor, plan: Plan, pieces: tuple[Piece, ...]) -> list[Tensor]:
+def unpack(buffer: Tensor, like: Tensor, plan: ExchangePlan, pieces: tuple[Piece, ...]) -> list[Tensor]:
     shapes = [_shape(like, plan, piece) for piece in pieces]
     return [part.view(shape) for part, shape in zip(buffer.split([s.numel() for s in shapes]), shapes)]
 
@@ -284,7 +289,7 @@ def _meet(box: Slices, piece: Piece) -> tuple[Slices, Slices] | None:
     return in_piece, tuple((lo - start[0], hi - start[0]) for (lo, hi), start in zip(both, box))
 
 
-def boxes_of(x: Tensor, plan: Plan, fill: float, buffers: list[Tensor], box: Slices) -> Tensor:
+def boxes_of(x: Tensor, plan: ExchangePlan, fill: float, buffers: list[Tensor], box: Slices) -> Tensor:
     """The part ``box`` of the buffer that the whole fetch would make. For plans without flips (windows have
     none)."""
     out = x.new_full(_with_lengths(x.shape, plan.dims, tuple(hi - lo for lo, hi in box)), fill)
@@ -298,7 +303,7 @@ def boxes_of(x: Tensor, plan: Plan, fill: float, buffers: list[Tensor], box: Sli
 
 
 def return_to_owners(
-    parts: list[tuple[Slices, Tensor]], plan: Plan, mesh: Mesh, module: str
+    parts: list[tuple[Slices, Tensor]], plan: ExchangePlan, mesh: Mesh, module: str
 ) -> tuple[list[Parcel], Pending | None]:
     """Start sending the gradients of boxes back to their owners and return the pending receives."""
     like = parts[0][1]
@@ -307,7 +312,7 @@ def return_to_owners(
     return recvs, _start(mesh, plan, sends, recvs, module, "gradient of fetch")
 
 
-def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: Plan, piece: Piece) -> Tensor:
+def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: ExchangePlan, piece: Piece) -> Tensor:
     like = parts[0][1]
     total = like.new_zeros(_shape(like, plan, piece))
     for box, grad in parts:
@@ -316,7 +321,7 @@ def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: Plan, piece: Piece) -> 
     return total.reshape(-1)
 
 
-def own_contributions(parts: list[tuple[Slices, Tensor]], plan: Plan) -> list[tuple[Slices, Tensor]]:
+def own_contributions(parts: list[tuple[Slices, Tensor]], plan: ExchangePlan) -> list[tuple[Slices, Tensor]]:
     """Gradient contributions of the boxes to this rank's own pixels, with their places in the tile."""
     contributions = []
     for piece in plan.own:
@@ -327,7 +332,9 @@ def own_contributions(parts: list[tuple[Slices, Tensor]], plan: Plan) -> list[tu
     return contributions
 
 
-def add_arrived(total: Tensor, plan: Plan, own: list[tuple[Slices, Tensor]], recvs: list[Parcel]) -> Tensor:
+def add_arrived(
+    total: Tensor, plan: ExchangePlan, own: list[tuple[Slices, Tensor]], recvs: list[Parcel]
+) -> Tensor:
     """Own contributions, then those of other ranks in rank order."""
     for where, grad in own:
         _box(total, plan.dims, where).add_(grad)
@@ -337,14 +344,14 @@ def add_arrived(total: Tensor, plan: Plan, own: list[tuple[Slices, Tensor]], rec
     return total
 
 
-def assembled(x: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
+def assembled(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
     """All tiles on every rank. All ranks compute the same with it, so each takes its own slice of the
     gradient.
     """
     return fetched(x, plan, mesh, module)
 
 
-def _sliced(whole: Tensor, plan: Plan, mesh: Mesh, module: str) -> Tensor:
+def _sliced(whole: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
     """This rank's part of a replicated value."""
     part = whole.new_zeros(_with_lengths(whole.shape, plan.dims, plan.held))
     for piece in plan.own:
@@ -366,7 +373,7 @@ Region = dict[int, Interval]  # per dimension
 class Halo:
     """One fetch in progress, and later the exchange of its gradients."""
 
-    plan: Plan
+    plan: ExchangePlan
     mesh: Mesh
     fill: float
     module: str
@@ -427,7 +434,7 @@ class Boxes(Function):
         return None, None, None
 
 
-def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Plan) -> Tensor:
+def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: ExchangePlan) -> Tensor:
     """Sum the gradients of the boxes into the gradient of the whole buffer."""
     total: Any = 0
     for grad, box in zip(grads, boxes):
@@ -558,7 +565,7 @@ def _hooks_decide() -> bool:
 
 
 def compact(
-    buffer: Tensor, tile: Tensor, plan: Plan, fill: float, received: list[Tensor]
+    buffer: Tensor, tile: Tensor, plan: ExchangePlan, fill: float, received: list[Tensor]
 ) -> AbstractContextManager[Any]:
     """Within this context autograd keeps ``buffer`` as a recipe; other tensors as they are.
 

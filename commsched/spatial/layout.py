@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commsched.spatial.fetch import Dim, Plan, assembled, fetch, make_plan
+from commsched.spatial.fetch import Dim, ExchangePlan, assembled, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
 from commsched.spatial.mesh import Mesh, apply, once, spread
 from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, Unsupported, cut_axes, local_of, tree_map
@@ -17,7 +17,7 @@ from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, Unsupported, cut_axes
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
 
 
-def plan_for(mesh: Mesh, cuts: Cuts, wants: Wants) -> Plan:
+def plan_for(mesh: Mesh, cuts: Cuts, wants: Wants) -> ExchangePlan:
     """The plan in which every part of the axes in ``wants`` gets its pixels of a tensor cut by ``cuts``."""
     dims = []
     for axis, cut in cut_axes(cuts):

@@ -161,12 +161,12 @@ KNOWN = (
 )
 
 
-class Row(NamedTuple):
+class LabelledText(NamedTuple):
     texts: tuple[str, ...]
     label: str
 
 
-def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
+def read_table(path: Path, columns: Sequence[str]) -> list[LabelledText]:
     """The rows of a .tsv or .csv file with a header. ``columns``: the texts' and the label's; by default the
     first of ``KNOWN`` that the header has. Rows without a label or a text are left out.
     """
@@ -178,7 +178,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
         header = next(lines, [])
         places = _places(path, header, columns)
         rows = [
-            Row(tuple(line[p] for p in places[:-1]), line[places[-1]])
+            LabelledText(tuple(line[p] for p in places[:-1]), line[places[-1]])
             for line in lines
             if len(line) > max(places)
         ]
@@ -200,7 +200,7 @@ def _places(path: Path, header: list[str], columns: Sequence[str]) -> list[int]:
 class Vocabulary:
     """The ``size`` most frequent words of the training texts; the others are one unknown word."""
 
-    def __init__(self, rows: Sequence[Row], size: int) -> None:
+    def __init__(self, rows: Sequence[LabelledText], size: int) -> None:
         counts = Counter(word for row in rows for text in row.texts for word in words_of(text))
         # Ties by the alphabet: every rank must number alike.
         common = sorted(counts, key=lambda word: (-counts[word], word))[: size - END - 1]
@@ -223,7 +223,7 @@ class Sentences(Dataset[tuple[Tensor, int]]):
     """Sequences of ``length`` numbers: one text, or each half one of two."""
 
     def __init__(
-        self, rows: Sequence[Row], vocabulary: Vocabulary, labels: Sequence[str], length: int
+        self, rows: Sequence[LabelledText], vocabulary: Vocabulary, labels: Sequence[str], length: int
     ) -> None:
         numbers = {label: number for number, label in enumerate(labels)}
         if unknown := sorted({row.label for row in rows} - set(numbers)):

@@ -102,7 +102,7 @@ def state_of(pipeline: Pipeline) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """``rows``: of one step over all replicas. ``every``: steps between checkpoints; 0: one each epoch."""
 
     rows: int
@@ -122,7 +122,7 @@ class Settings:
 class Training:
     """One rank's training run; every rank makes the same one."""
 
-    def __init__(self, pipeline: Pipeline, data: Data, settings: Settings) -> None:
+    def __init__(self, pipeline: Pipeline, data: Data, settings: TrainingSettings) -> None:
         self.pipeline, self.data, self.settings = pipeline, data, settings
         self.epochs: list[Epoch] = []
         # Mirrored replicas need whole batches on every rank.

@@ -60,7 +60,7 @@ def measure(options: Namespace) -> str:
     report = examine(pipeline.program, costs, cluster, handled)
     peer = _peer(options, pipeline, job, rows) if options.peer else None
     taken = _rounds(options, job, rows, pipeline, other, peer)
-    result = Result(
+    result = PipelineResult(
         model=options.model,
         schedule=options.schedule,
         delays=pipeline.delays,
@@ -205,7 +205,7 @@ def _peer(options: Namespace, pipeline: Pipeline, job: Job, rows: int) -> Peer:
     return Peer(job, options.schedule, pipeline.layout.cuts, options.microbatches, example, rank, size)
 
 
-def _compare(result: Result, taken: Taken) -> None:
+def _compare(result: PipelineResult, taken: Taken) -> None:
     """Add torch's figures; the last rank has its losses."""
     result.peer = statistics.median(taken["theirs"])
     result.ratio = Ratio.of(taken["theirs"], taken["ours"])
@@ -372,7 +372,7 @@ class Ratio(NamedTuple):
 
 
 @dataclass
-class Result:
+class PipelineResult:
     """Seconds of a step and bubbles, measured and simulated. ``reached``: throughput over that of a pipeline
     without bubbles, whose slowest rank always computes. ``ratio``: throughput over the peer's. ``gain``: over
     that of the other placement, measured and simulated. ``handling``: what the slowest rank needs between two

@@ -24,7 +24,7 @@ REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     path: Path
     about: dict[str, str]
     rows: list[dict[str, str]]
@@ -50,14 +50,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def read(path: Path) -> Table:
+def read(path: Path) -> ResultTable:
     """A table, with every column that its plot needs."""
     lines = path.read_text().splitlines()
     about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
     if missing := [key for key in REQUIRED if key not in about]:
         raise ValueError(f"{path} lacks the lines {', '.join(f'# {key}: ...' for key in missing)}")
     reader = csv.DictReader(line for line in lines if not line.startswith("#"))
-    table = Table(path, about, list(reader))
+    table = ResultTable(path, about, list(reader))
     filters = [pair.split("=")[0] for pair in about.get("where", "").split()]
     needed = [*about["label"].split(), *about["bars"].split(), *filters]
     if unknown := [name for name in needed if name not in (reader.fieldnames or [])]:
@@ -67,7 +67,7 @@ def read(path: Path) -> Table:
     return table
 
 
-def draw(table: Table, path: Path) -> None:
+def draw(table: ResultTable, path: Path) -> None:
     """Grouped bars, one group for each row; a value that is missing leaves a gap."""
     import matplotlib
 

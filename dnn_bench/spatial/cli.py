@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from dnn_bench.command_line import check_least, numbers, one_line_errors, parser
-from dnn_bench.spatial.options import SLICES, Plan, add_run, grid_of, on_ranks, read
+from dnn_bench.spatial.options import SLICES, StagePlan, add_run, grid_of, on_ranks, read
 
 
 @one_line_errors(ValueError, RuntimeError)
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     return on_ranks(["spatial", *arguments], plan.ranks, plan.options, lambda: act(plan))
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: StagePlan) -> str:
     tiles = [f"a grid of {rows}x{columns} tiles" for rows, columns in plan.grids]
     share = f"{plan.options.local_DP} rank" + "s" * (plan.options.local_DP > 1)
     stages = [*tiles, *([f"whole images on {share}"] * (plan.options.split_size - len(plan.grids)))]
@@ -31,7 +31,7 @@ def describe(plan: Plan) -> str:
     return text + (", mirrored replicas" if plan.mirrored else "")
 
 
-def train_on_files(plan: Plan) -> None:
+def train_on_files(plan: StagePlan) -> None:
     """Train on files by epochs; rank 0 writes the figures of all epochs."""
     import commsched as hvd
     from dnn_bench.spatial.models import train as by_epochs
@@ -41,14 +41,14 @@ def train_on_files(plan: Plan) -> None:
         write(plan, report)
 
 
-def placements_of(plan: Plan) -> list[Any]:
+def placements_of(plan: StagePlan) -> list[Any]:
     from commsched import spatial
 
     whole = [spatial.Samples(plan.options.local_DP)] * (plan.options.split_size - len(plan.grids))
     return [*(spatial.Tiles(grid) for grid in plan.grids), *whole]
 
 
-def train(plan: Plan) -> None:
+def train(plan: StagePlan) -> None:
     """Train as one rank; rank 0 reports the times of the steps on the slowest rank, and the losses."""
     import torch
     import torch.nn.functional as F
@@ -88,7 +88,7 @@ def train(plan: Plan) -> None:
         show(plan, {**report, "losses": losses, "peak_mib": peaks})
 
 
-def build(plan: Plan) -> tuple[list[Any], Any, Any]:
+def build(plan: StagePlan) -> tuple[list[Any], Any, Any]:
     """Stages and one batch of random images, the same on every rank."""
     import torch
 
@@ -110,7 +110,7 @@ def build(plan: Plan) -> tuple[list[Any], Any, Any]:
     return cut_stages(cells, balance), images, target_of(o.model, shape, o.num_classes, generator)
 
 
-def show(plan: Plan, report: dict[str, Any]) -> None:
+def show(plan: StagePlan, report: dict[str, Any]) -> None:
     o = plan.options
     print(f"{describe(plan)}: {report['ranks']} ranks, {plan.images} images of {o.image_size}x{o.image_size}")
     print(f"step: {report['seconds']:.3f} s, {report['images_per_second']:.2f} images/s")
@@ -118,7 +118,7 @@ def show(plan: Plan, report: dict[str, Any]) -> None:
     write(plan, report)
 
 
-def write(plan: Plan, report: dict[str, Any]) -> None:
+def write(plan: StagePlan, report: dict[str, Any]) -> None:
     """Write the figures to the file of --json."""
     if plan.options.json:
         given = {**vars(plan.options), "json": str(plan.options.json)}

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from commsched.pipeline.job import Data
 from commsched.training import data_jobs, images
 from dnn_bench.models.convolutional import DEPTHS, ResNet, conv_norm_relu
-from dnn_bench.spatial.options import Plan
+from dnn_bench.spatial.options import StagePlan
 
 Values = tuple[Tensor, ...]
 
@@ -199,7 +199,7 @@ def even_balance(cells: int, stages: int) -> list[int]:
 MEDICAL, CIFAR, SYNTHETIC = 1, 2, 3
 
 
-def data_of(plan: Plan) -> Data:
+def data_of(plan: StagePlan) -> Data:
     """Of --app and --datapath: folders of classes, or masks for a U-Net; or CIFAR-10's files."""
     o, root = plan.options, Path(plan.options.datapath)
     if o.app == CIFAR:
@@ -241,10 +241,10 @@ def cifar(root: Path, part: str, size: int) -> TensorDataset:
     return TensorDataset(whole, torch.tensor(labels))
 
 
-def train(plan: Plan, stages: list[Any], placements: list[Any]) -> dict[str, Any]:
+def train(plan: StagePlan, stages: list[Any], placements: list[Any]) -> dict[str, Any]:
     """Train for --num-epochs; the figures of all epochs."""
     from commsched.pipeline import Chain, Pipeline
-    from commsched.training.loop import Settings, Training
+    from commsched.training.loop import Training, TrainingSettings
 
     o = plan.options
     data = data_of(plan)
@@ -260,7 +260,7 @@ def train(plan: Plan, stages: list[Any], placements: list[Any]) -> dict[str, Any
         mirrored=plan.mirrored,
         tile_options={"overlap": o.overlap, "fuse_halo": o.fused_layers if o.halo_D2 else "off"},
     )
-    settings = Settings(
+    settings = TrainingSettings(
         rows=plan.images,
         epochs=o.num_epochs,
         evaluate=o.enable_evaluation,

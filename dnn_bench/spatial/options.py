@@ -79,7 +79,7 @@ def _list(values: dict[str, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """The stages and samples that the options mean. Stages without a grid of tiles run on whole images."""
 
     options: argparse.Namespace
@@ -90,7 +90,7 @@ class Plan:
     images: int  # of one step
 
 
-def read(arguments: list[str]) -> Plan:
+def read(arguments: list[str]) -> StagePlan:
     """The plan; a ValueError says which option is wrong and what it may be."""
     o = parse(arguments)
     mode = o.mode or ("sp" if o.spatial_size else "lp")
@@ -99,7 +99,7 @@ def read(arguments: list[str]) -> Plan:
     o.num_layers, o.num_filters = o.num_layers or LAYERS[o.model], o.num_filters or FILTERS[o.model]
     grids = _grids(o, spatial)
     tiled = sum(rows * columns for rows, columns in grids)
-    return Plan(
+    return StagePlan(
         o,
         grids,
         mirrored,

@@ -117,7 +117,7 @@ def _as_placed(problem: PartitionInput, borders: tuple[Border | None, ...]) -> I
 
 def _by_shape(problem: PartitionInput, candidates: int) -> Iterator[PipelinePlan]:
     """The pipelines whose busiest position has the least to do, of many depths and numbers of replicas."""
-    shapes: list[tuple[float, Cut, tuple[int, ...]]] = []
+    shapes: list[tuple[float, StageCut, tuple[int, ...]]] = []
     for positions in _up_to(problem.depth, 1.25):
         for replicas in _up_to(problem.cluster.size // positions, 2.0):
             strictness = (True, False) if problem.cluster.memory else (True,)
@@ -140,7 +140,7 @@ def _up_to(most: int, factor: float) -> list[int]:
     return numbers
 
 
-def _busiest(problem: PartitionInput, cut: Cut, positions: int, replicas: int) -> float:
+def _busiest(problem: PartitionInput, cut: StageCut, positions: int, replicas: int) -> float:
     """Seconds per period of the position with the most to do."""
     from scheduler.pipelines.reachability_kernel import stage_seconds
 
@@ -170,7 +170,7 @@ def _fits(problem: PartitionInput, plan: PipelinePlan) -> bool:
 
 def _simulated(
     problem: PartitionInput,
-    cut: Cut,
+    cut: StageCut,
     replicas: tuple[int, ...],
     borders: tuple[Border | None, ...] = (),
 ) -> PipelinePlan:
@@ -361,11 +361,11 @@ class PartitionInput:
         given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
         return StageSearch(given._replace(most_replicas=1, all_devices=True))
 
-    def even(self, positions: int) -> Cut:
+    def even(self, positions: int) -> StageCut:
         """As many layers on each stage, all recomputed where recomputation is asked for."""
         layers, stages = len(self.profile.layers), positions * self.virtual
         cuts = tuple(stage * layers // stages for stage in range(stages))
-        return Cut(cuts, (1,) * stages, (self.recompute != "never",) * stages, 0.0)
+        return StageCut(cuts, (1,) * stages, (self.recompute != "never",) * stages, 0.0)
 
     def first(self, positions: int, replicas: int) -> int:
         """The first device that is used: the last ones are."""
@@ -381,7 +381,7 @@ TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """A pipeline as the search sees it: ``replicas`` and ``recompute`` by stage; ``bottleneck``: seconds of
     its slowest stage.
     """
@@ -398,7 +398,7 @@ class StageSearch:
         self.devices, self.layers = len(given.border) - 1, given.table.shape[1] - 1
         self._choice = np.zeros((4, self.devices + 1, self.layers + 1), np.int16)
 
-    def best(self, tolerance: float = TOLERANCE) -> Cut | None:
+    def best(self, tolerance: float = TOLERANCE) -> StageCut | None:
         """The pipeline with the least bottleneck; None where none fits into memory."""
         compute = float(self.table[0, -1] + self.table[1, -1])
         low = self.given.microbatches * compute / self.devices
@@ -425,7 +425,7 @@ class StageSearch:
         free = self.given._replace(ring=np.zeros_like(self.given.ring))
         return len(self.given.copies) > 1 and self._reach(period, free)[0] > 0
 
-    def _within(self, limit: float) -> Cut | None:
+    def _within(self, limit: float) -> StageCut | None:
         stages, devices = self._reach(limit, self.given)
         return None if stages < 0 else self._trace(stages, devices)
 
@@ -435,7 +435,7 @@ class StageSearch:
         stages, devices = reachable(limit, given, self._choice)
         return int(stages), int(devices)
 
-    def _trace(self, stages: int, devices: int) -> Cut:
+    def _trace(self, stages: int, devices: int) -> StageCut:
         cuts, replicas, recompute, seconds = [], [], [], []
         layer = 0
         for _ in range(stages):
@@ -445,7 +445,7 @@ class StageSearch:
             recompute.append(bool(again))
             seconds.append(self._seconds(layer, after, count, bool(again), devices))
             layer, devices = after, devices - count
-        return Cut(tuple(cuts), tuple(replicas), tuple(recompute), max(seconds))
+        return StageCut(tuple(cuts), tuple(replicas), tuple(recompute), max(seconds))
 
     def _seconds(self, first: int, last: int, replicas: int, again: bool, devices: int) -> float:
         """Seconds of a stage per period: its work or the messages across one of its borders, whichever is

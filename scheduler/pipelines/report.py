@@ -20,7 +20,7 @@ from scheduler.simulate.task_graph import COMPUTE
 
 
 @dataclass(frozen=True)
-class Report:
+class PipelineReport:
     """``period``: seconds per optimizer step at rest. ``bubble``: the part of it in which a rank computes
     nothing, by rank. ``memory``: bytes by rank. ``delays``, ``versions``, ``activations``: by stage.
     ``result`` has the timeline.
@@ -50,7 +50,9 @@ class Report:
         )
 
 
-def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()) -> Report:
+def examine(
+    program: Program, profile: Profile, link: Wires, handling: Sequence[float] = ()
+) -> PipelineReport:
     """Simulates a program with stages. ``link`` is one wire for everything a rank sends, a mapping with
     ``link`` for collectives and ``send`` for the messages between stages, or a cluster. ``handling``: seconds
     that each rank needs between two actions (receiving, queueing, sending) besides the computation.
@@ -59,7 +61,7 @@ def examine(program: Program, profile: Profile, link: Wires, handling: Sequence[
     if layout is None:
         raise ValueError("only programs with stages have bubbles; simulate() serves the others")
     result = run(lower(program, profile, link, handling=handling))
-    return Report(
+    return PipelineReport(
         schedule=program.policy,
         period=result.period,
         bubble=_idle(result, program, layout, handling),

@@ -224,7 +224,7 @@ for _n in (1, 2, 3):
 # -- batch, group and instance normalization over all pixels of the image, wherever they are -----------------
 
 
-class Region:
+class MomentRegion:
     """The region over which a normalization takes moments: dimensions, mesh axes, pixel counts."""
 
     def __init__(self, tile: Tile, dims: list[int], group: int = 1) -> None:
@@ -274,7 +274,7 @@ class Normalize(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, region: Region, eps: float
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, region: MomentRegion, eps: float
     ) -> Any:
         wide = _wide(x)
         mean, var = region.moments(wide)
@@ -310,7 +310,7 @@ _CHUNK = 1 << 20  # elements per block of the backward, to keep temporaries smal
 def _gradients(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    region: Region = ctx.region
+    region: MomentRegion = ctx.region
     width = max(1, min(x.shape[1], _CHUNK * x.shape[1] // max(x.numel(), 1)))
     chunks = [(lo, min(lo + width, x.shape[1])) for lo in range(0, x.shape[1], width)]
     per_chunk = []
@@ -352,7 +352,9 @@ def _chunk_sums(
     return tuple(sums)
 
 
-def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, region: Region, eps: float) -> Tensor:
+def _composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, region: MomentRegion, eps: float
+) -> Tensor:
     """The same from differentiable parts."""
     dims, over = region.dims, (region.mesh, region.axes, region.module)
     wide = _wide(x)
@@ -375,7 +377,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
 
 def _normalized(
     input: Tile,
-    region: Region,
+    region: MomentRegion,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None,
@@ -415,7 +417,7 @@ def batch_norm(
         need_channels(input)
         statistics = running_mean, running_var
         return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
-    region = Region(image_of(input), [-input.ndim, *range(2 - input.ndim, 0)])
+    region = MomentRegion(image_of(input), [-input.ndim, *range(2 - input.ndim, 0)])
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "
@@ -438,7 +440,7 @@ def instance_norm(
     """Statistics over the image, per sample and channel."""
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    region = Region(image_of(input), list(range(2 - input.ndim, 0)))
+    region = MomentRegion(image_of(input), list(range(2 - input.ndim, 0)))
     return _normalized(input, region, running_mean, running_var, weight, bias, momentum, eps)
 
 
@@ -450,7 +452,7 @@ def group_norm(
     need_channels(input)
     n, channels = input.ndim - 2, input.shape[1]
     group = channels // num_groups
-    region = Region(input, list(range(-n, 0)), group)
+    region = MomentRegion(input, list(range(-n, 0)), group)
     view = (num_groups, group, *(1,) * n)
     local = local_of(input)
     grouped = local.reshape(local.shape[0], num_groups, group, *local.shape[2:])

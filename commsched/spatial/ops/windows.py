@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.fetch import Division, Halo, Plan, compact, fetch, overlapped
+from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
 from commsched.spatial.layout import parameter, plan_for, take
 from commsched.spatial.mesh import Site, Visit
@@ -68,7 +68,7 @@ def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: boo
 def visit(
     tile: Tile,
     site: Site,
-    plan: Plan,
+    plan: ExchangePlan,
     windows: Sequence[AnyWindow],
     cuts: Cuts,
     work: int,
@@ -96,7 +96,7 @@ def visit(
     tile.mesh.visits.append(Visit(site, plan.remote, sent, work, halo, max(steps, default=1), room, interior))
 
 
-def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan:
+def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> ExchangePlan:
     """The exchange after which each part has every pixel its outputs read, with fill beyond the border."""
     wants = {}
     for axis, cut in cut_axes(tile.cuts):
@@ -107,7 +107,7 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Plan
     return plan_for(tile.mesh, tile.cuts, wants)
 
 
-def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, Plan]:
+def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, ExchangePlan]:
     """Name an operation, and find the owners of its outputs and the exchange that these need."""
     chosen, site = cut_windows(tile, windows), tile.mesh.site(tile.shape)
     cuts = out_cuts(tile, chosen, tile.mesh.fusion.get(site, 0), ceil)

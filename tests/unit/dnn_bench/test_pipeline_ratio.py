@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dnn_bench.pipeline.worker import Ratio, Result
+from dnn_bench.pipeline.worker import PipelineResult, Ratio
 
 
 def test_drift_of_the_machine_cancels() -> None:
@@ -32,6 +32,6 @@ def test_few_ratios_are_all_shown(count: int) -> None:
 
 
 def test_it_is_told_with_its_bounds() -> None:
-    result = Result("bert_tiny", "1f1b", (0, 0), 0.5, 0.5, 0.2, 0.2, 0.9, 32, [1.0])
+    result = PipelineResult("bert_tiny", "1f1b", (0, 0), 0.5, 0.5, 0.2, 0.2, 0.9, 32, [1.0])
     result.peer, result.ratio = 0.6, Ratio.of([1.2, 1.1, 1.3], [1.0, 1.0, 1.0])
     assert "600.00 ms: 1.200 (1.100 to 1.300) times its throughput" in result.described()

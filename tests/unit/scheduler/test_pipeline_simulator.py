@@ -12,7 +12,7 @@ from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import data_parallel_program
 from scheduler.pipelines import generate
-from scheduler.pipelines.report import Report, examine
+from scheduler.pipelines.report import PipelineReport, examine
 from scheduler.render import chrome_trace, gantt
 from scheduler.simulate.costs import peak_memory
 from scheduler.simulate.simulator import simulate
@@ -27,7 +27,7 @@ def model(layers: int, size: int = 0, activation: int = 0, update: float = 0.0) 
     return Profile("equal", (layer,) * layers, update)
 
 
-def examined(schedule: str, stages: int, count: int, link: Link = FREE) -> Report:
+def examined(schedule: str, stages: int, count: int, link: Link = FREE) -> PipelineReport:
     virtual = 2 if schedule in ("interleaved", "wpipe") else 1
     profile = model(stages * virtual)
     return examine(generate(schedule, stages, count, profile=profile), profile, link)

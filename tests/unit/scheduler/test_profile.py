@@ -121,7 +121,7 @@ def test_shipped_profile(name: str) -> None:
 
 def test_flop_model_by_hand() -> None:
     """1 image, 3 -> 4 channels, 2 x 2 kernel, 5 x 5 outputs, at 1 flop/s and endless bandwidth."""
-    table = profiles.Table(profiles.Device("slow", 1.0, 1e30, 0.0))
+    table = profiles.LayerTable(profiles.Device("slow", 1.0, 1e30, 0.0))
     table.linear("before", 1, 1, 1)
     table.conv("conv", 3, 4, 2, side=5, batch=1)
     layer = table.layers[1]

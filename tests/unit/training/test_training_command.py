@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from commsched.cli import main
 from commsched.pipeline import Job
 from commsched.training.images import ClassFolders
-from commsched.training.loop import Decay, Settings, curves
+from commsched.training.loop import Decay, TrainingSettings, curves
 from tests.support import small_data
 from tests.support.file_models import convolutions
 from tests.support.pipeline_runs import WIDTH, assert_close, chain_model, sgd
@@ -152,4 +152,4 @@ def test_curves_of_losses_and_scores() -> None:
 
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
-        Settings(rows=4, epochs=0)
+        TrainingSettings(rows=4, epochs=0)

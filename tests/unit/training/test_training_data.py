@@ -70,17 +70,17 @@ def test_tables_as_glue_has_them(tmp_path: Path) -> None:
     path.write_text(
         'index\tsentence1\tsentence2\tgold_label\n0\tOne "quote\tTwo\tneutral\n1\tA\tB\t-\n2\tC\n'
     )
-    assert data_jobs.read_table(path, ()) == [data_jobs.Row(('One "quote', "Two"), "neutral")]
+    assert data_jobs.read_table(path, ()) == [data_jobs.LabelledText(('One "quote', "Two"), "neutral")]
     path = tmp_path / "train.csv"
     path.write_text('words,kind\n"a, b",x\n,y\nc,z\n')
     rows = data_jobs.read_table(path, ("words", "kind"))
-    assert rows == [data_jobs.Row(("a, b",), "x"), data_jobs.Row(("c",), "z")]
+    assert rows == [data_jobs.LabelledText(("a, b",), "x"), data_jobs.LabelledText(("c",), "z")]
     with pytest.raises(ValueError, match=r"its header has \['words', 'kind'\]; name them with --columns"):
         data_jobs.read_table(path, ())
 
 
 def test_frequent_words_have_numbers_and_halves_are_texts() -> None:
-    rows = [data_jobs.Row(("b a b", "a c"), "yes"), data_jobs.Row(("b", "d."), "no")]
+    rows = [data_jobs.LabelledText(("b a b", "a c"), "yes"), data_jobs.LabelledText(("b", "d."), "no")]
     words = data_jobs.Vocabulary(rows, 6)
     assert words.numbers == {"b": 4, "a": 5} and len(words) == 6
     found = data_jobs.Sentences(rows, words, ["no", "yes"], 8)
