@@ -34,17 +34,17 @@ def transports() -> dict[str, Baseline]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "collectives",
         "Checks and times the collectives over each transport, and fits seconds = alpha + beta * bytes. "
         "Algorithm bandwidth is bytes of the whole tensor per second; bus bandwidth is what the links carry.",
     )
-    add_place(given)
+    add_place(command)
     known = ",".join(transports())
-    given.add_argument("--transports", default=known, metavar="A,B", help="transports to measure")
-    given.add_argument("--sizes", default="64k,256k,1m,4m,16m", help="bytes of the whole tensor")
-    given.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
-    return given.parse_args(arguments)
+    command.add_argument("--transports", default=known, metavar="A,B", help="transports to measure")
+    command.add_argument("--sizes", default="64k,256k,1m,4m,16m", help="bytes of the whole tensor")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError)

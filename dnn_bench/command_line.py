@@ -26,12 +26,12 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_job(given: argparse.ArgumentParser, model: str, baseline: str) -> None:
+def add_job(command: argparse.ArgumentParser, model: str, baseline: str) -> None:
     """The options that describe what is trained, and how."""
     from dnn_bench import baselines, models
 
     known = f"{', '.join(models.names())}, or {models.FORMS}"
-    add = given.add_argument
+    add = command.add_argument
     add("--model", default=model, help=f"one of: {known} (default: {model})")
     if baseline:
         known = (
@@ -43,9 +43,9 @@ def add_job(given: argparse.ArgumentParser, model: str, baseline: str) -> None:
     add("--image-size", type=int, default=0, help="height and width of images (default: the model's)")
 
 
-def add_data_dir(given: argparse.ArgumentParser) -> None:
+def add_data_dir(command: argparse.ArgumentParser) -> None:
     text = "folder of images or text (default: synthetic data)"
-    given.add_argument("--data-dir", default="", metavar="PATH", help=text)
+    command.add_argument("--data-dir", default="", metavar="PATH", help=text)
 
 
 def shape_of(options: argparse.Namespace) -> dict[str, int]:

@@ -26,19 +26,19 @@ from dnn_bench.models.transformer import LanguageModel
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "converge",
         "Trains a small CNN on digits and a character model on Python's documentation: in one process, and "
         "with every schedule and number of workers at the same global batch. All loss curves must be one.",
     )
-    given.add_argument("--task", default="digits,text", help="tasks to train")
-    given.add_argument("--baseline", default="all", metavar="A,B", help="schedules to train with, or 'all'")
-    given.add_argument("--workers", default="1,2,3,4", help="numbers of workers")
-    given.add_argument("--steps", type=int, default=200, help="steps of a run")
-    given.add_argument("--seeds", type=int, default=1, help="seeds of weights and batches (default: 1)")
-    given.add_argument("--json", type=Path, metavar="FILE", help="write every curve to this file")
-    given.add_argument("--png", type=Path, metavar="FILE", help="draw the curves into this file")
-    return given.parse_args(arguments)
+    command.add_argument("--task", default="digits,text", help="tasks to train")
+    command.add_argument("--baseline", default="all", metavar="A,B", help="schedules to train with, or 'all'")
+    command.add_argument("--workers", default="1,2,3,4", help="numbers of workers")
+    command.add_argument("--steps", type=int, default=200, help="steps of a run")
+    command.add_argument("--seeds", type=int, default=1, help="seeds of weights and batches (default: 1)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write every curve to this file")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw the curves into this file")
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError)

@@ -24,15 +24,15 @@ BASELINES = ("local", *PEERS, "auto")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser("first", __doc__)
+    command = parser("first", __doc__)
     text = "speed of the link between the two emulated hosts, which need root and iproute2"
-    add = given.add_argument
+    add = command.add_argument
     add("--link", default="1gbit", help=text)
     add("--local", action="store_true", help="use the loopback, without emulated hosts")
     add("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
     add("--reps", type=int, default=5, help="repetitions of every baseline")
     add("--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write")
-    return given.parse_args(arguments)
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError)

@@ -42,8 +42,8 @@ Rows = list[dict[str, Any]]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser("gpu", __doc__)
-    add = given.add_argument
+    command = parser("gpu", __doc__)
+    add = command.add_argument
     add("--parts", default=",".join(PARTS), help="parts to measure")
     text = "cuda; cpu runs the same code, its figures mean nothing"
     add("--device", default="cuda", help=text)
@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--batch-size", type=int, default=0, help="samples (default: the model's usual number)")
     add("--iterations", type=int, default=30, help="timed iterations")
     add("--json", type=Path, default=Path("gpu.json"), help="file of the figures")
-    return given.parse_args(arguments)
+    return command.parse_args(arguments)
 
 
 def environment(device: str) -> dict[str, Any]:

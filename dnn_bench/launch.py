@@ -265,24 +265,24 @@ def end(processes: Sequence[Process]) -> None:
         process.wait(60)  # killed is not gone: a busy machine takes its time
 
 
-def add_cluster(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+def add_cluster(command: argparse.ArgumentParser, link: str = "1gbit") -> None:
     """The options that describe an emulated cluster."""
-    given.add_argument("--hosts", type=int, default=2, metavar="N", help="emulated hosts")
+    command.add_argument("--hosts", type=int, default=2, metavar="N", help="emulated hosts")
     text = "speed of the links: 250mbit, unlimited, or one per host: 1gbit,250mbit"
-    given.add_argument("--link", default=link, help=text)
-    given.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
+    command.add_argument("--link", default=link, help=text)
+    command.add_argument("--delay", help="latency of each link, such as 1ms (needs the kernel's netem)")
     text = "congestion control of the hosts' TCP, such as bbr"
-    given.add_argument("--congestion", default=CONGESTION, help=text)
+    command.add_argument("--congestion", default=CONGESTION, help=text)
 
 
-def add_place(given: argparse.ArgumentParser, link: str = "1gbit") -> None:
+def add_place(command: argparse.ArgumentParser, link: str = "1gbit") -> None:
     """The options of an emulated cluster, and of ranks without one."""
-    add_cluster(given, link)
+    add_cluster(command, link)
     text = "ranks on each emulated host (default 1)"
-    given.add_argument("--per-host", type=int, default=1, metavar="N", help=text)
+    command.add_argument("--per-host", type=int, default=1, metavar="N", help=text)
     text = "run N ranks here, without emulated hosts and without root"
-    given.add_argument("--local", type=int, metavar="N", help=text)
-    given.add_argument("--threads", type=int, default=1, help="threads per rank")
+    command.add_argument("--local", type=int, metavar="N", help=text)
+    command.add_argument("--threads", type=int, default=1, help="threads per rank")
 
 
 @contextmanager
@@ -303,17 +303,17 @@ def place_of(options: argparse.Namespace) -> Iterator[Place]:
 
 
 def _parse_cluster(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "cluster",
         "Builds hosts joined by links of a chosen speed on this machine (as root), runs the command once on "
         "each, with the environment torchrun would give it, and removes everything.",
     )
-    add_cluster(given)
+    add_cluster(command)
     text = "run it on host0 only, as for horovodrun and mpirun, and let the hosts reach each other by ssh"
-    given.add_argument("--first-only", action="store_true", help=text)
+    command.add_argument("--first-only", action="store_true", help=text)
     text = "the command to run on the hosts"
-    given.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=text)
-    return given.parse_args(arguments)
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=text)
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ClusterError)

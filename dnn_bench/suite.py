@@ -51,24 +51,24 @@ class Wanted:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "suite",
         "Measures each model's compute, chooses links at which communication takes the wanted share of it, "
         "compares the baselines there, and sums up what one schedule gains, as Markdown.",
     )
-    given.add_argument("--models", default=MODELS, metavar="A,B", help="models")
-    given.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
-    given.add_argument("--hosts", default="2", help="numbers of hosts")
-    given.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
-    given.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
-    given.add_argument("--reps", type=int, default=5, help="repetitions")
-    given.add_argument("--iters", type=int, default=4, help="iterations per repetition")
-    given.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
+    command.add_argument("--models", default=MODELS, metavar="A,B", help="models")
+    command.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
+    command.add_argument("--hosts", default="2", help="numbers of hosts")
+    command.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
+    command.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
+    command.add_argument("--reps", type=int, default=5, help="repetitions")
+    command.add_argument("--iters", type=int, default=4, help="iterations per repetition")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the reports")
     text = "record every baseline's timeline, not only the two fastest ones'"
-    given.add_argument("--trace", action="store_true", help=text)
+    command.add_argument("--trace", action="store_true", help=text)
     text = "measure nothing; summarise the reports in --out"
-    given.add_argument("--summary", action="store_true", help=text)
-    return given.parse_args(arguments)
+    command.add_argument("--summary", action="store_true", help=text)
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError)

@@ -21,13 +21,13 @@ from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parse
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser("synthetic", __doc__)
-    add_job(given, model="resnet_tiny", baseline="horovod")
-    add_data_dir(given)
-    given.add_argument("--num-warmup-batches", type=int, default=10, help="batches before measuring")
-    given.add_argument("--num-batches-per-iter", type=int, default=1, help="batches of a measurement")
-    given.add_argument("--num-iters", type=int, default=10, help="measurements")
-    return given.parse_args(arguments)
+    command = parser("synthetic", __doc__)
+    add_job(command, model="resnet_tiny", baseline="horovod")
+    add_data_dir(command)
+    command.add_argument("--num-warmup-batches", type=int, default=10, help="batches before measuring")
+    command.add_argument("--num-batches-per-iter", type=int, default=1, help="batches of a measurement")
+    command.add_argument("--num-iters", type=int, default=10, help="measurements")
+    return command.parse_args(arguments)
 
 
 def job_of(options: argparse.Namespace) -> Job:

@@ -31,7 +31,7 @@ DEFAULT_RANKS = 2
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def add_profile_and_link(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add_profile(parser, "", required)
     parser.add_argument(
         "--link",
@@ -113,8 +113,8 @@ def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Lev
     return Level(per_host, inside.alpha, inside.beta), Level(count // per_host, link.alpha, link.beta)
 
 
-def step(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of policies and bounds."""
+def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of policies and bounds that say how a step is done."""
     return {"gather": arguments.gather, "early_step": arguments.early_step}
 
 
@@ -271,7 +271,7 @@ def _model_arguments(text: str) -> dict[str, Any]:
     return values
 
 
-def name_of(arguments: argparse.Namespace) -> str:
+def job_name(arguments: argparse.Namespace) -> str:
     """The job's name for profiles and results."""
     return str(arguments.job).rpartition(":")[2]
 

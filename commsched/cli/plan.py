@@ -20,7 +20,7 @@ from scheduler.validate import validate
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
+    options.add_profile_and_link(parser)
     options.add_step(parser)
     add = parser.add_argument
     add("--policy", default="optimal", help=f"one of {', '.join(policies.names())}")
@@ -32,7 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> None:
     profile = profiles.find(arguments.profile)
     link, ranks = options.cluster(arguments, arguments.ranks)
-    program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step(arguments))
+    program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step_options(arguments))
     validate(program, profile)
     result = simulate(program, profile, link)
     program = program.with_meta(
@@ -59,7 +59,7 @@ FORMATS = ("text", "svg", "chrome", "json")
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("plan", metavar="PLAN", help="file that `commsched plan --output` wrote")
-    options.add_model(parser, required=False)
+    options.add_profile_and_link(parser, required=False)
     options.add_ranks(parser)
     add(
         "--format",

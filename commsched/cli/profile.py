@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from commsched.cli.options import add_job, console, job_of, milliseconds, name_of, table
+from commsched.cli.options import add_job, console, job_name, job_of, milliseconds, table
 from scheduler.formats.pipedream import Graph, write_graph
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
@@ -39,7 +39,7 @@ def run_profile(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     job = job_of(arguments)
     batch = next(iter(job.batches(arguments.rows)))
-    name = name_of(arguments)
+    name = job_name(arguments)
     link, traffic = _traffic() if arguments.link else (None, 0.0)
     layers = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
     measured = replace(layers, traffic_per_byte=traffic)

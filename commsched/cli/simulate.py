@@ -32,7 +32,7 @@ SEARCH = {"optimal": {"budget": 20_000}}
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
+    options.add_profile_and_link(parser)
     options.add_step(parser)
     add = parser.add_argument
     add(
@@ -92,7 +92,7 @@ def compare(
     arguments: argparse.Namespace, profile: Profile, link: Link, ranks: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
-    step, costs = options.step(arguments), link.to_dict()
+    step, costs = options.step_options(arguments), link.to_dict()
     bound = lower_bound(profile, link, ranks=ranks, **step)
     results = {}
     quiet = not sys.stderr.isatty()
@@ -180,7 +180,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return one row of the table; ``efficiency`` is compute / period."""
     link, _ = options.cluster(arguments, ranks)
-    step = options.step(arguments)
+    step = options.step_options(arguments)
     bound = lower_bound(profile, link, ranks=ranks, **step)
     results: dict[str, Any] = {}
     for name in names:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import commsched
-from commsched.cli.options import cuts_of, job_of, name_of
+from commsched.cli.options import cuts_of, job_name, job_of
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
 from commsched.training import loop
@@ -78,7 +78,7 @@ def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) ->
     epochs = Training(pipeline, data, settings).run()
     if arguments.results and pipeline.rank == 0:
         facts = {
-            "job": name_of(arguments),
+            "job": job_name(arguments),
             "schedule": pipeline.program.policy,
             "ranks": pipeline.fabric.size,
             "delays": pipeline.delays,

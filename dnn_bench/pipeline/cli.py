@@ -29,9 +29,9 @@ WORKER = "dnn_bench.pipeline.worker"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser("pipeline", __doc__.splitlines()[0])
-    given.set_defaults(ranks=None, host_ranks=None)
-    add = given.add_argument
+    command = parser("pipeline", __doc__.splitlines()[0])
+    command.set_defaults(ranks=None, host_ranks=None)
+    add = command.add_argument
     add("kind", nargs="?", choices=("bundle",), help="bundles, with options of their own")
     text = f"a model's name, {models.FORMS}, or paced: layers that sleep"
     add("--model", default="mlp_tiny", help=text)
@@ -57,13 +57,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     text = "also measure this placement of collectives, in turn with the other"
     add("--against", default="", choices=PLACEMENTS, help=text)
     add("--recompute", action="store_true", help="keep a stage's inputs only and repeat its forward")
-    _add_measuring(given)
-    _add_bundles(given)
-    return given.parse_args(arguments)
+    _add_measuring(command)
+    _add_bundles(command)
+    return command.parse_args(arguments)
 
 
-def _add_measuring(given: argparse.ArgumentParser) -> None:
-    add = given.add_argument
+def _add_measuring(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--warmup", type=int, default=4, metavar="N", help="untimed steps before each round")
     add("--steps", type=int, default=10, metavar="N", help="timed steps of each round")
     add("--rounds", type=int, default=1, metavar="N", help="rounds; the table reports medians")
@@ -79,8 +79,8 @@ def _add_measuring(given: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def _add_bundles(given: argparse.ArgumentParser) -> None:
-    add = given.add_argument_group("bundles").add_argument
+def _add_bundles(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument_group("bundles").add_argument
     add("--num-hp", type=int, default=1, metavar="N", help="bundles on each host")
     add("--world-size", type=int, default=1, metavar="N", help="number of hosts")
     add("--rank", type=int, default=0, metavar="N", help="this host's number")
@@ -92,71 +92,71 @@ def _add_bundles(given: argparse.ArgumentParser) -> None:
     add("--DP-ONLY", action="store_true", help="the whole model on every rank")
 
 
-def options_of(given: argparse.Namespace) -> argparse.Namespace:
+def options_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with everything decided that depends on several of them."""
-    if given.cuts and (given.config or given.plan):
+    if options.cuts and (options.config or options.plan):
         raise ValueError("--cuts cannot be combined with --config or --plan, which have cuts of their own")
-    given.cuts = cuts_of(given.cuts)
-    replicas = numbers("--num-data-parallel", given.replicas)
-    given.replicas = replicas * given.depth if len(replicas) == 1 else replicas
-    own = {"schedule": given.schedule, "microbatches": given.microbatches}
-    given.schedule = given.schedule or ("ashpipe" if given.config else "1f1b")
-    if given.kind == "bundle":
-        _bundle(given)
-    given.microbatches = given.microbatches or (1 if given.schedule in ("ashpipe", "bundle") else 4)
+    options.cuts = cuts_of(options.cuts)
+    replicas = numbers("--num-data-parallel", options.replicas)
+    options.replicas = replicas * options.depth if len(replicas) == 1 else replicas
+    own = {"schedule": options.schedule, "microbatches": options.microbatches}
+    options.schedule = options.schedule or ("ashpipe" if options.config else "1f1b")
+    if options.kind == "bundle":
+        _bundle(options)
+    options.microbatches = options.microbatches or (1 if options.schedule in ("ashpipe", "bundle") else 4)
     if any(own.values()):
-        own["microbatches"] = given.microbatches
-    given.model = _model(given)
-    if given.config:
-        _files(given, {name: value for name, value in own.items() if value})
-    return given
+        own["microbatches"] = options.microbatches
+    options.model = _model(options)
+    if options.config:
+        _files(options, {name: value for name, value in own.items() if value})
+    return options
 
 
-def _files(given: argparse.Namespace, chosen: dict[str, object]) -> None:
+def _files(options: argparse.Namespace, chosen: dict[str, object]) -> None:
     """Stages, ranks and recomputation of AshPipe's files."""
     from commsched.pipeline.chain import Chain
     from dnn_bench.pipeline.jobs import job_of
 
-    sizes = Chain(job_of(given.model, given.layers).model).sizes
-    plan = read_plan(given.config, given.graph, sizes, **chosen)
-    given.schedule, given.microbatches = plan.schedule, plan.microbatches
-    given.cuts, given.ranks = list(plan.cuts), [list(row) for row in plan.rank_map]
-    given.depth = len(plan.cuts)
-    given.recompute = given.recompute or list(plan.recompute)
+    sizes = Chain(job_of(options.model, options.layers).model).sizes
+    plan = read_plan(options.config, options.graph, sizes, **chosen)
+    options.schedule, options.microbatches = plan.schedule, plan.microbatches
+    options.cuts, options.ranks = list(plan.cuts), [list(row) for row in plan.rank_map]
+    options.depth = len(plan.cuts)
+    options.recompute = options.recompute or list(plan.recompute)
 
 
-def _model(given: argparse.Namespace) -> str:
+def _model(options: argparse.Namespace) -> str:
     """The name of the model with the head that --task or the schedule asks for."""
-    if given.model == "paced":
-        if given.task:
-            raise ValueError(f"model 'paced' has no head, so --task {given.task} cannot be had; leave it out")
+    if options.model == "paced":
+        if options.task:
+            raise ValueError(f"model 'paced' has no head; leave --task {options.task} out")
         return "paced"
-    if given.task:
-        return models.with_head(given.model, given.task)
-    if models.spec(given.model).task == "masked_lm" and _late(given):
-        return models.with_head(given.model, "classification")
-    return str(given.model)
+    if options.task:
+        return models.with_head(options.model, options.task)
+    if models.spec(options.model).task == "masked_lm" and _late(options):
+        return models.with_head(options.model, "classification")
+    return str(options.model)
 
 
-def _late(given: argparse.Namespace) -> bool:
+def _late(options: argparse.Namespace) -> bool:
     """Whether a stage applies gradients of earlier steps."""
-    if not given.plan:
-        return any(delays(generate(given.schedule, given.depth, given.microbatches)))
-    plan = PipelinePlan.load(given.plan)
+    if not options.plan:
+        return any(delays(generate(options.schedule, options.depth, options.microbatches)))
+    plan = PipelinePlan.load(options.plan)
     virtual = virtual_option(plan.schedule, len(plan.cuts) // len(plan.replicas))
     return any(delays(generate(plan.schedule, len(plan.replicas), plan.microbatches, **virtual)))
 
 
-def _bundle(given: argparse.Namespace) -> None:
-    shape = tuple(numbers("--shape", given.shape)) if given.shape else (given.num_hp, given.num_hp)
-    if given.DP_ONLY:
+def _bundle(options: argparse.Namespace) -> None:
+    shape = tuple(numbers("--shape", options.shape)) if options.shape else (options.num_hp, options.num_hp)
+    if options.DP_ONLY:
         shape = (sum(shape),)
-    each, ranks = sum(shape), bundle_ranks(given.world_size, shape)
-    if given.across:
-        each, ranks = given.num_hp, bundle_ranks_across(given.world_size, given.num_hp)
-    given.schedule, given.depth = "bundle", len(ranks)
-    given.ranks = [list(row) for row in ranks]
-    given.host_ranks = [list(range(h * each, (h + 1) * each)) for h in range(given.world_size)]
+    each, ranks = sum(shape), bundle_ranks(options.world_size, shape)
+    if options.across:
+        each, ranks = options.num_hp, bundle_ranks_across(options.world_size, options.num_hp)
+    options.schedule, options.depth = "bundle", len(ranks)
+    options.ranks = [list(row) for row in ranks]
+    options.host_ranks = [list(range(h * each, (h + 1) * each)) for h in range(options.world_size)]
 
 
 def size_of(options: argparse.Namespace) -> int:

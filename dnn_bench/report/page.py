@@ -40,10 +40,10 @@ PAGE = """<!doctype html>
 def main(arguments: list[str]) -> int:
     text = "Makes one HTML page of the JSON files that compare wrote. "
     text += "Files of the same model with different numbers of ranks give scaling curves."
-    given = parser("report", text)
-    given.add_argument("reports", nargs="+", type=Path, metavar="JSON")
-    given.add_argument("--html", type=Path, required=True, metavar="FILE", help="the page to write")
-    options = given.parse_args(arguments)
+    command = parser("report", text)
+    command.add_argument("reports", nargs="+", type=Path, metavar="JSON")
+    command.add_argument("--html", type=Path, required=True, metavar="FILE", help="the page to write")
+    options = command.parse_args(arguments)
     save(render([load(path) for path in options.reports]), options.html)
     return 0
 
@@ -81,11 +81,11 @@ NAMES = {"auto": "commsched", "ddp": "PyTorch DDP", "horovod": "Horovod"}
 @one_line_errors(ValueError, OSError)
 def picture(arguments: list[str]) -> int:
     text = "Draws one measured step of each named baseline: rank 0's compute and its communication. "
-    given = parser("picture", text + "The report comes from `compare --json`.")
-    given.add_argument("report", type=Path, metavar="JSON")
-    given.add_argument("--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom")
-    given.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
-    options = given.parse_args(arguments)
+    command = parser("picture", text + "The report comes from `compare --json`.")
+    command.add_argument("report", type=Path, metavar="JSON")
+    command.add_argument("--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
+    options = command.parse_args(arguments)
     save(draw(load(options.report), options.baseline.split(",")), options.out)
     return 0
 

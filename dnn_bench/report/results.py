@@ -38,9 +38,9 @@ class ResultTable:
 
 @one_line_errors(ValueError, OSError)
 def main(arguments: list[str]) -> int:
-    given = parser("results", "Draws every CSV file of a folder as an SVG beside it. Needs matplotlib.")
-    given.add_argument("folder", nargs="?", type=Path, default=Path("docs/results"), metavar="FOLDER")
-    options = given.parse_args(arguments)
+    command = parser("results", "Draws every CSV file of a folder as an SVG beside it. Needs matplotlib.")
+    command.add_argument("folder", nargs="?", type=Path, default=Path("docs/results"), metavar="FOLDER")
+    options = command.parse_args(arguments)
     tables = [read(path) for path in sorted(options.folder.glob("*.csv"))]
     if not tables:
         raise ValueError(f"{options.folder} holds no CSV file")

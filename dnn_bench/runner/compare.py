@@ -36,21 +36,21 @@ LIMITS = ["local", "floor", "wire"]  # measured always: the ratios and the share
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "compare",
         "Trains one model with several baselines side by side on an emulated cluster. Each one's first steps "
         "are checked against one process before it is timed; repetitions are interleaved (A B C A B C ...).",
     )
-    add_job(given, model="mlp", baseline="all")
-    add_data_dir(given)
-    add_place(given, link="250mbit")
-    given.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
-    given.add_argument("--iters", type=int, default=5, help="iterations per repetition")
-    given.add_argument("--warmup", type=int, default=1, help="untimed iterations before each repetition")
-    given.add_argument("--no-trace", action="store_true", help="record no timelines")
-    given.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
-    given.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts to this file")
-    return given.parse_args(arguments)
+    add_job(command, model="mlp", baseline="all")
+    add_data_dir(command)
+    add_place(command, link="250mbit")
+    command.add_argument("--reps", type=int, default=5, help="repetitions of every baseline")
+    command.add_argument("--iters", type=int, default=5, help="iterations per repetition")
+    command.add_argument("--warmup", type=int, default=1, help="untimed iterations before each repetition")
+    command.add_argument("--no-trace", action="store_true", help="record no timelines")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts to this file")
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError)

@@ -129,21 +129,21 @@ def write(plan: StagePlan, report: dict[str, Any]) -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "halo",
         "Times the halo exchange of one convolution alone and with compute, and says how much of it the "
         "interior hides, beside what the simulator predicts. Runs under mpirun, torchrun or horovodrun; "
         "started by itself it starts its own ranks.",
     )
-    given.add_argument("--image-size", default="8192x64", help="pixels: S or HxW")
-    given.add_argument("--batch-size", type=int, default=2, help="images")
-    given.add_argument("--num-filters", type=int, default=16, help="channels")
-    given.add_argument("--halo-len", type=int, default=2, help="H of a kernel of 2*H+1")
-    given.add_argument("--num-spatial-parts", type=int, default=2, help="tiles")
+    command.add_argument("--image-size", default="8192x64", help="pixels: S or HxW")
+    command.add_argument("--batch-size", type=int, default=2, help="images")
+    command.add_argument("--num-filters", type=int, default=16, help="channels")
+    command.add_argument("--halo-len", type=int, default=2, help="H of a kernel of 2*H+1")
+    command.add_argument("--num-spatial-parts", type=int, default=2, help="tiles")
     text = "how the image is cut into tiles"
-    given.add_argument("--slice-method", choices=SLICES, default="vertical", help=text)
-    add_run(given, warmup=2, iterations=9)
-    return given.parse_args(arguments)
+    command.add_argument("--slice-method", choices=SLICES, default="vertical", help=text)
+    add_run(command, warmup=2, iterations=9)
+    return command.parse_args(arguments)
 
 
 @one_line_errors(ValueError, RuntimeError)

@@ -18,13 +18,13 @@ FILTERS = {"resnet": 64, "amoebanet": 32, "unet": 16}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    given = parser(
+    command = parser(
         "spatial",
         "Trains a model on large images that are cut into tiles over ranks, its stages after that on whole "
         "images. Runs under mpirun, torchrun or horovodrun; started by itself it starts as many ranks as are "
         "needed.",
     )
-    add = given.add_argument_group("model and data").add_argument
+    add = command.add_argument_group("model and data").add_argument
     add("--model", choices=tuple(LAYERS), default="amoebanet", help="architecture")
     add("--image-size", type=int, default=256, help="pixels a side")
     add("--batch-size", type=int, default=2, help="images of a replica's step")
@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--num-layers", type=int, help=f"layers of the model (default: {_list(LAYERS)})")
     add("--num-filters", type=int, help=f"filters of the model (default: {_list(FILTERS)})")
     add("--seed", type=int, default=0, help="seed of weights and images")
-    add = given.add_argument_group("parallelism").add_argument
+    add = command.add_argument_group("parallelism").add_argument
     text = (
         "lp: stages on a rank each; sp: the first stages on tiles; gems: two replicas in mirrored rank order "
     )
@@ -52,9 +52,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--overlap", choices=("auto", "on", "off"), default="auto", help="compute interiors during exchanges")
     text = "gems: accepted for MPI4DL's scripts; sums over mirrored replicas always run beside other work"
     add("--enable-master-comm-opt", action="store_true", help=text)
-    _add_files(given.add_argument_group("training on files").add_argument)
-    add_run(given, warmup=2, iterations=5)
-    return given.parse_args(arguments)
+    _add_files(command.add_argument_group("training on files").add_argument)
+    add_run(command, warmup=2, iterations=5)
+    return command.parse_args(arguments)
 
 
 def _add_files(add: Callable[..., object]) -> None:
@@ -164,15 +164,15 @@ def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
     return tuple(grid_of(o.slice_method, count) for count in parts[:spatial])
 
 
-def add_run(given: argparse.ArgumentParser, warmup: int, iterations: int) -> None:
+def add_run(command: argparse.ArgumentParser, warmup: int, iterations: int) -> None:
     """The options that say where ranks run, and for how long."""
-    given.add_argument("--warmup", type=int, default=warmup, help="untimed iterations")
-    given.add_argument("--iterations", type=int, default=iterations, help="timed iterations")
-    given.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    command.add_argument("--warmup", type=int, default=warmup, help="untimed iterations")
+    command.add_argument("--iterations", type=int, default=iterations, help="timed iterations")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to this file")
     text = "one rank on each of N emulated hosts, as root (default: no)"
-    given.add_argument("--hosts", type=int, metavar="N", help=text)
-    given.add_argument("--link", default="250mbit", help="speed of the emulated hosts' links")
-    given.add_argument("--threads", type=int, default=1, help="threads per rank")
+    command.add_argument("--hosts", type=int, metavar="N", help=text)
+    command.add_argument("--link", default="250mbit", help="speed of the emulated hosts' links")
+    command.add_argument("--threads", type=int, default=1, help="threads per rank")
 
 
 def on_ranks(command: Sequence[str], ranks: int, options: argparse.Namespace, act: Callable[[], None]) -> int:
