@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.integrations import Replica, accumulating
-from commsched.lightning.session import Session, strategy_options
-from commsched.lightning.session import fabric as lightning
+from commsched.lightning.job import LightningJob, strategy_options
+from commsched.lightning.job import fabric as lightning
 
 DDPStrategy: Any = lightning("strategies").DDPStrategy
 BackwardSyncControl: Any = lightning("strategies.strategy")._BackwardSyncControl
@@ -27,7 +27,7 @@ class FabricStrategy(DDPStrategy):
     def __init__(self, *, broadcast_buffers: bool = True, **options: Any) -> None:
         options, of_lightning = strategy_options(options)
         super().__init__(**of_lightning)
-        self._session = Session(options)
+        self._job = LightningJob(options)
         self._broadcast_buffers = broadcast_buffers
         self._backward_sync_control = _Accumulation(self)
         self._optimizers: list[Optimizer] = []
@@ -35,23 +35,23 @@ class FabricStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._session.join(self)
+        self._job.join(self)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Give every rank rank 0's parameters and buffers."""
-        unclaimed = self._session.unclaimed(module, lambda: self._optimizers)
+        unclaimed = self._job.unclaimed(module, lambda: self._optimizers)
         replica = Replica(module, self._broadcast_buffers, hold_statistics=True, unclaimed=unclaimed)
         replica.attach()
         self._replicas[module] = replica
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        wrapped = self._session.wrap(optimizer)
+        wrapped = self._job.wrap(optimizer)
         self._optimizers.append(wrapped)
         return wrapped
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self._session.shards and getattr(self.precision, "scaler", None) is not None:
+        if self._job.shards and getattr(self.precision, "scaler", None) is not None:
             optimizer.synchronize()
         return super().optimizer_step(optimizer, **kwargs)
 
@@ -63,7 +63,7 @@ class FabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        if not self._session.shards:
+        if not self._job.shards:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         if getattr(self.precision, "scaler", None) is not None:
             optimizer.synchronize()
@@ -71,17 +71,17 @@ class FabricStrategy(DDPStrategy):
         return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        if self._session.shards:
+        if self._job.shards:
             optimizer.synchronize()
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def teardown(self) -> None:
-        self._session.release(self._optimizers, wait=True)
+        self._job.release(self._optimizers, wait=True)
         for replica in self._replicas.values():
             replica.close()
         self._replicas.clear()
         super().teardown()
-        self._session.leave()
+        self._job.leave()
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within this context the gradients of the module's parameters are not reduced."""

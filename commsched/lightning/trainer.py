@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from commsched.collectives.sync_batch_norm import SyncBatchNorm
 from commsched.integrations import Replica, accumulating
-from commsched.lightning.session import Session, strategy_options
-from commsched.lightning.session import trainer as lightning
+from commsched.lightning.job import LightningJob, strategy_options
+from commsched.lightning.job import trainer as lightning
 
 DDPStrategy: Any = lightning("strategies").DDPStrategy
 TorchSyncBatchNorm: Any = lightning("plugins.layer_sync").TorchSyncBatchNorm
@@ -34,7 +34,7 @@ class Strategy(DDPStrategy):
     def __init__(self, *, broadcast_buffers: bool = True, **options: Any) -> None:
         options, of_lightning = strategy_options(options)
         super().__init__(**of_lightning)
-        self._session = Session(options)
+        self._job = LightningJob(options)
         self._broadcast_buffers = broadcast_buffers
         self._replica: Replica | None = None
         self._failed = False
@@ -44,7 +44,7 @@ class Strategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False
-        self._session.join(self)
+        self._job.join(self)
 
     def setup(self, trainer: Any) -> None:
         if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
@@ -53,18 +53,18 @@ class Strategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Give every rank rank 0's model; called where ``DDPStrategy`` would wrap it."""
-        unclaimed = self._session.unclaimed(self.model, lambda: self.optimizers)
+        unclaimed = self._job.unclaimed(self.model, lambda: self.optimizers)
         self._replica = Replica(
             self.model, self._broadcast_buffers, hold_statistics=True, unclaimed=unclaimed
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        self.optimizers = [self._session.wrap(one, self.lightning_module) for one in self.optimizers]
+        self.optimizers = [self._job.wrap(one, self.lightning_module) for one in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        if self._session.shards:
+        if self._job.shards:
             self.precision_plugin.clip_grad_by_norm = _clip_by_norm
             self.precision_plugin.clip_grad_by_value = self._clip_by_value
 
@@ -73,14 +73,14 @@ class Strategy(DDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._session.release(self.optimizers, wait=not self._failed)
+        self._job.release(self.optimizers, wait=not self._failed)
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
         if self._replica is not None:
             self._replica.close(wait=not self._failed)
             self._replica = None
         super().teardown()
-        self._session.leave()
+        self._job.leave()
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Strategy(DDPStrategy):
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the closure and update; hooks between both see the reduced gradients."""
-        if not (self._session.shards and self._hooks_read_gradients()):
+        if not (self._job.shards and self._hooks_read_gradients()):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def reduced() -> Any:

@@ -1,4 +1,4 @@
-"""``Session``, which both strategies hold: options of the optimizers, and commsched in Lightning's job."""
+"""``LightningJob``, which both strategies hold: options of the optimizers, and commsched in the job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def strategy_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return split_options("the strategy", given, {"groups", "process_set"}, _OF_LIGHTNING)
 
 
-class Session:
+class LightningJob:
     """Joins Lightning's ranks to commsched's job, and wraps and releases the optimizers."""
 
     def __init__(self, options: dict[str, Any]) -> None:
