@@ -209,7 +209,7 @@ def popen(
     output: Output = None,
     errors: Output = None,
 ) -> Process:
-    """The same for any command, without forking."""
+    """Start a command on this machine, in a session of its own; `output` takes errors without `errors`."""
     errors = output if errors is None else errors
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
     return subprocess.Popen(command, env=variables, cwd=folder, start_new_session=True, **streams)

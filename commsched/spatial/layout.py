@@ -43,7 +43,7 @@ def owned_cuts(cuts: Cuts) -> Cuts:
 
 
 def recut(tile: Tile, targets: Mapping[int, Split]) -> Tile:
-    """The same pixels with other owners (and margins) along some axes."""
+    """``tile`` with its pixels owned, and held in margins, as ``targets`` says for some axes."""
     wants = {axis: held_wants(split) for axis, split in targets.items()}
     cuts = tuple(
         Cut(cut.dim, targets[axis]) if cut is not None and axis in targets else cut
@@ -100,7 +100,7 @@ def enter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
 
 
 def parameter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
-    """The same of an operand that every rank needs whole."""
+    """`enter` for an operand that every rank needs whole."""
     if isinstance(value, Tile) and not value.replicated:
         raise Unsupported("a parameter is split")
     return enter(value, mesh, cuts)

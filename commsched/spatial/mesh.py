@@ -208,7 +208,7 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         _current.reset(token)
 
 
-# -- linear functions of tensors on several ranks: the gradient of each is another one -----------------------
+# -- linear functions of tensors on several ranks: the gradient of each is a linear function too -------------
 
 _SHARED = 3
 TRANSPOSED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}

@@ -21,7 +21,7 @@ from commsched.training.losses import class_loss, logits_of, mask_loss
 
 Maker = Callable[..., nn.Module]
 _TESTED = 10
-"""Every so-manieth row is test data where a data set comes in one part."""
+"""One row in so many is test data where a data set comes in one part."""
 
 
 def image_classes(root: Path, model: Maker, size: int) -> Job:

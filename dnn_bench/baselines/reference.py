@@ -119,7 +119,7 @@ def _copies(parameters: Iterable[tuple[str, Tensor]]) -> Parameters:
 
 
 def check(trainer: Trainer, references: Sequence[Reference]) -> tuple[float, str] | None:
-    """The same steps under a baseline, on every rank; rank 0 judges: the largest error, and what is wrong."""
+    """Make the references' steps under a baseline; rank 0 returns the largest error, and what is wrong."""
     done, errors, wrong = 0, [], []
     for reference in references:
         for step in range(done, reference.steps):

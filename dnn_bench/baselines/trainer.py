@@ -79,9 +79,9 @@ class Job:
 
 def make_embeddings_sparse(model: nn.Module) -> None:
     """Set `sparse` on embeddings whose weight no other module owns; raise `ValueError` if there are none."""
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    modules_with = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    chosen = [module for module in embeddings if _may_be_sparse(module) and owners[id(module.weight)] == 1]
+    chosen = [each for each in embeddings if _may_be_sparse(each) and modules_with[id(each.weight)] == 1]
     if not chosen:
         raise ValueError(
             "the model has no trained nn.Embedding or nn.EmbeddingBag whose weight belongs to no other module"

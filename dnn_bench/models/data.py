@@ -92,7 +92,7 @@ def masked(root: str, batch: int, generator: Generator, *, seq_len: int, vocab_s
 
 
 def masked_pairs(root: str, batch: int, generator: Generator, **sizes: int) -> Batch:
-    """The same; the last column of the targets says whether sentence B follows A."""
+    """Masked tokens (see `masked`); the last column of the targets says whether sentence B follows A."""
     inputs, targets = masked(root, batch, generator, **sizes)
     return inputs, torch.cat([targets, torch.randint(2, (batch, 1), generator=generator)], dim=1)
 

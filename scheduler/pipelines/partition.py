@@ -362,7 +362,7 @@ class PartitionInput:
         return StageSearch(given._replace(most_replicas=1, all_devices=True))
 
     def even(self, positions: int) -> StageCut:
-        """As many layers on each stage, all recomputed where recomputation is asked for."""
+        """Stages of equally many layers, all recomputed where recomputation is asked for."""
         layers, stages = len(self.profile.layers), positions * self.virtual
         cuts = tuple(stage * layers // stages for stage in range(stages))
         return StageCut(cuts, (1,) * stages, (self.recompute != "never",) * stages, 0.0)

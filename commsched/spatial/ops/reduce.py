@@ -64,7 +64,7 @@ def total(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dt
 
 
 def unrounded(input: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """The same sum in the type in which it is added up."""
+    """The sum of `total` in ``dtype``, in which it is added up, not rounded to the input's type."""
     dims = negative_dims(input, dim)
     axes = tuple(axis for axis, cut in cut_axes(input.cuts) if cut.dim in dims)
     local = local_owned(input).sum(dims, keepdim=keepdim, dtype=dtype)
@@ -355,7 +355,7 @@ def _chunk_sums(
 def _composed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, region: MomentRegion, eps: float
 ) -> Tensor:
-    """The same from differentiable parts."""
+    """What `Normalize` computes, from operations that can be differentiated again."""
     dims, over = region.dims, (region.mesh, region.axes, region.module)
     wide = _wide(x)
     mean = apply(total_of_tiles, region.crop(wide).sum(dims, keepdim=True), *over) / region.total
