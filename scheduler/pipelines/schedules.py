@@ -243,7 +243,7 @@ def bundle_ranks(hosts: int, shape: Sequence[int] = (1, 1)) -> tuple[tuple[int, 
 
 
 def bundle_ranks_across(hosts: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """`bundle_ranks` for fronts on the first half of the hosts and rears on the others, ``each`` on a host."""
+    """`bundle_ranks` for fronts on the first half of the hosts, rears on the others, ``each`` on a host."""
     if hosts < 2 or hosts % 2 or each < 1:
         raise ValueError(
             f"fronts and rears on different hosts need an even number of hosts; got {hosts} hosts of {each}"
