@@ -83,6 +83,13 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---:"] * len(head), *rows])
 
 
+def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
+    """Write a table; lines that start with # above an older one say how to draw it, and stay."""
+    older = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in older if line.startswith("#")]
+    path.write_text("\n".join([*kept, *map(",".join, rows), ""]))
+
+
 def run(names: Iterable[str], ratios: Sequence[float], startups: Sequence[float]) -> list[Cell]:
     """Prints a table for each profile as soon as it is complete, and returns all cells."""
     from rich.console import Console
@@ -113,10 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"scheduler.table: {error}", file=sys.stderr)
         return 2
     if options.csv:
-        # Lines that start with # above an older table say how to draw it.
-        older = options.csv.read_text().splitlines() if options.csv.exists() else []
-        kept = [line for line in older if line.startswith("#")]
-        options.csv.write_text("\n".join([*kept, *map(",".join, rows_of(cells)), ""]))
+        write_csv(options.csv, rows_of(cells))
     missed = [text for cell in cells for text in cell.misses()]
     worst = max(cells, key=lambda cell: cell.ratios["optimal"])
     print(

@@ -23,8 +23,9 @@ from scheduler.ir.program import Program
 from scheduler.simulate.simulator import simulate
 from scheduler.validate import validate
 
-LINK_FIELDS = ("alpha", "beta", "inside", "between", "overlaps")  # the last three of two tiers only
+LINK_FIELDS = ("alpha", "beta", "inside", "between", "overlaps", "segment")  # the last four of two tiers only
 COST = "RS and AG of a bucket take alpha + beta * bytes, AR takes twice that"
+COST_OF_TIERS = "; min(inside.beta, between.beta) * min(bytes, segment) is added for each RS and AG"
 
 MOST_RANKS = 1_000_000
 SEARCH = {"optimal": {"budget": 20_000}}
@@ -108,7 +109,8 @@ def compare(
             for layer in profile.layers
         ],
         "update_per_byte": profile.update_per_byte,
-        "link": {name: costs[name] for name in LINK_FIELDS if name in costs} | {"cost": COST},
+        "link": {name: costs[name] for name in LINK_FIELDS if name in costs}
+        | {"cost": COST + COST_OF_TIERS * ("between" in costs)},
         "ranks": ranks,
         **step,
         "compute": profile.compute,

@@ -46,7 +46,7 @@ class Baseline:
     needs: str = "torch"  # the package without which it cannot run
     launcher: str = "torch"  # "torch": RANK and MASTER_ADDR in the environment; "horovod": horovodrun
     environment: dict[str, str] = field(default_factory=dict)
-    plans_itself: bool = False  # from times of its own
+    searches: bool = False  # its plan, which may send parts of gradients early
     exact: bool = True  # its parameters can be compared with one process's
     changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
     sums_rows: bool = False  # rounds a row of a sparse gradient once, not once for each of its uses
@@ -93,7 +93,7 @@ def _ddp(name: str, size: float | None) -> Baseline:
 
 
 def _auto(name: str, **options: Any) -> Baseline:
-    return Baseline(name, OURS, HERE + "peers.Commsched", options, plans_itself=True)
+    return Baseline(name, OURS, HERE + "peers.Commsched", options, searches=True)
 
 
 def _rounded(name: str, trainer: str, compression: str, **options: Any) -> Baseline:

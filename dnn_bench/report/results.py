@@ -9,6 +9,8 @@ axis    the label of the y axis
 where   optional: column=value pairs that a row must have
 from    optional: where the y axis starts (default 0)
 line    optional: a level to mark
+over    optional: a column of numbers; then each label is a panel of lines over it, the largest values of its
+        rows, with the smallest ones as the other edge of a band; both axes are logarithmic
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser
 
@@ -59,7 +62,7 @@ def read(path: Path) -> ResultTable:
     reader = csv.DictReader(line for line in lines if not line.startswith("#"))
     table = ResultTable(path, about, list(reader))
     filters = [pair.split("=")[0] for pair in about.get("where", "").split()]
-    needed = [*about["label"].split(), *about["bars"].split(), *filters]
+    needed = [name for key in ("label", "bars", "over") for name in about.get(key, "").split()] + filters
     if unknown := [name for name in needed if name not in (reader.fieldnames or [])]:
         raise ValueError(f"{path} has no column {', '.join(unknown)}, which its plot needs")
     if not table.drawn:
@@ -68,28 +71,63 @@ def read(path: Path) -> ResultTable:
 
 
 def draw(table: ResultTable, path: Path) -> None:
-    """Grouped bars, one group for each row; a value that is missing leaves a gap."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    about, bars, groups = table.about, table.about["bars"].split(), table.drawn
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "commsched", "font.size": 9}):
-        width = max(8, 0.3 * len(groups) * len(bars) ** 0.5 + 3)
-        figure, axis = pyplot.subplots(figsize=(width, 4), layout="constrained")
-        for number, name in enumerate(bars):
-            values = [float(row[name] or "nan") for row in groups]
-            places = [at + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for at in range(len(groups))]
-            axis.bar(places, values, 0.8 / len(bars), label=name.replace("_", " "))
-        names = [" ".join(row[column] for column in about["label"].split()) for row in groups]
-        turned = 60 if max(map(len, names)) * len(groups) > 60 else 0
-        axis.set_xticks(range(len(groups)), names, rotation=turned, ha="right" if turned else "center")
-        axis.set_ylabel(about["axis"])
-        figure.suptitle("\n".join(wrap(about["title"], int(10 * width))), fontsize=10)
-        if "line" in about:
-            axis.axhline(float(about["line"]), color="black", linewidth=0.8)
-        axis.set_ylim(bottom=float(about.get("from", 0)))
-        figure.legend(loc="outside right upper", fontsize=8)
+        figure = draw_lines(table) if "over" in table.about else draw_bars(table)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
+
+
+def draw_lines(table: ResultTable) -> Any:
+    """A panel for each label, and a row of panels for each value of the label's first column."""
+    from matplotlib import pyplot
+
+    about, over, label = table.about, table.about["over"], table.about["label"].split()
+    panels: dict[str, list[dict[str, str]]] = {}
+    for row in table.drawn:
+        panels.setdefault(" ".join(row[column] for column in label), []).append(row)
+    high = len({row[label[0]] for row in table.drawn})
+    wide = -(-len(panels) // high)
+    size = (2.4 * wide + 1, 2 * high + 1)
+    figure, axes = pyplot.subplots(high, wide, sharex=True, squeeze=False, figsize=size, layout="constrained")
+    for axis, (name, rows) in zip(axes.flat, panels.items(), strict=False):
+        places = sorted({float(row[over]) for row in rows})
+        for bar in about["bars"].split():
+            values = [[float(row[bar]) for row in rows if float(row[over]) == place] for place in places]
+            lowest, highest = [min(these) for these in values], [max(these) for these in values]
+            (line,) = axis.loglog(places, highest, base=2, label=bar)
+            axis.fill_between(places, lowest, highest, color=line.get_color(), alpha=0.15)
+        axis.set_title(name)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter("{x:g}")
+    axes[-1, 0].set(xlabel=over, ylabel=about["axis"])
+    figure.suptitle(about["title"], fontsize=10)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def draw_bars(table: ResultTable) -> Any:
+    """Grouped bars, one group for each row; a value that is missing leaves a gap."""
+    from matplotlib import pyplot
+
+    about, bars, groups = table.about, table.about["bars"].split(), table.drawn
+    width = max(8, 0.3 * len(groups) * len(bars) ** 0.5 + 3)
+    figure, axis = pyplot.subplots(figsize=(width, 4), layout="constrained")
+    for number, name in enumerate(bars):
+        values = [float(row[name] or "nan") for row in groups]
+        places = [at + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for at in range(len(groups))]
+        axis.bar(places, values, 0.8 / len(bars), label=name.replace("_", " "))
+    names = [" ".join(row[column] for column in about["label"].split()) for row in groups]
+    turned = 60 if max(map(len, names)) * len(groups) > 60 else 0
+    axis.set_xticks(range(len(groups)), names, rotation=turned, ha="right" if turned else "center")
+    axis.set_ylabel(about["axis"])
+    figure.suptitle("\n".join(wrap(about["title"], int(10 * width))), fontsize=10)
+    if "line" in about:
+        axis.axhline(float(about["line"]), color="black", linewidth=0.8)
+    axis.set_ylim(bottom=float(about.get("from", 0)))
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure

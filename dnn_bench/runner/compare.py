@@ -213,8 +213,10 @@ class Comparison:
                         self._turn(row, ranks, self._time)
                 self._give_up_slow_peers([row for row, _ in ready])
             for row, ranks in ready:
-                if ranks.baseline.plans_itself:
-                    self._turn(row, ranks, self._ask_for_its_prediction)
+                # Only the engine knows the links that it uses: two tiers or flat. Peers predict nothing.
+                self._turn(
+                    row, ranks, lambda row, ranks: setattr(row, "predicted", ranks.call("prediction")[0])
+                )
                 if self._worth_a_trace(row):
                     self._turn(row, ranks, lambda row, ranks: setattr(row, "trace", ranks.call("trace")[0]))
         finally:
@@ -272,10 +274,6 @@ class Comparison:
         row.stolen.append(stolen)
         if more := results.MEASURED.get(row.name):
             self.measured[row.name].append(self._undisturbed(row, ranks, *more)[0])
-
-    def _ask_for_its_prediction(self, row: Row, ranks: RankSet) -> None:
-        """Take the prediction of the baseline itself: a plain run's profile has no gradients sent early."""
-        row.predicted = ranks.call("prediction")[0]
 
     def _undisturbed(
         self, row: Row, ranks: RankSet, command: str, *arguments: Any

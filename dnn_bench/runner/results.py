@@ -274,9 +274,10 @@ ROUGH_BOUND = 0.05  # how much a baseline may be below its lower bound, which wa
 
 
 def predictions(measured: Measured, rows: Sequence[Row], ranks: int, per_host: int = 1) -> dict[str, Any]:
-    """What the scheduler makes of profiles and link, as JSON-ready data; also sets the rows' predictions.
+    """What the scheduler makes of profiles and link, as JSON-ready data.
 
-    More ranks are predicted where each has a link of its own.
+    More ranks are predicted where each has a link of its own. With several ranks a host, the link measured is
+    the one between hosts alone: a bound for every exchange, but no exchange's own time.
     """
     found: dict[str, Any] = {"profile": None, "link": None, "bound": None, "bound_beside": None}
     found |= {"bounds": [], "bounds_beside": [], "scaling": {}, "doubts": []}
@@ -296,7 +297,6 @@ def predictions(measured: Measured, rows: Sequence[Row], ranks: int, per_host: i
         return found
     for row in (row for row in rows if row.kind == OURS):
         try:
-            row.predicted = row.predicted or predicted_time(row.name, profile, link, ranks)
             if per_host == 1 and (curve := scaling(row.name, profile, link, ranks)):
                 found["scaling"][row.name] = curve
         except ValueError as error:
@@ -361,7 +361,7 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
     for row in rows:
         if row.changes:
             continue  # the profile is of another training
-        if get(row.name).plans_itself:
+        if get(row.name).searches:
             continue  # it may send parts of gradients early
         bound = bounds.get(row.kind, 0.0)
         if row.measured and row.mean("sent") < FEWER * whole:
@@ -381,22 +381,19 @@ def bounds_of(alone: Rounds, compute: Rounds, link: Link, per_host: int = 1) -> 
     return [lower_bound(with_times_of(*pair), link) for pair in zip(*rounds, strict=False)]
 
 
-def predicted_time(policy: str, profile: Profile, link: Link, ranks: int) -> float:
-    """Seconds per iteration of a policy by simulation."""
-    name = "optimal" if policy.startswith("auto") else policy
-    return simulate(policies.plan(profile, link, name, ranks=ranks), profile, link).period
-
-
 def scaling(policy: str, profile: Profile, link: Link, measured_at: int) -> list[tuple[int, float]]:
-    """(ranks, predicted seconds) for more ranks than were measured, each on a link like the measured one."""
+    """(ranks, predicted seconds) for more ranks on links like the measured one, by the engine's exchange."""
+    from commsched.backends.cpu import flat
+
     if measured_at < 2:
         return []
     # Measured was an exchange among `measured_at` ranks, in which a share of every message stays at home.
     beta = link.beta * measured_at / (measured_at - 1)
-    curve = []
+    name, curve = "optimal" if policy.startswith("auto") else policy, []
     for ranks in SCALES:
-        wider = network_link([Level(ranks, link.alpha, beta)], "direct")
-        curve.append((ranks, predicted_time(policy, profile, wider, ranks)))
+        wider = network_link([Level(ranks, link.alpha, beta)], flat(ranks))
+        program = policies.plan(profile, wider, name, ranks=ranks)
+        curve.append((ranks, simulate(program, profile, wider).period))
     return curve
 
 

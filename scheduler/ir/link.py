@@ -134,15 +134,41 @@ class TwoTierLink(Link):
 
     An engine that ``overlaps`` works on both links at once, for neighbouring buckets. The others do one
     collective after the other, so that the two links are one with ``alpha`` and ``beta``.
+
+    ``segment``: so many bytes of a message the faster tier moves while the slower one is idle: an RS's first
+    ones, an AG's last ones. ``members``: ranks of a host and hosts; empty where nobody has counted them.
     """
 
     inside: Link = Link(0.0, 0.0)
     between: Link = Link(0.0, 0.0)
     overlaps: bool = False
+    segment: float = 0.0
+    members: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "Link", "segment")
+        if self.members and (len(self.members) != 2 or min(self.members) < 2):
+            raise ValueError(f"Link: members must be ranks a host and hosts, 2 or more, got {self.members}")
+
+    @property
+    def ramp(self) -> float:
+        """Seconds for each byte of the segment."""
+        return min(self.inside.beta, self.between.beta) if self.segment else 0.0
+
+    def cost(self, kind: Kind, size: float) -> float:
+        alone = self.ramp * min(size, self.segment)
+        return super().cost(kind, size) + (2 * alone if kind is Kind.AR else alone)
 
     @property
     def parts(self) -> tuple[Link | None, Link]:
         return (self.inside, self.between) if self.overlaps else (None, self)
+
+    def as_ring(self) -> Link:
+        """One ring through all ranks, host by host; the link itself where ``members`` are not known."""
+        tiers = zip(self.members, (self.inside, self.between), strict=False)
+        wires = [Level(count, tier.alpha, tier.beta * count / (count - 1)) for count, tier in tiers]
+        return ring(wires, prod(self.members)) if wires else self
 
     def slower(self, factor: float) -> TwoTierLink:
         inside, between = self.inside.slower(factor), self.between.slower(factor)
@@ -208,6 +234,8 @@ def network_link(levels: Sequence[Level], algorithm: str = "ring") -> Link:
       its wire.
     - ``hierarchical``: a ring at each level, one after the other; outer levels move only what inner ones have
       reduced.
+    - ``halving``: as ``hierarchical``, but each message halves what is left (an AG doubles what is there),
+      so that a level takes ``log2(ranks)`` of them, rounded up. Simulated only: no engine executes it.
     - ``tiers``: ``transport="tiers"``, which moves the same bytes, with one start-up a level. Segments of one
       bucket are inside and between hosts at the same time, neighbouring buckets are not.
     - ``tiers-overlapped``: a bucket inside its host while another one is between hosts.
@@ -240,11 +268,12 @@ def _direct(levels: Sequence[Level], ranks: int) -> Link:
     return Link(alpha, beta)
 
 
-def _hierarchical(levels: Sequence[Level], ranks: int) -> Link:
+def _hierarchical(levels: Sequence[Level], ranks: int, halving: bool = False) -> Link:
     # The members of a group hold different shares after its level; together they put one whole message on the
     # group's wire.
+    rounds = [(level.ranks - 1).bit_length() if halving else level.ranks - 1 for level in levels]
     return Link(
-        sum((level.ranks - 1) * (level.alpha + level.overhead) for level in levels),
+        sum(count * (level.alpha + level.overhead) for count, level in zip(rounds, levels, strict=True)),
         sum(level.share * level.beta for level in levels),
     )
 
@@ -255,16 +284,16 @@ def _tiers(levels: Sequence[Level], ranks: int, overlaps: bool = False) -> Link:
         return each[0]
     if len(each) > 2:
         raise ValueError(f"tiers are two levels, ranks of a host and hosts; got {len(each)} levels")
-    slow, fast = sorted((link.beta for link in each), reverse=True)
-    # The faster link is alone with the first segment of an RS, and with the last one of an AG.
-    alpha = sum(link.alpha for link in each) + fast * SEGMENT * ranks
-    return TwoTierLink(alpha, slow, inside=each[0], between=each[1], overlaps=overlaps)
+    alpha, slow = sum(link.alpha for link in each), max(link.beta for link in each)
+    members = tuple(level.ranks for level in levels)
+    return TwoTierLink(alpha, slow, "", 0.0, each[0], each[1], overlaps, SEGMENT * ranks, members)
 
 
 ALGORITHMS: dict[str, Callable[[Sequence[Level], int], Link]] = {
     "ring": ring,
     "direct": _direct,
     "hierarchical": _hierarchical,
+    "halving": partial(_hierarchical, halving=True),
     "tiers": _tiers,
     "tiers-overlapped": partial(_tiers, overlaps=True),
 }

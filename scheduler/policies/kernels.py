@@ -34,6 +34,8 @@ class Line(NamedTuple):
     fence: np.ndarray
     alpha: float
     beta: float
+    ramp: float
+    segment: float
     inside_alpha: float
     inside_beta: float
     update_per_byte: float
@@ -57,7 +59,7 @@ def load_of(line: Line, cuts: np.ndarray) -> Load:
         if not line.own_forwards:
             for segment in range(segment_at(line, cuts[bucket]), last):
                 layer[bucket] = min(layer[bucket], line.layer[segment])
-        cost[bucket] = line.alpha + line.beta * size
+        cost[bucket] = line.alpha + line.beta * size + line.ramp * min(size, line.segment)
         inside[bucket] = line.inside_alpha + line.inside_beta * size
         update[bucket] = line.update_per_byte * size
     return Load(ready, layer, cost, update, inside)

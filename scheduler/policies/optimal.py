@@ -26,6 +26,7 @@ import numpy as np
 
 from scheduler.bounds import relaxed_cuts, startup_bound
 from scheduler.ir.buckets import ALIGNMENT, Bucket, Piece
+from scheduler.ir.link import TwoTierLink
 from scheduler.ir.program import Program
 from scheduler.policies.problem import Problem
 from scheduler.policies.published import bytescheduler, dear, mgwfbp, pipedap, sequential, wfbp
@@ -210,6 +211,8 @@ class BucketSearch:
             self.fence,
             link.alpha,
             link.beta,
+            link.ramp if isinstance(link, TwoTierLink) else 0.0,
+            link.segment if isinstance(link, TwoTierLink) else 0.0,
             0.0 if inside is None else inside.alpha,
             0.0 if inside is None else inside.beta,
             problem.profile.update_per_byte / (problem.ranks if problem.gather == "parameters" else 1),

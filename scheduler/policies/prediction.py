@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler import policies
 from scheduler.bounds import lower_bound
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 from scheduler.policies.problem import Problem
@@ -44,6 +44,9 @@ def predict(program: Program, profile: Profile, link: Link, dense: Profile | Non
 def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0) -> Result:
     """Simulate torch's DDP: buckets of 25 MiB, all-reduced under the backward; the optimizer waits for all.
 
+    With several ranks a host, all-reduces are one ring through all ranks, which sends more between hosts than
+    two tiers do.
+
     Messages of `wfbp` pass the link in backward order, so the first layer's gradients arrive last. The
     compute before that layer moves after their arrival: it belongs to the optimizer and to the next batch.
     """
@@ -52,7 +55,8 @@ def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0
     layers = [replace(layer, forward=0.0) for layer in profile.layers[:first]] + list(profile.layers[first:])
     layers[first] = replace(layers[first], forward=layers[first].forward + before)
     waiting = replace(profile, layers=tuple(layers))
-    return simulate(wfbp(Problem(waiting, link, ranks=ranks)), waiting, link, slowdown=slowdown)
+    ring = link.as_ring() if isinstance(link, TwoTierLink) else link
+    return simulate(wfbp(Problem(waiting, ring, ranks=ranks)), waiting, ring, slowdown=slowdown)
 
 
 # -- plans and predictions in a child process ----------------------------------------------------------------

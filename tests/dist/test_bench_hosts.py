@@ -64,6 +64,8 @@ def test_two_ranks_a_host_send_no_more_than_one() -> None:
     assert (report["place"]["ranks"], report["place"]["hosts"], report["place"]["per_host"]) == (4, 2, 2)
     for name in ("floor", "wire", "dear"):
         assert 0.9 * GRADIENTS < rows[name]["sent"] < 1.15 * GRADIENTS, name
+    # Half of the gradients cross each card twice, however many ranks a host has.
+    assert rows["dear"]["predicted"] > 0.8 * GRADIENTS / RATE
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "bench_link.py": {"--megabytes": "1", "--repeats": "1"},
     "bench_overlap.py": {"--megabytes": "1", "--repeats": "1"},
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
+    "scheduler.many_hosts": {"--links": "10gbe", "--per-host": "2", "--hosts": "4"},
     "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.tiles": {"--programs": lambda _: "8", "--seed": "1"},

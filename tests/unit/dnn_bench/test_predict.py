@@ -2,7 +2,7 @@
 
 import pytest
 
-from dnn_bench.runner.results import Row, bounds_of, doubts, fit_link, merge_profiles
+from dnn_bench.runner.results import Row, bounds_of, doubts, fit_link, merge_profiles, predictions, scaling
 from scheduler.bounds import lower_bound
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -77,3 +77,22 @@ def test_a_link_that_fits_no_line_is_said() -> None:
     (line,) = doubts(Link(0.0, BETA, "measured", 0.23), {"commsched": 1.0}, [row("auto", 1.1)])
     assert "scatter by 23%" in line and "more repetitions" in line
     assert doubts(Link(0.0, BETA, "measured", 0.08), {"commsched": 1.0}, [row("auto", 1.1)]) == []
+
+
+def test_ranks_predict_themselves_and_the_link_between_hosts_predicts_nobody() -> None:
+    """With two ranks a host, named policies were predicted from the link between hosts alone."""
+    rows = [row("dear", 1.0), row("wfbp", 1.0)]
+    rows[0].predicted = 7.0
+    measured = {"local": [[profile(1.0, 2.0)] * 4], "floor": [], "wire": [[timed()] * 4]}
+    found = predictions(measured, rows, 4, per_host=2)
+    assert [each.predicted for each in rows] == [7.0, None]
+    assert found["bound"] > 0 and found["scaling"] == {}
+
+
+def test_more_ranks_use_the_exchange_that_the_engine_takes() -> None:
+    """4 MB without compute in one bucket; direct starts once, a ring, beyond 8 ranks, ranks - 1 times."""
+    layers = (Layer("a", 0.0, 0.0, 2_000_000), Layer("b", 0.0, 0.0, 2_000_000))
+    curve = dict(scaling("sequential", Profile("m", layers), Link(ALPHA, BETA), 2))
+    for ranks, starts in ((2, 1), (8, 1), (16, 15), (32, 31)):
+        once = starts * ALPHA + 2 * BETA * (ranks - 1) / ranks * 4_000_000
+        assert curve[ranks] == pytest.approx(2 * once), ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,12 @@ def test_two_tiers_by_hand() -> None:
     assert isinstance(serial, TwoTierLink) and isinstance(overlapped, TwoTierLink)
     assert (serial.inside, serial.between) == (Link(0.1, 0.75), Link(3.0, 5.0))
     # One bucket after the other: its first segments are inside the host alone, then the slower link counts.
-    assert serial.times(Kind.RS, 16) == Occupancy(0.0, 3.1 + 0.75 * 8 * SEGMENT + 80, 0.0)
+    segment, size = 8 * SEGMENT, 10 * 8 * SEGMENT
+    assert serial.times(Kind.RS, size) == Occupancy(0.0, 3.1 + 0.75 * segment + 5 * size, 0.0)
+    assert serial.cost(Kind.AR, size) == 2 * serial.cost(Kind.AG, size) == 2 * serial.cost(Kind.RS, size)
+    # Less than a segment is first inside, then between hosts.
+    assert serial.times(Kind.RS, 16) == Occupancy(0.0, 3.1 + 12 + 80, 0.0)
+    assert serial.slower(2).cost(Kind.RS, 16) == 2 * serial.cost(Kind.RS, 16)
     inside, between = 0.1 + 12, 3.0 + 80
     assert overlapped.times(Kind.RS, 16) == pytest.approx((inside, between, 0.0))
     assert overlapped.times(Kind.AG, 16) == pytest.approx((0.0, between, inside))
@@ -112,6 +118,46 @@ def test_a_wider_link_between_hosts_leaves_the_host_as_it_is() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_rank_needs_no_link(algorithm: str) -> None:
     assert network_link([Level(1, 1.0, 1.0)], algorithm).cost(Kind.AR, 100) == 0.0
+
+
+def test_a_ring_through_the_ranks_of_two_tiers() -> None:
+    """2 hosts of 4 ranks: 7 rounds, and 7/8 of the bytes cross each card; two tiers send 1/2 of them."""
+    levels = (Level(4, 0.1, 1.0), Level(2, 3.0, 10.0))
+    tiers = network_link(levels, "tiers")
+    assert tiers.as_ring() == Link(7 * 3.0, 8.75)
+    assert tiers.widened(2).as_ring() == Link(7 * 3.0, 4.375)
+    assert network_link([Level(4, 3.0, 1.0), Level(2, 0.1, 0.5)], "tiers").as_ring() == Link(7 * 3.0, 0.875)
+    uncounted = replace(tiers, members=())
+    assert uncounted.as_ring() is uncounted
+    with pytest.raises(ValueError, match=r"ranks a host and hosts, 2 or more, got \(4, 1\)"):
+        replace(tiers, members=(4, 1))
+
+
+def test_halving_by_hand() -> None:
+    """4 ranks in 2 rounds, 6 in 3; 2 hosts of 4 ranks as a hierarchy of rings, with fewer messages inside."""
+    assert network_link([Level(4, 1.0, 8.0)], "halving").cost(Kind.RS, 10) == 2 * 1.0 + 8.0 * 7.5
+    assert network_link([Level(6, 1.0, 6.0, overhead=0.5)], "halving").cost(Kind.RS, 10) == 3 * 1.5 + 50
+    levels = (Level(4, 0.1, 1.0), Level(2, 3.0, 10.0))
+    assert network_link(levels, "halving").cost(Kind.RS, 16) == pytest.approx(2 * 0.1 + 12 + 3.0 + 80)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 6])
+def test_halving_takes_what_an_exchange_takes(rounds: int) -> None:
+    """The reduce-scatter played with numbers: each rank sends half of what it still sums to a peer."""
+    ranks = 1 << rounds
+    parts, sent, messages = [np.random.default_rng(rank).integers(0, 9, ranks) for rank in range(ranks)], 0, 0
+    total, low, high = sum(parts), [0] * ranks, [ranks] * ranks
+    while high[0] - low[0] > 1:
+        half, before = (high[0] - low[0]) // 2, [part.copy() for part in parts]
+        messages, sent = messages + 1, sent + half
+        for rank in range(ranks):
+            upper = rank & half
+            low[rank], high[rank] = (low[rank] + half, high[rank]) if upper else (low[rank], low[rank] + half)
+            keeps = slice(low[rank], high[rank])
+            parts[rank][keeps] = before[rank][keeps] + before[rank ^ half][keeps]
+    assert all(low[rank] == rank and parts[rank][rank] == total[rank] for rank in range(ranks))
+    link = network_link([Level(ranks, 1.0, 1.0)], "halving")
+    assert (messages, sent) == (link.alpha, link.beta * ranks)
 
 
 @given(st.integers(2, 64), st.integers(2, 64))
@@ -193,6 +239,9 @@ def test_files_round_trip(tmp_path: Path) -> None:
     tiers = TwoTierLink(2e-4, 8e-10, "measured", 0.03, Link(1e-5, 1e-10), Link(2e-4, 8e-10, error=0.01))
     tiers.save(tmp_path / "tiers.json")
     assert Link.load(tmp_path / "tiers.json") == TwoTierLink.load(tmp_path / "tiers.json") == tiers
+    modelled = network_link([Level(4, 0.1, 1.0), Level(2, 3.0, 10.0)], "tiers")
+    modelled.save(tmp_path / "modelled.json")
+    assert Link.load(tmp_path / "modelled.json") == modelled
 
 
 @pytest.mark.parametrize(

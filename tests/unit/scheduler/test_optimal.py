@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from scheduler import policies
 from scheduler.bounds import lower_bound, startup_bound
 from scheduler.ir.actions import Kind
+from scheduler.ir.buckets import one_per_layer
 from scheduler.ir.link import Level, Link, network_link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
+from scheduler.policies.kernels import load_of
+from scheduler.policies.optimal import BucketSearch
 from scheduler.policies.problem import MIB, Problem
 from scheduler.profiles import names, shipped
 from scheduler.simulate.simulator import simulate
@@ -77,6 +80,18 @@ def test_near_the_bound_with_several_ranks_a_host(name: str, shape: tuple[int, i
     bound = lower_bound(profile, link)
     assert bound == lower_bound(profile, Link(0.0, 8e-10 * (hosts - 1) / hosts))
     assert bound <= simulate(program, profile, link).period <= 1.05 * bound
+
+
+def test_the_search_counts_segments_as_the_simulator_does() -> None:
+    """Buckets above and below the 1 MiB of which each of 8 ranks moves a segment."""
+    profile = make_profile([3 << 20, 1 << 18, 5 << 20, 1 << 19], [1.0] * 4, [1.0] * 4)
+    link = network_link([Level(4, 2e-5, 1e-10), Level(2, 1e-4, 8e-10)], "tiers")
+    problem = Problem(profile, link, ranks=8)
+    search, buckets = BucketSearch(problem, 8), one_per_layer(profile.sizes, problem.groups)
+    load = load_of(search._line(), search._cuts_of(buckets))
+    expected = sorted(link.cost(Kind.RS, bucket.bytes) for bucket in buckets)
+    assert sorted(load.cost) == pytest.approx(expected, rel=1e-12)
+    assert expected[0] == pytest.approx(1.2e-4 + (1 << 18) * (0.75e-10 + 4e-10))
 
 
 def test_two_tiers_are_scheduled_apart() -> None:

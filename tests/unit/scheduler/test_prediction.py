@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler import policies
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from scheduler.ir.profile import Layer, Profile
 from scheduler.policies.prediction import predict, simulate_ddp
 from scheduler.simulate.simulator import simulate
@@ -25,6 +27,23 @@ def test_the_optimizer_waits_for_all_buckets() -> None:
     assert found.period == pytest.approx(11.0) and found.exposed == pytest.approx(4.0)
     without_barrier = simulate(policies.plan(PROFILE, LINK, "wfbp"), PROFILE, LINK)
     assert without_barrier.period == pytest.approx(10.0)
+
+
+def test_two_tiers_and_a_ring_for_ddp() -> None:
+    """2 hosts of 2 ranks. In two tiers, half of a bucket crosses a card: 1.5 s for 4 MiB. In DDP's ring, 3/4
+    of it do: an RS takes 2.25 s, an AR 4.5 s.
+
+    Ours: B(last) 0-2, RS 2-3.5, B(first) 2-4, RS 4-5.5, AG(first) 5.5-7, AG(last) 7-8.5, F(last) 8.5-9.5.
+    DDP: B(last) 0-2, AR 2-6.5, AR 6.5-11, then one second each of optimizer, first and last forward.
+    """
+    inside = Link(0.0, 0.25 / (4 * MIB))
+    tiers = TwoTierLink(0.0, LINK.beta, inside=inside, between=LINK, members=(2, 2))
+    program = policies.plan(PROFILE, tiers, "dear", ranks=4, bucket_bytes=4 * MIB)
+    found = predict(program, PROFILE, tiers)
+    assert found.period == pytest.approx(9.5)
+    assert found.ddp_period == pytest.approx(14.0) and found.ddp_exposed == pytest.approx(7.0)
+    uncounted = predict(program, PROFILE, replace(tiers, members=()))
+    assert uncounted.ddp_period == pytest.approx(11.0), "as for ranks that have a host each"
 
 
 def test_small_layers_share_a_bucket() -> None:
