@@ -247,6 +247,7 @@ def make_stages(
     tied: Collection[Mapping[int, str]],
     own_parameters: bool,
     tile_options: Any,
+    wide: bool,
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
@@ -265,6 +266,7 @@ def make_stages(
             depth(program) > 0,
             _on_tiles(layout, number, module, fabric, tile_options),
             own_parameters,
+            wide,
         )
     return stages
 
@@ -391,6 +393,7 @@ class UpdateMaker:
             self.fabric.timeout,
             [part for same in parts for part in same],
             [leaf.data for leaf in stage.versions.newest.leaves],
+            stage.grad_types,
             plan,
         )
         return {"scattered": scattered, "buckets": buckets}

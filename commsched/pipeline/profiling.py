@@ -248,6 +248,7 @@ class _Load:
             fabric.timeout,
             [[(0, 0, elements)]],
             [self.leaf.data],
+            [self.leaf.dtype],
             [("RS", 0), ("AG", 0)],
         )
 
@@ -262,7 +263,7 @@ class _Load:
     def beside(self, period: int, rounds: int) -> float:
         """Seconds of twice so many rounds, the first beside RS and the second beside AG."""
         start = time.perf_counter()
-        self.scattered.ready(period, 0, [self.grad], [self.leaf])
+        self.scattered.ready(period, 0, [self.grad], lambda _: self.grad)
         self.scattered.complete([self.grad])
         _computed(rounds)
         self.scattered.wait_reduced()

@@ -52,19 +52,21 @@ def bucket_parts(
 @dataclass(frozen=True)
 class Shard:
     """This rank's elements ``[start, stop)`` of the parameter at ``place``. ``slot``: the sums of their
-    gradients; after the step, the elements for the all-gather.
+    gradients; ``updated``: after the step, the elements for the all-gather.
     """
 
     place: int
     start: int
     stop: int
     slot: Tensor
+    updated: Tensor
 
 
 class Scattered:
     """One stage's engine: RS of its gradient buckets and AG of what is in the same memory then (stepped
-    parameters, or the sums), in the program's order. ``parts``: of each bucket, which has one type. ``plan``:
-    all RS, then all AG. Between them the replicas count which parameters they have gradients of.
+    parameters, or the sums), in the program's order. Parameters of another type than their gradients are
+    gathered in memory of their own. ``parts``: of each bucket, which has one type. ``plan``: all RS, then all
+    AG. Between them the replicas count which parameters they have gradients of.
     """
 
     def __init__(
@@ -75,17 +77,21 @@ class Scattered:
         timeout: float,
         parts: Sequence[Sequence[tuple[int, int, int]]],
         leaves: Sequence[Tensor],
+        grad_types: Sequence[torch.dtype],
         plan: Sequence[tuple[str, int]],
     ) -> None:
         self.parts, self.place, self.size, self._flags_bucket = parts, place, size, len(parts)
         self.places = {p for part in parts for p, _, _ in part}
         counts = [sum(stop - start for _, start, stop in part) for part in parts]
         padded = [-(-count // size) * size for count in counts]
-        kinds = [leaves[part[0][0]].dtype for part in parts]
-        self.buffers = [torch.zeros(count, dtype=kind) for count, kind in zip(padded, kinds)]
+        firsts = [part[0][0] for part in parts]
+        self.buffers = [torch.zeros(n, dtype=grad_types[p]) for n, p in zip(padded, firsts)]
+        self.gathered = [
+            b if b.dtype == leaves[p].dtype else b.to(leaves[p].dtype) for b, p in zip(self.buffers, firsts)
+        ]
         self.engine = comm_core.Engine(transport, place, size, timeout)
-        for number, buffer in enumerate(self.buffers):
-            self.engine.add_bucket(buffer, needs_update=True, name=f"bucket {number}")
+        for number, (buffer, gathered) in enumerate(zip(self.buffers, self.gathered)):
+            self.engine.add_bucket(buffer, gathered, needs_update=True, name=f"bucket {number}")
         # A row for each rank, so that one RS brings every rank all sums.
         flags = torch.zeros(size * len(leaves), dtype=torch.int32)
         self._flags = flags.numpy().reshape(size, len(leaves))
@@ -99,7 +105,7 @@ class Scattered:
 
     def _shards(self) -> Iterator[Shard]:
         """This rank's part of each parameter, as views of the buckets."""
-        for buffer, part in zip(self.buffers, self.parts, strict=True):
+        for buffer, gathered, part in zip(self.buffers, self.gathered, self.parts, strict=True):
             low = self.place * len(buffer) // self.size
             high = (self.place + 1) * len(buffer) // self.size
             at = 0
@@ -107,7 +113,8 @@ class Scattered:
                 first, last = max(low, at), min(high, at + stop - start)
                 if first < last:
                     skipped = start - at
-                    yield Shard(place, first + skipped, last + skipped, buffer[first:last])
+                    slots = buffer[first:last], gathered[first:last]
+                    yield Shard(place, first + skipped, last + skipped, *slots)
                 at += stop - start
 
     # One period
@@ -120,7 +127,7 @@ class Scattered:
                 self.engine.begin_step()
 
     def ready(
-        self, period: int, bucket: int, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
+        self, period: int, bucket: int, grads: Sequence[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> None:
         """The gradient of a bucket is complete; the second time, nothing is to do."""
         self.begin(period)
@@ -129,7 +136,7 @@ class Scattered:
         self._marked.add(bucket)
         found: dict[int, Tensor] = {}
         for place, _, _ in self.parts[bucket]:
-            found[place] = _dense(grads[place], leaves[place])
+            found[place] = _dense(grads[place], zeros, place)
         parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
         _pack(parts, self.buffers[bucket])
         with engine_errors_as_comm_errors:
@@ -144,7 +151,13 @@ class Scattered:
                 self.engine.mark_ready(self._flags_bucket)
 
     @contextmanager
-    def leaving(self, period: int, leaves: Sequence[Tensor]) -> Iterator[None]:
+    def leaving(
+        self,
+        period: int,
+        leaves: Sequence[Tensor],
+        gradients: Callable[[], Sequence[Tensor | None]],
+        zeros: Callable[[int], Tensor],
+    ) -> Iterator[None]:
         """Around the backward that completes these parameters' gradients: buckets leave as they fill."""
         missing = [{place for place, _, _ in part} for part in self.parts]
 
@@ -154,7 +167,7 @@ class Scattered:
                     if place in places:
                         places.remove(place)
                         if not places:
-                            self.ready(period, bucket, [leaf.grad for leaf in leaves], leaves)
+                            self.ready(period, bucket, gradients(), zeros)
 
             return hook
 
@@ -200,7 +213,7 @@ class Scattered:
         for place, start, stop in self.parts[bucket]:
             if tensors[place] is not None:
                 target = tensors[place].view(-1)[start:stop]
-                target.copy_(from_host(self.buffers[bucket][at : at + stop - start], target.device))
+                target.copy_(from_host(self.gathered[bucket][at : at + stop - start], target.device))
             at += stop - start
 
     def close(self) -> None:
@@ -224,19 +237,20 @@ class Replicas:
         self.dense = [place for place in places if place not in sparse]
         self.sparse = [place for place in places if place in sparse]
 
-    def sums(self, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def sums(self, grads: Sequence[Tensor | None], stage: Stage) -> list[Tensor | None]:
         """The gradients summed over the replicas; None where no replica has one, as in one process."""
         result = list(grads)
         if self.dense:
             used = torch.tensor([int(grads[place] is not None) for place in self.dense], dtype=torch.int32)
-            sums = [_dense(grads[place], leaves[place]) for place in self.dense]
+            sums = [_dense(grads[place], stage.zeros, place) for place in self.dense]
             by_masters(self.lane, self.rank, self.hosts, [*sums, used])
             for place, total, count in zip(self.dense, sums, used.tolist(), strict=True):
                 result[place] = total if count else None
         if self.sparse:
             everyone = self._everyones([grads[place] for place in self.sparse])
             for number, place in enumerate(self.sparse):
-                result[place] = _sum_of_any([mine[number] for mine in everyone], leaves[place])
+                leaf = stage.versions.newest.leaves[place]
+                result[place] = _sum_of_any([mine[number] for mine in everyone], leaf)
         return result
 
     def _everyones(self, grads: Sequence[Tensor | None]) -> list[list[Any]]:
@@ -256,9 +270,9 @@ class Replicas:
         return found
 
 
-def _dense(grad: Tensor | None, leaf: Tensor) -> Tensor:
+def _dense(grad: Tensor | None, zeros: Callable[[int], Tensor], place: int) -> Tensor:
     if grad is None:
-        return torch.zeros_like(leaf)
+        return zeros(place)
     if grad.is_sparse:
         raise ValueError(
             f"a parameter of shape {tuple(grad.shape)} got a sparse gradient, and no nn.Embedding or"
@@ -385,7 +399,7 @@ def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank:
         mine = [stages[n].grads[period][p] for n, p in tie.mine]
         # Sparse gradients of an embedding join the dense ones of an output layer.
         grads = [grad.to_dense() for grad in mine if grad is not None]
-        total = grads[0] if grads else torch.zeros_like(stages[number].versions.newest.leaves[place])
+        total = grads[0] if grads else stages[number].zeros(place)
         for grad in grads[1:]:
             total += grad
         used = torch.tensor([len(grads)], dtype=torch.int32)

@@ -10,7 +10,9 @@ shards in the groups of their parameters, each as a leaf over its elements of th
     the same bucket       <- copy   | . . slot . . |   AG -> | whole bucket |  copy -> the version's memory
 
 So weights that a script changes between two steps count, if it changes them alike on all replicas. With
-``master_weights`` the leaf of a half-precision parameter is a float32 copy of it.
+``master_weights`` the leaf of a half-precision parameter is a float32 copy of it, and its gradients are
+summed in float32, over micro-batches, stages and replicas: half-precision sums would differ with the mesh.
+The weights are gathered in half precision.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -79,15 +82,17 @@ class Update:
         if self.scattered is None or not self._early:
             return nullcontext()
         self.finish()
-        return self.scattered.leaving(period, version.leaves)
+        stage = self.stage
+        gradients = partial(stage.gradients, version, stage.grads[period])
+        return self.scattered.leaving(period, version.leaves, gradients, stage.zeros)
 
     def reduce(self, period: int, bucket: int) -> None:
         if self.scattered is not None:
             self.finish()
-            leaves, grads = self.stage.versions.newest.leaves, self.stage.grads[period]
+            grads = self.stage.grads[period]
             self.scattered.begin(period)
             for place in self.buckets[bucket]:
-                self.scattered.ready(period, place, grads, leaves)
+                self.scattered.ready(period, place, grads, self.stage.zeros)
             self.scattered.complete(grads)
 
     def wait_reduced(self) -> None:
@@ -102,7 +107,7 @@ class Update:
             for place in self.scattered.places:
                 grads[place] = None
         if self.replicas is not None:
-            grads = self.replicas.sums(grads, self.stage.versions.newest.leaves)
+            grads = self.replicas.sums(grads, self.stage)
         self.grads = grads
 
     def _slots(self) -> list[Tensor]:
@@ -179,7 +184,7 @@ class Part:
     def begin(self, grad: Tensor) -> None:
         if self.master:
             take_written(self.leaf.detach(), self.weight)
-        self.leaf.grad = from_host(grad, self.weight.device).to(self.leaf.dtype)
+        self.leaf.grad = from_host(grad, self.weight.device)
 
     def end(self) -> None:
         if self.master and self.leaf.grad is not None:
@@ -251,7 +256,9 @@ class Stepped(Update):
         for parameter, leaf, grad in zip(self.parameters, version.leaves, self.grads, strict=True):
             if self.scattered is not None:
                 leaf.data = leaf.data.contiguous()  # a script may have given it other memory
-            parameter.data, parameter.grad = leaf.data, grad
+            parameter.data = leaf.data
+            if grad is None or grad.dtype == leaf.dtype:  # others are for masters
+                parameter.grad = grad
         for part in self.parts:
             part.bind(self.parameters[part.place])
         if self.optimizer is not None and not skip:
@@ -268,7 +275,7 @@ class Stepped(Update):
         if self.scattered is not None:
             for part in self.parts:
                 if part.shard is not None:
-                    part.shard.slot.copy_(part.weight)
+                    part.shard.updated.copy_(part.weight)
             version.pending = set(range(len(self.scattered.parts)))
 
     def _step_parts(self, optimizer: Optimizer) -> None:
@@ -277,7 +284,7 @@ class Stepped(Update):
         for part in self.parts:
             parameter = self.parameters[part.place]
             if part.shard is None:
-                grad = parameter.grad
+                grad = self.grads[part.place]
             else:
                 grad = part.shard.slot if used[part.place] else None
             if grad is not None:
@@ -425,19 +432,20 @@ class Clipping:
         return self.skip_nonfinite and not finite
 
     def norm(self, grads: Iterable[Tensor], norm_type: float) -> Tensor:
-        """The norm of all ranks' gradients, in double precision."""
+        """The norm of all ranks' gradients, in double precision: rounded sums would differ with the mesh."""
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        if len({value.device for value in values}) > 1:
-            values = [to_host(value) for value in values]
-        return total_norm(
-            [value for value in values if value.numel()], norm_type, self._everyones, torch.device("cpu")
-        )
+        norms = [torch.linalg.vector_norm(v, norm_type, dtype=_double(v)) for v in values if v.numel()]
+        return total_norm([to_host(norm) for norm in norms], norm_type, self._everyones, torch.device("cpu"))
 
     def _everyones(self, mine: Tensor) -> Tensor:
         row = torch.zeros(self.size, dtype=torch.float64)
         row[self.rank] = mine
         summed_over(self.lane, self.rank, range(self.size), [row])
         return row
+
+
+def _double(value: Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
 
 
 def scale(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
