@@ -18,7 +18,7 @@ from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.messages import Fabric, Lane, receive_object, receive_tree, send_object, send_tree
-from commsched.pipeline.reduction import Replicas, Scattered, Tie, bucket_parts
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, Tie, bucket_parts
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
@@ -354,7 +354,7 @@ class UpdateMaker:
         if self.factory is None:
             return Gradients(stage, **shared)
         within = len(numbers) > 1 and self.layout.placement != "eager" and len(stage.modules) == 1
-        wait_within = within and "scattered" in shared
+        wait_within = within and "buckets" in shared
         return Stepped(stage, optimizer, parameters, self.on_step, self.master_weights, wait_within, **shared)
 
     def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
@@ -384,19 +384,18 @@ class UpdateMaker:
     ) -> dict[str, Any]:
         """The engine. ``parts``: of each of the program's buckets, one for each type of parameter."""
         ends = list(accumulate(map(len, parts), initial=0))
-        buckets = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
-        plan = [(kind, each) for kind, number in self._plan(stage.number) for each in buckets[number]]
-        scattered = Scattered(
+        numbered = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
+        plan = [(kind, each) for kind, number in self._plan(stage.number) for each in numbered[number]]
+        moved = ReplicaBuckets(
             self.fabric.transport(f"stage {stage.number}", ranks),
             list(ranks).index(self.fabric.rank),
             len(ranks),
             self.fabric.timeout,
+            stage,
             [part for same in parts for part in same],
-            [leaf.data for leaf in stage.versions.newest.leaves],
-            stage.grad_types,
             plan,
         )
-        return {"scattered": scattered, "buckets": buckets}
+        return {"buckets": moved, "numbers": numbered}
 
     def _places(self, stage: Stage, apart: frozenset[int]) -> dict[int, list[int]]:
         """By layer the parameters that it is the first one to use."""

@@ -91,7 +91,7 @@ class WithMasters:
     each replica's micro-batches, then the replicas, then the uses of a tied weight. The norm is float64.
 
     A script that rounds elsewhere gets other bits of some bfloat16 weights, and from then on its losses differ
-    by up to 1e-4: the forward rounds to three digits and is as far from exact itself.
+    by about 1e-4: the forward rounds to three digits and is as far from exact itself.
     """
 
     def __init__(self, model: nn.Module, replicas: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commsched import register_elementwise
-from commsched.pipeline import Pipeline
+from commsched.pipeline import Pipeline, reduction
 from tests.support.pipeline_runs import (
     WIDTH,
     adam,
@@ -158,6 +158,14 @@ def test_optimizers_that_take_matrices_only_are_never_probed(mesh: tuple[int, in
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
     data, factory = batches(3), of_pairs(Matrices)
     assert_close(piped(model, data, mesh, factory), plain(model, data, factory))
+
+
+def test_sums_are_brought_to_where_a_stage_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose memory no message reaches: here to other memory of the host."""
+    monkeypatch.setattr(reduction, "_HOST", torch.device("cpu", 0))
+    model, data, factory = Normed(), batches(3), of_pairs(momentum)
+    found = piped(model, data, (1, 2), factory, max_norm=0.05)
+    assert_close(found, plain(model, data, factory, clip=clipping(0.05)))
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW])
