@@ -18,11 +18,12 @@ from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.messages import Fabric, Lane, receive_object, receive_tree, send_object, send_tree
-from commsched.pipeline.reduction import ReplicaBuckets, Replicas, Tie, bucket_parts
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, Tie, of_parameters
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import COLLECTIVE, Kind
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import LINK_LANE, Program, buckets_of, delays, depth
@@ -342,7 +343,7 @@ class UpdateMaker:
                 outside = sparse | {place for place, leaf in enumerate(leaves) if leaf.is_complex()}
                 places = self._places(stage, frozenset(tied))
                 parts = [
-                    bucket_parts(self.program.buckets[number], places, leaves, outside) for number in numbers
+                    of_parameters(self.program.buckets[number], places, leaves, outside) for number in numbers
                 ]
                 if any(parts):
                     alone = [place for place in untied if place in outside]
@@ -380,7 +381,7 @@ class UpdateMaker:
         stage: Stage,
         ranks: Sequence[int],
         numbers: Sequence[int],
-        parts: Sequence[Sequence[list[tuple[int, int, int]]]],
+        parts: Sequence[Sequence[Bucket]],
     ) -> dict[str, Any]:
         """The engine. ``parts``: of each of the program's buckets, one for each type of parameter."""
         ends = list(accumulate(map(len, parts), initial=0))

@@ -20,6 +20,7 @@ from commsched.pipeline.reduction import ReplicaBuckets
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, made_by
+from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
 
@@ -247,7 +248,7 @@ class _Load:
             fabric.size,
             fabric.timeout,
             self.stage,
-            [[(0, 0, elements)]],
+            [Bucket((Piece(0, 0, 4 * elements),))],
             [("RS", 0), ("AG", 0)],
         )
 

@@ -31,17 +31,15 @@ from scheduler.ir.program import Program, delays
 _HOST = torch.device("cpu")  # where messages travel from, also of stages on GPUs
 
 
-def bucket_parts(
-    bucket: Bucket,
-    layers: Mapping[int, Sequence[int]],
-    leaves: Sequence[Tensor],
-    alone: frozenset[int] = frozenset(),
-) -> list[list[tuple[int, int, int]]]:
-    """(place in ``leaves``, start, stop) of everything in a bucket, which is a list of byte ranges of layers;
-    a list for each type of parameter. ``layers``: the places of the parameters of each, which lie one after
-    the other. Those in ``alone`` are left out.
+def of_parameters(
+    bucket: Bucket, layers: Mapping[int, Sequence[int]], leaves: Sequence[Tensor], alone: frozenset[int]
+) -> list[Bucket]:
+    """A bucket of bytes of layers as buckets of bytes of parameters, one for each type; groups count types.
+    ``layers``: the places in ``leaves`` of each layer's parameters, which lie one after the other. Those in
+    ``alone`` are left out.
     """
-    found: defaultdict[torch.dtype, list[tuple[int, int, int]]] = defaultdict(list)
+    types = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    found: defaultdict[int, list[Piece]] = defaultdict(list)
     for piece in bucket.pieces:
         begin = 0
         for place in layers[piece.layer]:
@@ -50,9 +48,9 @@ def bucket_parts(
             # An element belongs to the range in which its first byte lies.
             low, high = (-(-(min(max(at, begin), end) - begin) // item) for at in (piece.start, piece.stop))
             if low < high and place not in alone:
-                found[leaf.dtype].append((place, low, high))
+                found[types.index(leaf.dtype)].append(Piece(place, low * item, high * item))
             begin = end
-    return list(found.values())
+    return [Bucket(tuple(pieces), group) for group, pieces in found.items()]
 
 
 class ReplicaBuckets:
@@ -60,9 +58,8 @@ class ReplicaBuckets:
     (``sums``) and AG of what is in ``gathered`` then, stepped parameters or the sums, in the program's order.
     Both are the same memory, except where gradients have another type than their parameters.
 
-    ``parts``: what the program puts into each bucket, all of one type; cuts inside parameters move to where
-    ranks have equal shards. ``plan``: all RS, then all AG. Between them the replicas count which parameters
-    they have gradients of.
+    ``buckets``: of parameters; cuts inside them move to where ranks have equal shards. ``plan``: all RS, then
+    all AG. Between them the replicas count which parameters they have gradients of.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class ReplicaBuckets:
         size: int,
         timeout: float,
         stage: Stage,
-        parts: Sequence[Sequence[tuple[int, int, int]]],
+        buckets: Sequence[Bucket],
         plan: Sequence[tuple[str, int]],
     ) -> None:
         self.stage, leaves = stage, stage.versions.newest.leaves
@@ -80,13 +77,6 @@ class ReplicaBuckets:
         sizes = [leaf.element_size() for leaf in leaves]
         kinds = dict(zip((leaf.dtype for leaf in leaves), stage.grad_types, strict=True))
         types = list(kinds)
-        buckets = [
-            Bucket(
-                tuple(Piece(p, start * sizes[p], stop * sizes[p]) for p, start, stop in part),
-                types.index(leaves[part[0][0]].dtype),
-            )
-            for part in parts
-        ]
         self.layout = build_layout([leaf.numel() for leaf in leaves], sizes, buckets, size)
         self.places = set(self.layout.slots)
         groups = {group: types[group] for group in self.layout.lengths}
@@ -99,14 +89,16 @@ class ReplicaBuckets:
             for place, slot in self.layout.slots.items()
         }
         self._here = self.sums
-        self._flags_bucket = len(parts)
+        self._flags_bucket = len(buckets)
         # A row for each rank, so that one RS brings every rank all sums.
         flags = torch.zeros(size * len(leaves), dtype=torch.int32)
         self._flags = flags.numpy().reshape(size, len(leaves))
-        reductions = [*plan[: len(parts)], ("RS", self._flags_bucket)]
+        reductions = [*plan[: len(buckets)], ("RS", self._flags_bucket)]
         self._order = [bucket for _, bucket in reductions]
         self.backend = EngineBackend(self.ranks, "direct", transport, timeout)
-        self.backend.install(StepWork([*reductions, *plan[len(parts) :]], self.sums, [flags], self.gathered))
+        self.backend.install(
+            StepWork([*reductions, *plan[len(buckets) :]], self.sums, [flags], self.gathered)
+        )
         self.begun = -1
         self._marked: set[int] = set()
         self._written: set[int] = set()  # the parameters whose gradients are in their slots
