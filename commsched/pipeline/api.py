@@ -149,7 +149,8 @@ class Pipeline:
     ) -> None:
         tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
         own = optimizer is None
-        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options)
+        wide = master_weights and not own
+        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options, wide)
         build.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         share_ties(ties, self.stages, lane, self.rank)

@@ -18,11 +18,12 @@ from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.messages import Fabric, Lane, receive_object, receive_tree, send_object, send_tree
-from commsched.pipeline.reduction import Replicas, Scattered, Tie, bucket_parts
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, Tie, of_parameters
 from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import COLLECTIVE, Kind
+from scheduler.ir.buckets import Bucket
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import LINK_LANE, Program, buckets_of, delays, depth
@@ -247,6 +248,7 @@ def make_stages(
     tied: Collection[Mapping[int, str]],
     own_parameters: bool,
     tile_options: Any,
+    wide: bool,
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
@@ -265,6 +267,7 @@ def make_stages(
             depth(program) > 0,
             _on_tiles(layout, number, module, fabric, tile_options),
             own_parameters,
+            wide,
         )
     return stages
 
@@ -340,7 +343,7 @@ class UpdateMaker:
                 outside = sparse | {place for place, leaf in enumerate(leaves) if leaf.is_complex()}
                 places = self._places(stage, frozenset(tied))
                 parts = [
-                    bucket_parts(self.program.buckets[number], places, leaves, outside) for number in numbers
+                    of_parameters(self.program.buckets[number], places, leaves, outside) for number in numbers
                 ]
                 if any(parts):
                     alone = [place for place in untied if place in outside]
@@ -352,7 +355,7 @@ class UpdateMaker:
         if self.factory is None:
             return Gradients(stage, **shared)
         within = len(numbers) > 1 and self.layout.placement != "eager" and len(stage.modules) == 1
-        wait_within = within and "scattered" in shared
+        wait_within = within and "buckets" in shared
         return Stepped(stage, optimizer, parameters, self.on_step, self.master_weights, wait_within, **shared)
 
     def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
@@ -378,22 +381,22 @@ class UpdateMaker:
         stage: Stage,
         ranks: Sequence[int],
         numbers: Sequence[int],
-        parts: Sequence[Sequence[list[tuple[int, int, int]]]],
+        parts: Sequence[Sequence[Bucket]],
     ) -> dict[str, Any]:
         """The engine. ``parts``: of each of the program's buckets, one for each type of parameter."""
         ends = list(accumulate(map(len, parts), initial=0))
-        buckets = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
-        plan = [(kind, each) for kind, number in self._plan(stage.number) for each in buckets[number]]
-        scattered = Scattered(
+        numbered = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
+        plan = [(kind, each) for kind, number in self._plan(stage.number) for each in numbered[number]]
+        moved = ReplicaBuckets(
             self.fabric.transport(f"stage {stage.number}", ranks),
             list(ranks).index(self.fabric.rank),
             len(ranks),
             self.fabric.timeout,
+            stage,
             [part for same in parts for part in same],
-            [leaf.data for leaf in stage.versions.newest.leaves],
             plan,
         )
-        return {"scattered": scattered, "buckets": buckets}
+        return {"buckets": moved, "numbers": numbered}
 
     def _places(self, stage: Stage, apart: frozenset[int]) -> dict[int, list[int]]:
         """By layer the parameters that it is the first one to use."""

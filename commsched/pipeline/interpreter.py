@@ -290,7 +290,7 @@ class Interpreter:
         skip = self.clip is not None and self.clip()
         for number, action in numbers:
             self._update(action, number, skip)
-            for bucket in self.updates[number].buckets:
+            for bucket in self.updates[number].numbers:
                 self.updates[number].gather(bucket)
 
     def _step(self, action: Action, number: int) -> None:

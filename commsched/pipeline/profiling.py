@@ -16,10 +16,11 @@ from comm_core import MessageChannel
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.factory import keep_freed_memory
 from commsched.pipeline.messages import Fabric, Lane, receive_object, send_object
-from commsched.pipeline.reduction import Scattered
+from commsched.pipeline.reduction import ReplicaBuckets
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
-from commsched.pipeline.stage import Loss, Version
+from commsched.pipeline.stage import Loss, Stage
 from commsched.pipeline.update import Factory, made_by
+from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link, fit
 from scheduler.ir.profile import Layer, Profile
 
@@ -228,7 +229,7 @@ def traffic_cost(fabric: Fabric, link: Link) -> float:
             load.meet()
             differences.append(load.beside(period, rounds) - alone)
     finally:
-        load.scattered.close()
+        load.buckets.close()
     sent = 2 * (fabric.size - 1) / fabric.size * 4 * load.elements
     return max(0.0, statistics.median(differences)) / sent
 
@@ -239,15 +240,15 @@ class _Load:
     def __init__(self, fabric: Fabric, elements: int) -> None:
         self.lane: Lane = fabric.lane("traffic")
         self.rank, self.size, self.elements = fabric.rank, fabric.size, elements
-        self.leaf, self.grad = nn.Parameter(torch.zeros(elements)), torch.zeros(elements)
-        everyone = list(range(fabric.size))
-        self.scattered = Scattered(
+        self.stage = Stage(0, nn.ParameterList([torch.zeros(elements)]), None, recompute=False)
+        self.grad, everyone = torch.zeros(elements), list(range(fabric.size))
+        self.buckets = ReplicaBuckets(
             fabric.transport("traffic", everyone),
             fabric.rank,
             fabric.size,
             fabric.timeout,
-            [[(0, 0, elements)]],
-            [self.leaf.data],
+            self.stage,
+            [Bucket((Piece(0, 0, 4 * elements),))],
             [("RS", 0), ("AG", 0)],
         )
 
@@ -262,13 +263,13 @@ class _Load:
     def beside(self, period: int, rounds: int) -> float:
         """Seconds of twice so many rounds, the first beside RS and the second beside AG."""
         start = time.perf_counter()
-        self.scattered.ready(period, 0, [self.grad], [self.leaf])
-        self.scattered.complete([self.grad])
+        self.buckets.ready(period, 0, [self.grad])
+        self.buckets.complete([self.grad])
         _computed(rounds)
-        self.scattered.wait_reduced()
-        self.scattered.updated(0)
+        self.buckets.wait_reduced()
+        self.buckets.updated(0)
         _computed(rounds)
-        self.scattered.take_in(Version(period, [self.leaf]), 0)
+        self.buckets.take_in(self.stage.versions.newest, 0)
         return time.perf_counter() - start
 
 

@@ -1,6 +1,6 @@
 """Gradients of a stage's replicas: summed in rank order, whichever way they travel.
 
-``Scattered``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on an engine.
+``ReplicaBuckets``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on a backend.
 ``Replicas``: sums outside the buckets, of parameters that must be whole where they are stepped.
 """
 
@@ -12,30 +12,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import takewhile
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import comm_core
-from commsched.backends.cpu import engine_errors_as_comm_errors
-from commsched.pipeline.messages import Lane, from_host, receive_tree, send_tree, to_host
+from commsched.backends.cpu import EngineBackend
+from commsched.backends.interface import StepWork
+from commsched.backends.ranks import Ranks
+from commsched.optimizer.buckets import Buffers, build_layout
+from commsched.optimizer.sharded_step import ShardView
+from commsched.pipeline.messages import Lane, receive_tree, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
-from scheduler.ir.buckets import Bucket
+from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.program import Program, delays
 
+_HOST = torch.device("cpu")  # where messages travel from, also of stages on GPUs
 
-def bucket_parts(
-    bucket: Bucket,
-    layers: Mapping[int, Sequence[int]],
-    leaves: Sequence[Tensor],
-    alone: frozenset[int] = frozenset(),
-) -> list[list[tuple[int, int, int]]]:
-    """(place in ``leaves``, start, stop) of everything in a bucket, which is a list of byte ranges of layers;
-    a list for each type of parameter. ``layers``: the places of the parameters of each, which lie one after
-    the other. Those in ``alone`` are left out.
+
+def of_parameters(
+    bucket: Bucket, layers: Mapping[int, Sequence[int]], leaves: Sequence[Tensor], alone: frozenset[int]
+) -> list[Bucket]:
+    """A bucket of bytes of layers as buckets of bytes of parameters, one for each type; groups count types.
+    ``layers``: the places in ``leaves`` of each layer's parameters, which lie one after the other. Those in
+    ``alone`` are left out.
     """
-    found: defaultdict[torch.dtype, list[tuple[int, int, int]]] = defaultdict(list)
+    types = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    found: defaultdict[int, list[Piece]] = defaultdict(list)
     for piece in bucket.pieces:
         begin = 0
         for place in layers[piece.layer]:
@@ -44,27 +48,18 @@ def bucket_parts(
             # An element belongs to the range in which its first byte lies.
             low, high = (-(-(min(max(at, begin), end) - begin) // item) for at in (piece.start, piece.stop))
             if low < high and place not in alone:
-                found[leaf.dtype].append((place, low, high))
+                found[types.index(leaf.dtype)].append(Piece(place, low * item, high * item))
             begin = end
-    return list(found.values())
+    return [Bucket(tuple(pieces), group) for group, pieces in found.items()]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's elements ``[start, stop)`` of the parameter at ``place``. ``slot``: the sums of their
-    gradients; after the step, the elements for the all-gather.
-    """
+class ReplicaBuckets:
+    """One stage's buckets, in memory that the optimizer package lays out, on its backend: RS of gradients
+    (``sums``) and AG of what is in ``gathered`` then, stepped parameters or the sums, in the program's order.
+    Both are the same memory, except where gradients have another type than their parameters.
 
-    place: int
-    start: int
-    stop: int
-    slot: Tensor
-
-
-class Scattered:
-    """One stage's engine: RS of its gradient buckets and AG of what is in the same memory then (stepped
-    parameters, or the sums), in the program's order. ``parts``: of each bucket, which has one type. ``plan``:
-    all RS, then all AG. Between them the replicas count which parameters they have gradients of.
+    ``buckets``: of parameters; cuts inside them move to where ranks have equal shards. ``plan``: all RS, then
+    all AG. Between them the replicas count which parameters they have gradients of.
     """
 
     def __init__(
@@ -73,80 +68,81 @@ class Scattered:
         place: int,
         size: int,
         timeout: float,
-        parts: Sequence[Sequence[tuple[int, int, int]]],
-        leaves: Sequence[Tensor],
+        stage: Stage,
+        buckets: Sequence[Bucket],
         plan: Sequence[tuple[str, int]],
     ) -> None:
-        self.parts, self.place, self.size, self._flags_bucket = parts, place, size, len(parts)
-        self.places = {p for part in parts for p, _, _ in part}
-        counts = [sum(stop - start for _, start, stop in part) for part in parts]
-        padded = [-(-count // size) * size for count in counts]
-        kinds = [leaves[part[0][0]].dtype for part in parts]
-        self.buffers = [torch.zeros(count, dtype=kind) for count, kind in zip(padded, kinds)]
-        self.engine = comm_core.Engine(transport, place, size, timeout)
-        for number, buffer in enumerate(self.buffers):
-            self.engine.add_bucket(buffer, needs_update=True, name=f"bucket {number}")
+        self.stage, leaves = stage, stage.versions.newest.leaves
+        self.ranks = cast(Ranks, SimpleNamespace(rank=place, size=size))  # backends and shards ask no more
+        sizes = [leaf.element_size() for leaf in leaves]
+        kinds = dict(zip((leaf.dtype for leaf in leaves), stage.grad_types, strict=True))
+        types = list(kinds)
+        self.layout = build_layout([leaf.numel() for leaf in leaves], sizes, buckets, size)
+        self.places = set(self.layout.slots)
+        groups = {group: types[group] for group in self.layout.lengths}
+        self.sums = Buffers(self.layout, {group: (kinds[kind], _HOST) for group, kind in groups.items()})
+        apart = {group: (kind, _HOST) for group, kind in groups.items() if kinds[kind] != kind}
+        self.gathered = Buffers(self.layout, apart)
+        self.gathered.flat = self.sums.flat | self.gathered.flat
+        self._slots = {
+            place: self.sums.view(torch.empty(leaves[place].shape, device="meta"), slot)
+            for place, slot in self.layout.slots.items()
+        }
+        self._here = self.sums
+        self._flags_bucket = len(buckets)
         # A row for each rank, so that one RS brings every rank all sums.
         flags = torch.zeros(size * len(leaves), dtype=torch.int32)
         self._flags = flags.numpy().reshape(size, len(leaves))
-        self.engine.add_bucket(flags, name="used parameters")
-        reductions = [*plan[: len(parts)], ("RS", self._flags_bucket)]
-        self.engine.install([*reductions, *plan[len(parts) :]])
+        reductions = [*plan[: len(buckets)], ("RS", self._flags_bucket)]
         self._order = [bucket for _, bucket in reductions]
+        self.backend = EngineBackend(self.ranks, "direct", transport, timeout)
+        self.backend.install(
+            StepWork([*reductions, *plan[len(buckets) :]], self.sums, [flags], self.gathered)
+        )
         self.begun = -1
         self._marked: set[int] = set()
-        self.shards = list(self._shards())
-
-    def _shards(self) -> Iterator[Shard]:
-        """This rank's part of each parameter, as views of the buckets."""
-        for buffer, part in zip(self.buffers, self.parts, strict=True):
-            low = self.place * len(buffer) // self.size
-            high = (self.place + 1) * len(buffer) // self.size
-            at = 0
-            for place, start, stop in part:
-                first, last = max(low, at), min(high, at + stop - start)
-                if first < last:
-                    skipped = start - at
-                    yield Shard(place, first + skipped, last + skipped, buffer[first:last])
-                at += stop - start
+        self._written: set[int] = set()  # the parameters whose gradients are in their slots
 
     # One period
 
     def begin(self, period: int) -> None:
         if self.begun < period:
             self.begun = period
-            self._marked = set()
-            with engine_errors_as_comm_errors:
-                self.engine.begin_step()
+            self._marked, self._written = set(), set()
+            self.backend.begin_step()
+            for bucket in self.layout.empty():
+                self._mark(bucket)
 
-    def ready(
-        self, period: int, bucket: int, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
-    ) -> None:
+    def _mark(self, bucket: int) -> None:
+        self._marked.add(bucket)
+        self.backend.mark_ready(bucket)
+
+    @torch.no_grad()
+    def ready(self, period: int, bucket: int, grads: Sequence[Tensor | None]) -> None:
         """The gradient of a bucket is complete; the second time, nothing is to do."""
         self.begin(period)
         if bucket in self._marked:
             return
-        self._marked.add(bucket)
-        found: dict[int, Tensor] = {}
-        for place, _, _ in self.parts[bucket]:
-            found[place] = _dense(grads[place], leaves[place])
-        parts = [to_host(found[p]).view(-1)[start:stop] for p, start, stop in self.parts[bucket]]
-        _pack(parts, self.buffers[bucket])
-        with engine_errors_as_comm_errors:
-            self.engine.mark_ready(bucket)
+        for place in self.layout.slices[bucket].params:
+            if place not in self._written:
+                self._written.add(place)
+                grad = grads[place]
+                if grad is None:
+                    self._slots[place].zero_()
+                else:
+                    self._slots[place].copy_(checked_dense(grad))
+        self._mark(bucket)
 
     def complete(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the period are there: tells the replicas which parameters this one has used."""
         if self._flags_bucket not in self._marked:
-            self._marked.add(self._flags_bucket)
             self._flags[:] = [grad is not None for grad in grads]
-            with engine_errors_as_comm_errors:
-                self.engine.mark_ready(self._flags_bucket)
+            self._mark(self._flags_bucket)
 
     @contextmanager
-    def leaving(self, period: int, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Around the backward that completes these parameters' gradients: buckets leave as they fill."""
-        missing = [{place for place, _, _ in part} for part in self.parts]
+    def leaving(self, period: int, version: Version) -> Iterator[None]:
+        """Around the backward that completes a version's gradients: buckets leave as they fill."""
+        missing = [set(piece.params) for piece in self.layout.slices]
 
         def filled(place: int) -> Callable[[Tensor], None]:
             def hook(_: Tensor) -> None:
@@ -154,11 +150,16 @@ class Scattered:
                     if place in places:
                         places.remove(place)
                         if not places:
-                            self.ready(period, bucket, [leaf.grad for leaf in leaves], leaves)
+                            self.ready(
+                                period, bucket, self.stage.gradients(version, self.stage.grads[period])
+                            )
 
             return hook
 
-        hooks = [leaf.register_post_accumulate_grad_hook(filled(n)) for n, leaf in enumerate(leaves)]
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(filled(place))
+            for place, leaf in enumerate(version.leaves)
+        ]
         try:
             yield
         finally:
@@ -166,26 +167,45 @@ class Scattered:
                 handle.remove()
 
     def wait_reduced(self) -> None:
-        with engine_errors_as_comm_errors:
-            for bucket in range(len(self.parts)):
-                self.engine.wait_rs(bucket)
-            self.engine.wait_rs(self._flags_bucket)
+        for bucket in self._order:
+            self.backend.wait_reduced(bucket)
 
     def wait_begun(self) -> None:
         """Waits for the sums whose turn has come: the engine takes up a bucket after those before it."""
-        with engine_errors_as_comm_errors:
-            for bucket in takewhile(self._marked.__contains__, self._order):
-                self.engine.wait_rs(bucket)
+        for bucket in takewhile(self._marked.__contains__, self._order):
+            self.backend.wait_reduced(bucket)
+
+    def sums_on(self, device: torch.device) -> Buffers:
+        """The sums where a stage computes: the same memory, unless that is a GPU."""
+        if device != _HOST:
+            kinds = {group: (flat.dtype, device) for group, flat in self.sums.flat.items()}
+            self._here = Buffers(self.layout, kinds)
+        return self._here
+
+    def bring_shards(self) -> None:
+        """Copies this rank's sums to where the stage computes."""
+        if self._here is not self.sums:
+            for piece in self.layout.slices:
+                shard = slice(*piece.shard(self.ranks.rank, self.ranks.size))
+                self._here.flat[piece.group][shard] = self.sums.flat[piece.group][shard]
+
+    def give(self, parts: Sequence[Sequence[ShardView]]) -> None:
+        """Takes the stepped shards of each bucket for the all-gathers."""
+        for piece, shards in zip(self.layout.slices, parts, strict=True):
+            for shard in shards:
+                offset = self.layout.slots[shard.gradient.number].offset
+                target = self.gathered.flat[piece.group][offset + shard.start : offset + shard.stop]
+                shard.bind()
+                target.copy_(shard.weight)
 
     @property
     def used(self) -> list[int]:
         """By parameter how many replicas have used it, once the sums have been waited for."""
-        counts: list[int] = self._flags[self.place].tolist()
+        counts: list[int] = self._flags[self.ranks.rank].tolist()
         return counts
 
     def updated(self, bucket: int) -> None:
-        with engine_errors_as_comm_errors:
-            self.engine.mark_updated(bucket)
+        self.backend.mark_updated(bucket)
 
     def take_in(self, version: Version, bucket: int) -> None:
         """Waits for a bucket's all-gather and writes it into the version that it belongs to."""
@@ -194,17 +214,17 @@ class Scattered:
 
     def write(self, bucket: int, tensors: Sequence[Any]) -> None:
         """Waits for a bucket's all-gather and writes its parts where they belong, except to None."""
-        with engine_errors_as_comm_errors:
-            self.engine.wait_ag(bucket)
-        at = 0
-        for place, start, stop in self.parts[bucket]:
+        self.backend.wait_gathered(bucket)
+        piece = self.layout.slices[bucket]
+        for place in piece.params:
             if tensors[place] is not None:
-                target = tensors[place].view(-1)[start:stop]
-                target.copy_(from_host(self.buffers[bucket][at : at + stop - start], target.device))
-            at += stop - start
+                slot, flat = self.layout.slots[place], self.gathered.flat[piece.group]
+                start, stop = max(piece.start, slot.offset), min(piece.stop, slot.offset + slot.numel)
+                target = tensors[place].view(-1)[start - slot.offset : stop - slot.offset]
+                target.copy_(flat[start:stop])
 
     def close(self) -> None:
-        self.engine.close()
+        self.backend.engine.close()
 
 
 class Replicas:
@@ -224,19 +244,23 @@ class Replicas:
         self.dense = [place for place in places if place not in sparse]
         self.sparse = [place for place in places if place in sparse]
 
-    def sums(self, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def sums(self, grads: Sequence[Tensor | None], stage: Stage) -> list[Tensor | None]:
         """The gradients summed over the replicas; None where no replica has one, as in one process."""
         result = list(grads)
         if self.dense:
             used = torch.tensor([int(grads[place] is not None) for place in self.dense], dtype=torch.int32)
-            sums = [_dense(grads[place], leaves[place]) for place in self.dense]
+            sums = [
+                stage.zeros(place) if (grad := grads[place]) is None else checked_dense(grad)
+                for place in self.dense
+            ]
             by_masters(self.lane, self.rank, self.hosts, [*sums, used])
             for place, total, count in zip(self.dense, sums, used.tolist(), strict=True):
                 result[place] = total if count else None
         if self.sparse:
             everyone = self._everyones([grads[place] for place in self.sparse])
             for number, place in enumerate(self.sparse):
-                result[place] = _sum_of_any([mine[number] for mine in everyone], leaves[place])
+                leaf = stage.versions.newest.leaves[place]
+                result[place] = _sum_of_any([mine[number] for mine in everyone], leaf)
         return result
 
     def _everyones(self, grads: Sequence[Tensor | None]) -> list[list[Any]]:
@@ -256,9 +280,7 @@ class Replicas:
         return found
 
 
-def _dense(grad: Tensor | None, leaf: Tensor) -> Tensor:
-    if grad is None:
-        return torch.zeros_like(leaf)
+def checked_dense(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         raise ValueError(
             f"a parameter of shape {tuple(grad.shape)} got a sparse gradient, and no nn.Embedding or"
@@ -313,12 +335,6 @@ def _add(lane: Lane, peers: Sequence[int], buffers: list[Tensor]) -> None:
         parts = [torch.empty_like(buffer) for buffer in buffers]
         lane.receive(peer, parts).wait()
         torch._foreach_add_(buffers, parts)
-
-
-@torch.no_grad()
-def _pack(parts: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy the vectors, one after the other, to the start of the buffer."""
-    torch.cat(list(parts), out=buffer[: sum(map(len, parts))])
 
 
 # -- parameters that several stages use: every stage gets the sum of all their gradients ---------------------
@@ -385,7 +401,7 @@ def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank:
         mine = [stages[n].grads[period][p] for n, p in tie.mine]
         # Sparse gradients of an embedding join the dense ones of an output layer.
         grads = [grad.to_dense() for grad in mine if grad is not None]
-        total = grads[0] if grads else torch.zeros_like(stages[number].versions.newest.leaves[place])
+        total = grads[0] if grads else stages[number].zeros(place)
         for grad in grads[1:]:
             total += grad
         used = torch.tensor([len(grads)], dtype=torch.int32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.optimizer.sharded_step import HALVES
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Cut
 
@@ -56,6 +57,7 @@ class Stage:
     """``module`` with its parameters in versions. ``recompute``: keep inputs only and repeat the forward.
     ``stays``: micro-batches may be in flight between two steps; a checkpoint repeats their forward.
     ``tiled``: by micro-batch, the module on the grid of tiles that computes it; empty for whole samples.
+    ``wide``: the gradients of half-precision parameters are summed in float32, for their masters.
     """
 
     def __init__(
@@ -67,11 +69,14 @@ class Stage:
         stays: bool = True,
         tiled: Mapping[int, TiledModule] | None = None,
         own_parameters: bool = False,
+        wide: bool = False,
     ) -> None:
         self.number, self.module, self.loss, self.recompute = number, module, loss, recompute
         self.tiled = tiled or {}
         self.modules = list(dict.fromkeys([module, *(each.module for each in self.tiled.values())]))
         self.versions = Versions(self.modules, own_parameters)
+        kinds = [leaf.dtype for leaf in self.versions.newest.leaves]
+        self.grad_types = [torch.float32 if wide and kind in HALVES else kind for kind in kinds]
         self._repeats = recompute or stays
         self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
@@ -102,6 +107,19 @@ class Stage:
 
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
+
+    def zeros(self, place: int) -> Tensor:
+        """The gradient of a parameter that nothing has used."""
+        return torch.zeros_like(self.versions.newest.leaves[place], dtype=self.grad_types[place])
+
+    def summed(self, place: int, before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+        """The gradient of a parameter so far, ``before``, and what a backward has added to it."""
+        if grad is None:
+            return before
+        grad = grad.to(self.grad_types[place])
+        if before is None:
+            return grad
+        return before + grad if before.is_sparse else before.add_(grad)
 
     # Forward
 
@@ -211,9 +229,7 @@ class Stage:
         self.versions.use(saved.version)
         mine = self.grads[micro[1]]
         for place, grad in enumerate(saved.weights()):
-            if grad is not None:
-                before = mine[place]
-                mine[place] = grad if before is None else before.add_(grad)
+            mine[place] = self.summed(place, mine[place], grad)
 
     def _whole_backward(
         self,
@@ -222,17 +238,29 @@ class Stage:
         version: Version,
         mine: list[Tensor | None],
     ) -> None:
-        """Adds to a period's gradients, ``mine``: several periods may use one version."""
+        """Adds to a period's gradients, ``mine``: several periods may use one version. Gradients of another
+        type than their parameter's cannot be its ``.grad``: they stay in ``mine``.
+        """
         for x in inputs:
             x.grad = None
         for leaf, grad in zip(version.leaves, mine, strict=True):
-            leaf.grad = grad
+            leaf.grad = grad if grad is None or grad.dtype == leaf.dtype else None
         try:
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         finally:
-            for place, leaf in enumerate(version.leaves):
-                mine[place], leaf.grad = leaf.grad, None
+            self.gradients(version, mine)
+            for leaf in version.leaves:
+                leaf.grad = None
+
+    def gradients(self, version: Version, mine: list[Tensor | None]) -> list[Tensor | None]:
+        """A period's gradients so far, ``mine``, in the midst of a backward too."""
+        for place, leaf in enumerate(version.leaves):
+            if leaf.dtype == self.grad_types[place]:
+                mine[place] = leaf.grad
+            else:
+                mine[place], leaf.grad = self.summed(place, mine[place], leaf.grad), None
+        return mine
 
     # Recomputation
 

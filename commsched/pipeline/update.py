@@ -2,36 +2,38 @@
 
 [Note: what the optimizer steps]
 The user's function gets the stage's whole parameters once. They follow the newest version: before each step
-their memory becomes that of the version that is made. Where buckets sum the gradients, a rank steps its
-shards in the groups of their parameters, each as a leaf over its elements of that memory::
+their memory becomes that of the version that is made. Where buckets sum the gradients, a rank steps the
+optimizer package's shards of them (``Shards``), each as a leaf over its elements of that memory::
 
     gradients of a bucket    RS ->  | . . slot . . |   update: leaf.grad = slot
     the version's memory               leaf            leaf -= ...
     the same bucket       <- copy   | . . slot . . |   AG -> | whole bucket |  copy -> the version's memory
 
 So weights that a script changes between two steps count, if it changes them alike on all replicas. With
-``master_weights`` the leaf of a half-precision parameter is a float32 copy of it.
+``master_weights`` the leaf of a half-precision parameter is a float32 copy of it, and its gradients are
+summed in float32, over micro-batches, stages and replicas: half-precision sums would differ with the mesh.
+The weights are gathered in half precision.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from commsched.optimizer.sharded_step import HALVES, by_element, take_written, total_norm
-from commsched.optimizer.whole_step import OptimizerView, groups_of_leaves
+from commsched.optimizer.buckets import Buffers, Layout
+from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.sharded_step import HALVES, KEY, Shards, ShardView, total_norm
 from commsched.pipeline.chain import reads
 from commsched.pipeline.messages import Fabric, from_host, to_host
-from commsched.pipeline.reduction import Replicas, Scattered, Shard, summed_over
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, summed_over
 from commsched.pipeline.stage import Stage, Version
 
 Factory = Callable[[list[Any]], Optimizer]
@@ -53,8 +55,8 @@ def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
 class Update:
     """Sums a stage's gradients over its ranks and steps it; the interpreter calls in the program's order.
 
-    ``scattered`` moves gradients and parameters bucket by bucket (None: no buckets); ``buckets``: its buckets
-    by the program's number. ``early``: buckets may leave as they fill. ``replicas`` sums other gradients.
+    ``buckets`` move gradients and parameters between replicas; ``numbers``: these buckets by the program's
+    number. ``early``: buckets may leave as they fill. ``replicas`` sums other gradients.
     ``counted``: the parameters whose gradients this rank counts in a norm over all stages.
     """
 
@@ -64,75 +66,72 @@ class Update:
     def __init__(
         self,
         stage: Stage,
-        scattered: Scattered | None = None,
-        buckets: Mapping[int, Sequence[int]] | None = None,
+        buckets: ReplicaBuckets | None = None,
+        numbers: Mapping[int, Sequence[int]] | None = None,
         early: bool = False,
         replicas: Replicas | None = None,
         counted: Collection[int] = (),
     ) -> None:
-        self.stage, self.scattered, self._early = stage, scattered, early
-        self.buckets, self.replicas, self.counted = buckets or {}, replicas, counted
+        self.stage, self.buckets, self._early = stage, buckets, early
+        self.numbers, self.replicas, self.counted = numbers or {}, replicas, counted
         self.grads: list[Tensor | None] = []  # of the period that is stepped, without those in buckets
 
     def early(self, period: int, version: Version) -> AbstractContextManager[None]:
         """Around the backward that completes a gradient."""
-        if self.scattered is None or not self._early:
+        if self.buckets is None or not self._early:
             return nullcontext()
         self.finish()
-        return self.scattered.leaving(period, version.leaves)
+        return self.buckets.leaving(period, version)
 
     def reduce(self, period: int, bucket: int) -> None:
-        if self.scattered is not None:
+        if self.buckets is not None:
             self.finish()
-            leaves, grads = self.stage.versions.newest.leaves, self.stage.grads[period]
-            self.scattered.begin(period)
-            for place in self.buckets[bucket]:
-                self.scattered.ready(period, place, grads, leaves)
-            self.scattered.complete(grads)
+            grads = self.stage.grads[period]
+            self.buckets.begin(period)
+            for part in self.numbers[bucket]:
+                self.buckets.ready(period, part, grads)
+            self.buckets.complete(grads)
 
     def wait_reduced(self) -> None:
         """Before the step: sums that are under way."""
-        if self.scattered is not None:
-            self.scattered.wait_reduced()
+        if self.buckets is not None:
+            self.buckets.wait_reduced()
 
     def collect(self, period: int) -> None:
         """Sums the gradients that no bucket carries; those in buckets have arrived."""
         grads = self.stage.grads.pop(period, self.stage._no_grads())
-        if self.scattered is not None:
-            for place in self.scattered.places:
+        if self.buckets is not None:
+            for place in self.buckets.places:
                 grads[place] = None
         if self.replicas is not None:
-            grads = self.replicas.sums(grads, self.stage.versions.newest.leaves)
+            grads = self.replicas.sums(grads, self.stage)
         self.grads = grads
 
-    def _slots(self) -> list[Tensor]:
+    def _sums(self) -> list[Tensor]:
         """The sums that this rank's shards have."""
-        if self.scattered is None:
-            return []
-        used = self.scattered.used
-        return [shard.slot for shard in self.scattered.shards if used[shard.place]]
+        return []
 
     def counted_grads(self) -> list[Tensor]:
         """The gradients of the period that is stepped, each on one rank only."""
-        return self._slots() + [grad for place in self.counted if (grad := self.grads[place]) is not None]
+        return self._sums() + [grad for place in self.counted if (grad := self.grads[place]) is not None]
 
     def all_grads(self) -> list[Tensor]:
         """The gradients of the period that is stepped that this rank has."""
-        return self._slots() + [grad for grad in self.grads if grad is not None]
+        return self._sums() + [grad for grad in self.grads if grad is not None]
 
     def settle(self) -> None:
         """No other rank needs this one for what has begun."""
-        if self.scattered is not None:
-            self.scattered.wait_begun()
+        if self.buckets is not None:
+            self.buckets.wait_begun()
 
     def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
         """Makes the next version of the weights, with ``skip`` a copy of the last one."""
         raise NotImplementedError
 
     def gather(self, bucket: int) -> None:
-        if self.scattered is not None:
-            for place in self.buckets[bucket]:
-                self.scattered.updated(place)
+        if self.buckets is not None:
+            for part in self.numbers[bucket]:
+                self.buckets.updated(part)
 
     def prepare(self, version: Version) -> None:
         """Before a forward with this version."""
@@ -142,8 +141,8 @@ class Update:
 
     def restart(self) -> None:
         """Periods count from 0 again."""
-        if self.scattered is not None:
-            self.scattered.begun = -1
+        if self.buckets is not None:
+            self.buckets.begun = -1
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint of this rank."""
@@ -153,37 +152,16 @@ class Update:
         self.taken = state["taken"]
 
     def close(self) -> None:
-        if self.scattered is not None:
-            self.scattered.close()
+        if self.buckets is not None:
+            self.buckets.close()
 
 
-@dataclass
-class Part:
-    """The ``leaf`` that is stepped for the parameter at ``place``, or for this rank's ``shard`` of it.
-    ``master``: the leaf is a float32 copy of ``weight``.
-    """
+class WholePart(ShardView):
+    """A whole parameter, whose gradient no bucket carries; it may be sparse, and is set before each step."""
 
-    place: int
-    shard: Shard | None
-    leaf: nn.Parameter
-    master: bool
-    weight: Tensor
-
-    def bind(self, parameter: Tensor) -> None:
-        """Follows the parameter to the memory of another version."""
-        whole = parameter.detach()
-        self.weight = whole if self.shard is None else whole.view(-1)[self.shard.start : self.shard.stop]
-        if not self.master:
-            self.leaf.data = self.weight
-
-    def begin(self, grad: Tensor) -> None:
-        if self.master:
-            take_written(self.leaf.detach(), self.weight)
-        self.leaf.grad = from_host(grad, self.weight.device).to(self.leaf.dtype)
-
-    def end(self) -> None:
-        if self.master and self.leaf.grad is not None:
-            self.weight.copy_(self.leaf.detach())
+    def end_update(self) -> None:
+        if self.master is not None and self.leaf.grad is not None:
+            self.weight.copy_(self.master)
         self.leaf.grad = None
 
 
@@ -204,98 +182,106 @@ class Stepped(Update):
     ) -> None:
         super().__init__(stage, **reduction)
         self.optimizer, self.parameters, self.on_step = optimizer, parameters, on_step
-        self.parts = list(self._parts(master_weights))
-        # Of the parts' leaves; the optimizer's own state is empty where there are parts.
-        self.leaf_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        if optimizer is not None and self.parts:
-            self._take_first_state(optimizer)
+        # None where the optimizer itself can step the parameters.
+        self.shards: Shards | None = None
+        halves = master_weights and any(parameter.dtype in HALVES for parameter in parameters)
+        if optimizer is not None and (self.buckets is not None or halves):
+            self.shards = self._make_shards(optimizer, master_weights)
         self._handles: list[Any] = []
         self._first: list[int] = []
         if wait_within:
             self._wait_within()
 
-    def _parts(self, master_weights: bool) -> Iterator[Part]:
-        """No parts where the optimizer itself can step the parameters."""
-        halves = [master_weights and parameter.dtype in HALVES for parameter in self.parameters]
-        if self.scattered is None and not any(halves):
-            return
-        shards = [] if self.scattered is None else self.scattered.shards
-        apart = [] if self.scattered is None else self.scattered.places
-        whole = [place for place in range(len(self.parameters)) if place not in apart]
-        for place, shard in [*((shard.place, shard) for shard in shards), *((p, None) for p in whole)]:
-            parameter = self.parameters[place]
-            part = Part(place, shard, parameter, halves[place], parameter.detach())
-            if shard is not None and not part.master:
-                part.leaf = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-            part.bind(parameter)
-            if part.master:
-                part.leaf = nn.Parameter(part.weight.float())
-            yield part
+    def _make_shards(self, optimizer: Optimizer, master_weights: bool) -> Shards:
+        """This rank's shards of the buckets, and other parameters whole, with the optimizer's first state."""
+        gradients = [
+            Gradient(place, parameter, self.stage.versions.names[place])
+            for place, parameter in enumerate(self.parameters)
+        ]
+        ranks, here = None, Buffers(Layout({}, [], {}), {})
+        if self.buckets is not None:
+            ranks, here = self.buckets.ranks, self.buckets.sums_on(self.stage.device)
+            for place in self.buckets.places:
+                gradients[place].place(here)
+        # The user's optimizer as shards see a wrapped one: with its class, which they step.
+        stepper = type(type(optimizer).__name__, (), {"_base": type(optimizer)})()
+        stepper.__dict__ = optimizer.__dict__
+        shards = Shards(stepper, gradients, here, ranks, master_weights, set(), lambda do, *given: do(*given))
+        shards.whole_parts = [self._whole(g, master_weights) for g in gradients if g.view is None]
+        shards.take_state(optimizer.state)
+        return shards
 
-    def _take_first_state(self, optimizer: Optimizer) -> None:
-        """Some optimizers make their state at once: moves the parts' elements of it to their leaves."""
-        first = dict(optimizer.state)
-        for part in self.parts:
-            parameter, shard = self.parameters[part.place], part.shard
-            for key, value in first.get(parameter, {}).items():
-                if by_element(key, value, parameter):
-                    cut = value if shard is None else value.view(-1)[shard.start : shard.stop]
-                    self.leaf_state[part.leaf][key] = cut.to(part.leaf.dtype, copy=True)
-                else:
-                    self.leaf_state[part.leaf][key] = copy.deepcopy(value)
-        for parameter in self.parameters:
-            optimizer.state.pop(parameter, None)
+    def _whole(self, gradient: Gradient, master_weights: bool) -> WholePart:
+        parameter = gradient.param
+        weight = parameter.detach()
+        part = WholePart(gradient, weight, 0, weight.numel(), weight, True, nn.Parameter(weight), weight)
+        part.bind()
+        if master_weights and weight.dtype in HALVES:
+            part.leaf = nn.Parameter(weight.float())
+        return part
+
+    def parts(self) -> list[ShardView]:
+        """Everything that this rank steps as a leaf of its own."""
+        return [] if self.shards is None else [*chain(*self.shards.parts), *self.shards.whole_parts]
+
+    def _sums(self) -> list[Tensor]:
+        if self.shards is None or self.buckets is None:
+            return []
+        return self.shards.owned_gradients(self.buckets.used)
+
+    def wait_reduced(self) -> None:
+        super().wait_reduced()
+        if self.shards is not None and self.buckets is not None:
+            self.buckets.bring_shards()
 
     def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
         version = self.stage.versions.advance(needed)
         for parameter, leaf, grad in zip(self.parameters, version.leaves, self.grads, strict=True):
-            if self.scattered is not None:
+            if self.buckets is not None:
                 leaf.data = leaf.data.contiguous()  # a script may have given it other memory
-            parameter.data, parameter.grad = leaf.data, grad
-        for part in self.parts:
-            part.bind(self.parameters[part.place])
+            parameter.data = leaf.data
+            if grad is None or grad.dtype == leaf.dtype:  # others are for masters
+                parameter.grad = grad
         if self.optimizer is not None and not skip:
             if self.on_step is not None:
                 self.on_step(self.optimizer, self.taken)
-            if self.parts:
-                self._step_parts(self.optimizer)
-            else:
+            if self.shards is None:
                 self.optimizer.step()
+            else:
+                self._step_shards(self.optimizer, self.shards)
         self.taken += 1
+        if self.buckets is not None and self.shards is not None:
+            self.buckets.give(self.shards.parts)
+            version.pending = set(range(len(self.buckets.layout.slices)))
         self.grads = []
         for parameter in self.parameters:
             parameter.grad = None
-        if self.scattered is not None:
-            for part in self.parts:
-                if part.shard is not None:
-                    part.shard.slot.copy_(part.weight)
-            version.pending = set(range(len(self.scattered.parts)))
 
-    def _step_parts(self, optimizer: Optimizer) -> None:
-        used = [] if self.scattered is None else self.scattered.used
-        members = []
-        for part in self.parts:
-            parameter = self.parameters[part.place]
-            if part.shard is None:
-                grad = parameter.grad
-            else:
-                grad = part.shard.slot if used[part.place] else None
+    def _step_shards(self, optimizer: Optimizer, shards: Shards) -> None:
+        used = [int(grad is not None) for grad in self.grads]
+        if self.buckets is not None:
+            counts = self.buckets.used
+            used = [counts[place] if place in self.buckets.places else n for place, n in enumerate(used)]
+        for part in shards.whole_parts:
+            grad = self.grads[part.gradient.number]
             if grad is not None:
-                part.begin(grad)
-                members.append((parameter, part.leaf))
-        groups = groups_of_leaves(optimizer, members, self.leaf_state)
-        view = OptimizerView(optimizer, type(optimizer), self.leaf_state)
+                part.grad = from_host(grad, self.stage.device)
+
+        def update(_: Optimizer) -> None:
+            for bucket in range(len(shards.parts)):
+                shards.update(bucket, used)
+            shards.update_whole(used)
+
         # With the hooks of the optimizer's own step.
-        Optimizer.profile_hook_step(lambda _: view.step(groups))(optimizer)
+        Optimizer.profile_hook_step(update)(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of learning rates look
-        for part in self.parts:
-            part.end()
 
     def state(self) -> dict[str, Any]:
-        parts = [
-            (self.leaf_state.get(part.leaf, {}), part.leaf.detach() if part.master else None)
-            for part in self.parts
-        ]
+        parts = []
+        for part in self.parts():
+            assert self.shards is not None
+            master = {} if part.master is None else {KEY: part.master}
+            parts.append(self.shards.state.get(part.leaf, {}) | master)
         whole = None if self.optimizer is None else self.optimizer.state_dict()
         return {**super().state(), "optimizer": whole, "parts": parts}
 
@@ -303,10 +289,11 @@ class Stepped(Update):
         super().load(state)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-        for part, (entries, master) in zip(self.parts, state["parts"], strict=True):
-            self.leaf_state[part.leaf] = copy.deepcopy(entries)
-            if master is not None:
-                part.leaf.data.copy_(master)
+        for part, entries in zip(self.parts(), copy.deepcopy(state["parts"]), strict=True):
+            assert self.shards is not None
+            if part.master is not None:
+                part.master.copy_(entries.pop(KEY))
+            self.shards.state[part.leaf] = entries
 
     # Reading a new version
 
@@ -340,15 +327,15 @@ class Stepped(Update):
         # The forward in which this is called sees its own operations only.
         with torch._C.DisableTorchFunction():
             for bucket in sorted(version.pending, reverse=True):
-                assert self.scattered is not None
-                if any(place in places for place, _, _ in self.scattered.parts[bucket]):
-                    self.scattered.take_in(version, bucket)
+                assert self.buckets is not None
+                if not places.isdisjoint(self.buckets.layout.slices[bucket].params):
+                    self.buckets.take_in(version, bucket)
 
     def finish(self) -> None:
         version = self.stage.versions.newest
         for bucket in sorted(version.pending, reverse=True):
-            assert self.scattered is not None
-            self.scattered.take_in(version, bucket)
+            assert self.buckets is not None
+            self.buckets.take_in(version, bucket)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -377,17 +364,17 @@ class Gradients(Update):
     """
 
     def step(self, period: int, needed: Callable[[int], bool], skip: bool = False) -> None:
-        if self.scattered is not None:
-            leaves, used = self.stage.versions.newest.leaves, self.scattered.used
-            for place in self.scattered.places:
+        if self.buckets is not None:
+            leaves, used = self.stage.versions.newest.leaves, self.buckets.used
+            for place in self.buckets.places:
                 sums = torch.zeros_like(leaves[place], memory_format=torch.contiguous_format)
                 self.grads[place] = sums if used[place] else None
         self.stage.versions.advance(lambda version: False)
 
     def finish(self) -> None:
-        if self.grads and self.scattered is not None:
-            for bucket in range(len(self.scattered.parts)):
-                self.scattered.write(bucket, self.grads)
+        if self.grads and self.buckets is not None:
+            for bucket in range(len(self.buckets.layout.slices)):
+                self.buckets.write(bucket, self.grads)
         for leaf, grad in zip(self.stage.versions.newest.leaves, self.grads):
             leaf.grad = grad
         self.grads = []
@@ -425,19 +412,20 @@ class Clipping:
         return self.skip_nonfinite and not finite
 
     def norm(self, grads: Iterable[Tensor], norm_type: float) -> Tensor:
-        """The norm of all ranks' gradients, in double precision."""
+        """The norm of all ranks' gradients, in double precision: rounded sums would differ with the mesh."""
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        if len({value.device for value in values}) > 1:
-            values = [to_host(value) for value in values]
-        return total_norm(
-            [value for value in values if value.numel()], norm_type, self._everyones, torch.device("cpu")
-        )
+        norms = [torch.linalg.vector_norm(v, norm_type, dtype=_double(v)) for v in values if v.numel()]
+        return total_norm([to_host(norm) for norm in norms], norm_type, self._everyones, torch.device("cpu"))
 
     def _everyones(self, mine: Tensor) -> Tensor:
         row = torch.zeros(self.size, dtype=torch.float64)
         row[self.rank] = mine
         summed_over(self.lane, self.rank, range(self.size), [row])
         return row
+
+
+def _double(value: Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
 
 
 def scale(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:

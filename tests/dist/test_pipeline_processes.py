@@ -1,4 +1,4 @@
-"""Runs the cases of programs/pipeline_runs.py and pipeline_unused.py; and processes that end or hang."""
+"""Runs the cases of programs/pipeline_*.py; and processes that end or hang."""
 
 import json
 import os
@@ -18,9 +18,10 @@ from tests.support.launch import PATIENCE, run_ranks, start_ranks
 from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.dist
+PIPELINES = ("pipeline_runs", "pipeline_unused", "pipeline_language")
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("pipeline_runs", "pipeline_unused"))
+@pytest.mark.parametrize("program, ranks, name", parameters(*PIPELINES))
 def test_pipelines(program: str, ranks: int, name: str) -> None:
     check(program, ranks, name)
 

@@ -10,6 +10,7 @@ import torch
 
 from commsched.pipeline.chain import Chain
 from tests.models.zoo import CUT, TRAINED, loss_of, made
+from tests.support.cases import check, parameters
 from tests.support.pipeline_runs import replayed, sgd, train
 from tests.support.stage_runs import in_stages
 
@@ -69,3 +70,8 @@ def test_pipelines_train_like_one_process(name: str, schedule: str, ranks: int) 
     _, losses, pipeline = train(model, data, ranks, sgd, loss_of, example=example, **options)
     _, expected = replayed(model, data, pipeline.program, sgd, loss_of, example=example)
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("program, ranks, name", parameters("pipeline_language"))
+def test_a_gpt2_trains_on_ranks_like_in_one_process(program: str, ranks: int, name: str) -> None:
+    check(program, ranks, name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commsched import register_elementwise
-from commsched.pipeline import Pipeline
+from commsched.pipeline import Pipeline, reduction
 from tests.support.pipeline_runs import (
     WIDTH,
     adam,
@@ -158,6 +158,14 @@ def test_optimizers_that_take_matrices_only_are_never_probed(mesh: tuple[int, in
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
     data, factory = batches(3), of_pairs(Matrices)
     assert_close(piped(model, data, mesh, factory), plain(model, data, factory))
+
+
+def test_sums_are_brought_to_where_a_stage_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose memory no message reaches: here to other memory of the host."""
+    monkeypatch.setattr(reduction, "_HOST", torch.device("cpu", 0))
+    model, data, factory = Normed(), batches(3), of_pairs(momentum)
+    found = piped(model, data, (1, 2), factory, max_norm=0.05)
+    assert_close(found, plain(model, data, factory, clip=clipping(0.05)))
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW])
@@ -388,6 +396,45 @@ def test_masters_add_up_what_half_precision_cannot(mesh: tuple[int, int], make: 
             assert torch.equal(found[name], wide.bfloat16()), name
 
 
+def summed_in_float32(model: nn.Module, data: Any, replicas: int, make: Any) -> dict[str, Tensor]:
+    """The weights of one process that adds up what the replicas of a stage compute of two micro-batches."""
+    model = copy.deepcopy(model)
+    masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
+    stepper = make(list(masters.values()))
+    for inputs, targets in data:
+        stepper.zero_grad()
+        rows = len(targets) // (2 * replicas)
+        sums = [dict.fromkeys(masters, 0.0) for _ in range(replicas)]
+        for number, (x, y) in enumerate(zip(inputs.split(rows), targets.split(rows), strict=True)):
+            (loss_of(model(x), y) / (2 * replicas)).backward()
+            for p in masters:
+                sums[number % replicas][p] = sums[number % replicas][p] + p.grad.float()
+                p.grad = None
+        for p, master in masters.items():
+            master.grad = sum(its[p] for its in sums)
+        stepper.step()
+        with torch.no_grad():
+            for p, master in masters.items():
+                p.copy_(master)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (2, 1)])
+@pytest.mark.parametrize("options", [{"schedule": "zero_bubble"}, {"placement": "eager"}], ids=str)
+@pytest.mark.parametrize("make", [momentum, lambda params: Whole(params, lr=0.05)])
+def test_gradients_of_masters_are_summed_in_float32(mesh: Any, options: dict[str, Any], make: Any) -> None:
+    """Half-precision sums gave weights that depended on the mesh."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Halved(), Halved()), batches(4)
+    found = piped(model, data, mesh, of_pairs(make), master_weights=True, **options)
+    wanted = summed_in_float32(model, data, mesh[1], make)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+class Whole(torch.optim.SGD):
+    """A class of its own: replicas step whole parameters."""
+
+
 def clipping(max_norm: float, norm_type: float = 2.0) -> Callable[[list[nn.Parameter]], None]:
     def clip(parameters: list[nn.Parameter]) -> None:
         nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -416,9 +463,6 @@ def test_max_norm_counts_tied_parameters_once(mesh: tuple[int, int], schedule: s
 
 
 def test_max_norm_of_mirrored_replicas() -> None:
-    class Whole(torch.optim.SGD):
-        """Steps whole parameters, whose sums each rank exchanges for two stages."""
-
     model, data = Normed(), batches(3)
     for make in (torch.optim.SGD, Whole):
         factory = of_pairs(lambda params, make=make: make(params, lr=0.05))
