@@ -1,4 +1,4 @@
-"""Faults of ranks of two hosts, in every phase of the exchange in two tiers: whom the others name, and how soon.
+"""Faults of ranks of two hosts, in every phase of the exchange in two tiers: who is named, and how soon.
 
 Each launch makes one fault in all phases at once: see the program.
 """
@@ -125,7 +125,7 @@ def cases():
         yield pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("how, fault, victim", cases())
+@pytest.mark.parametrize("how, fault, victim", list(cases()))
 def test_every_survivor_names_the_rank(how, fault, victim, tmp_path):
     """A stopped rank's partner on the other host was blamed by its own neighbour, and a stopped rank 0 made
     new connections hang."""
