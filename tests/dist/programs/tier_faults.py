@@ -38,6 +38,7 @@ LATE = hvd.rank() == VICTIM
 MUCH = 2 << 20  # elements: a rank's part has four times as many segments as may be under way
 numbers = count(1000)  # of connections; optimizers count theirs from 1
 closable: list[Callable[[], object]] = []
+kept: list[object] = []
 Phase = Callable[[], object]
 
 
@@ -118,7 +119,7 @@ def moving() -> dict[str, Phase]:
 def standing() -> dict[str, Phase]:
     """What this rank does in each phase after it has come there; the victim does nothing more."""
     link = data_channel(channel=next(numbers))
-    closable.append(lambda: link.close())
+    kept.append(link)
     inside, between, gathers, idle = (engine_of(MUCH) for _ in range(4))
     reduce(gathers)
     step(idle)
