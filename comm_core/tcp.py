@@ -7,8 +7,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from itertools import combinations
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any, NamedTuple
 
 from torch.distributed import DistError, Store
@@ -144,14 +146,14 @@ def _connect_all(
     found: dict[tuple[int, bool], socket.socket] = {}
     try:
         if waiting.rank == 0:
-            store.set("token", secrets.token_hex(16))  # before the address, which the others wait for
+            _ask(waiting, store.set, "token", secrets.token_hex(16))  # before the address
         host, port = listener.getsockname()[:2]
-        store.set(f"address/{waiting.rank}", f"{host} {port}")
-        addresses = [_address_of(store, peer, waiting) for peer in dialled]
-        own = Member(store.get("token"), waiting.rank, size)
+        _ask(waiting, store.set, f"address/{waiting.rank}", f"{host} {port}")
+        own = Member(_published(store, "token", 0, waiting), waiting.rank, size)
         for peer in dialled:
+            name, number = _published(store, f"address/{peer}", peer, waiting).decode().split()
             for keepalive in (False, True):
-                found[peer, keepalive] = dial(addresses[peer], peer, keepalive, own, waiting)
+                found[peer, keepalive] = dial((name, int(number)), peer, keepalive, own, waiting)
         accept_all(listener, own, awaited, found, waiting)
     except BaseException as error:
         for end in found.values():
@@ -164,11 +166,31 @@ def _connect_all(
     return found
 
 
-def _address_of(store: Store, peer: int, waiting: Waiting) -> tuple[str, int]:
-    while not store.check([f"address/{peer}"]):
+def _published(store: Store, key: str, peer: int, waiting: Waiting) -> bytes:
+    while not _ask(waiting, store.check, [key]):
         time.sleep(waiting.next(peer, f"rank {peer} did not publish its address"))
-    host, port = store.get(f"address/{peer}").decode().split()
-    return host, int(port)
+    return _ask(waiting, store.get, key)
+
+
+def _ask(waiting: Waiting, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a store's answer, for which it has the whole time-out: a rank that is late is not its fault.
+
+    Torch would wait without end for a store whose process is stopped.
+    """
+    answer: Future[Any] = Future()
+    asking = Waiting(waiting.rank, waiting.seconds, waiting.lost)
+
+    def run() -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, name="commsched-store", daemon=True).start()
+    late = "the ranks' store, in the process of rank 0 or of its launcher, did not answer"
+    while not wait([answer], asking.next(0, late)).done:
+        pass
+    return answer.result()
 
 
 def _own_address(store: Any) -> str:

@@ -18,6 +18,7 @@ from tests.support.needs import needs, needs_root
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/dist/programs/tier_ranks.py"
+MANY = ROOT / "tests/dist/programs/many_ranks.py"
 # Two hosts, as the launcher says; both are this machine.
 TWO_HOSTS = "srun-env"
 # A rank that is lost is noticed without any time-out: this one no test reaches.
@@ -27,6 +28,16 @@ PATIENT = {"COMMSCHED_TIMEOUT": "900"}
 @pytest.mark.parametrize("program, ranks, name", parameters("two_tiers"))
 def test_case(program, ranks, name):
     check(program, ranks, name, TWO_HOSTS)
+
+
+@pytest.mark.parametrize(
+    "hosts, ranks", [pytest.param(16, 64, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
+def test_many_ranks_train_to_the_bits_of_sums_by_host(hosts, ranks):
+    """64 forked ranks share the memory of what they have imported."""
+    options = {"launcher": f"srun-env:{hosts}", "check": True, "timeout": 2700}
+    results = run_ranks(MANY, ranks, env=PATIENT | {"COMMSCHED_START_TIMEOUT": "900"}, **options)
+    assert results[0].stdout == f"{ranks} ranks on {hosts} hosts over tiers\n"
 
 
 def boards_in(pid):

@@ -102,6 +102,7 @@ class DelayedChannel : public Channel {
   void close() noexcept override { channel_->close(); }
   int max_in_flight() const override { return channel_->max_in_flight(); }
   void set_timeout(double seconds) override { channel_->set_timeout(seconds); }
+  void beat(std::atomic<int64_t>* pulse) noexcept override { channel_->beat(pulse); }
 
  private:
   const std::shared_ptr<Channel> channel_;

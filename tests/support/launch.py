@@ -31,6 +31,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
@@ -43,6 +45,7 @@ from tests.support.needs import skip_without_horovod
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
 MARK = "COMMSCHED_TEST_MARK"
+# srun-env: two hosts, of which the variables of Slurm tell; srun-env:16: sixteen. All are this machine.
 LAUNCHERS = ("torchrun-env", "srun-env", "torchrun", "horovodrun", "mpirun", "alone")
 LAUNCH_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -128,6 +131,7 @@ class Ranks:
     def __init__(
         self, program: Program, nprocs: int, args: Sequence[str], env: Mapping[str, str], launcher: str
     ) -> None:
+        launcher, _, hosts = launcher.partition(":")
         if launcher not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {LAUNCHERS}, not {launcher!r}")
         self.nprocs = nprocs
@@ -138,7 +142,8 @@ class Ranks:
         base = clean_environment({MARK: self.mark} | dict(env))
         self.port = HeldPort()
         self.prefix = launcher_command(launcher, nprocs, self.port.number)
-        one_by_one = {"torchrun-env": torchrun_environments, "srun-env": srun_environments}.get(launcher)
+        srun = partial(srun_environments, hosts=int(hosts or 2))
+        one_by_one = {"torchrun-env": torchrun_environments, "srun-env": srun}.get(launcher)
         environments = one_by_one(base, nprocs, self.port.number) if one_by_one else [base]
         self.sessions: set[int] = set()
         self.processes = [self.start(i, environment) for i, environment in enumerate(environments)]
@@ -242,18 +247,29 @@ def torchrun_environments(base: Mapping[str, str], nprocs: int, port: int) -> li
     return [{**base, **own} | explicit(base) for own in found]
 
 
-def srun_environments(base: Mapping[str, str], nprocs: int, job: int) -> list[dict[str, str]]:
-    """One environment per rank with the variables that `srun` sets on two nodes; both are this machine."""
-    step = {"JOB_ID": str(job), "NTASKS": str(nprocs), "STEP_NUM_TASKS": str(nprocs), "STEP_ID": "0"}
-    nodes = {"NODELIST": "localhost,node[2-3]", "STEP_NODELIST": "localhost,node2", "NNODES": "2"}
-    first = (nprocs + 1) // 2
+def srun_environments(base: Mapping[str, str], nprocs: int, job: int, hosts: int = 2) -> list[dict[str, str]]:
+    """One environment per rank with the variables that `srun` sets on several nodes; all are this machine.
+
+    The first nodes have one rank more where the ranks cannot be divided equally.
+    """
+    names = ["localhost", *(f"node{number}" for number in range(2, hosts + 1))]
+    counts = [nprocs // hosts + (node < nprocs % hosts) for node in range(hosts)]
+    job_wide = {
+        "JOB_ID": str(job),
+        "NTASKS": str(nprocs),
+        "STEP_NUM_TASKS": str(nprocs),
+        "STEP_ID": "0",
+        "NODELIST": f"localhost,node[2-{hosts + 1}]",  # the step does not use the last one
+        "STEP_NODELIST": ",".join(names),
+        "NNODES": str(hosts),
+        "STEP_TASKS_PER_NODE": ",".join(f"{n}(x{len(list(same))})" for n, same in groupby(counts)),
+    }
     found = []
-    for rank in range(nprocs):
-        node, local_rank = divmod(rank, first)
-        own = {"PROCID": str(rank), "LOCALID": str(local_rank), "NODEID": str(node)}
-        tasks = {"STEP_TASKS_PER_NODE": f"{first}(x2)" if nprocs % 2 == 0 else f"{first},{nprocs - first}"}
-        slurm = {f"SLURM_{name}": value for name, value in (step | nodes | own | tasks).items()}
-        found.append({**base, **slurm, "SLURMD_NODENAME": ("localhost", "node2")[node]})
+    for node, count in enumerate(counts):
+        for local_rank in range(count):
+            own = {"PROCID": str(len(found)), "LOCALID": str(local_rank), "NODEID": str(node)}
+            slurm = {f"SLURM_{name}": value for name, value in (job_wide | own).items()}
+            found.append({**base, **slurm, "SLURMD_NODENAME": names[node]})
     return found
 
 

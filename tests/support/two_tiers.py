@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from comm_core import Engine, TwoTierTransport, local_channels, two_tier_transport
+from commsched.collectives.private_groups import hosts_of
 from tests.support.engines import on_ranks
+from tests.support.oracle import Oracle
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -70,3 +72,18 @@ def _added(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part.to(wide)
     return total
+
+
+class TierOracle(Oracle):
+    """Adds in the order of the hosts."""
+
+    wire: torch.dtype | None = None
+
+    def reduced(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        dense = [grad for grad in grads if grad is not None]
+        if not dense:
+            return None
+        assert len(dense) == self.ranks
+        hosts = hosts_of()
+        wire = self.wire if dense[0].dtype in (torch.float32, torch.float64) else None
+        return tier_gathered(tier_sum(dense, hosts, wire, after=self.scale), hosts, wire)

@@ -1,6 +1,7 @@
 // Point-to-point messages between the ranks of one engine.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -57,6 +58,10 @@ class Channel {
   virtual int max_in_flight() const = 0;
 
   virtual void set_timeout(double seconds) = 0;
+
+  // While this rank waits, its channel writes the time of Clock here, at least every kLongestSleep; nullptr: nowhere. So others
+  // can tell a rank that waits from one that stands still.
+  virtual void beat(std::atomic<int64_t>* pulse) noexcept = 0;
 };
 
 }  // namespace commsched

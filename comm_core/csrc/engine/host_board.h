@@ -8,10 +8,11 @@
 #include <vector>
 
 #include "socket.h"
+#include "types.h"
 
 namespace commsched {
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes share it");
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free, "processes share them");
 
 // One board is one anonymous file (memfd) that all ranks of the host map. The kernel frees it when the last of them ends, however
 // it ends: no name of it exists anywhere. comm_core/boards.py makes the files and opens those of the neighbours.
@@ -19,7 +20,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes share it");
 //   board of one rank:   head | shard 0: slot 0, slot 1, ... | shard 1: slot 0, ... | ... shard N-1
 //
 // A slot holds one segment of one shard. The board itself knows nothing of who may write or read when: see two_tier.h. The head
-// holds the token by which a neighbour knows the board, and how many segments its rank has published.
+// holds the token by which a neighbour knows the board, how many segments its rank has published, and when it last waited.
 class HostBoard {
  public:
   static constexpr size_t kHead = 4096;  // bytes
@@ -51,6 +52,13 @@ class HostBoard {
   void publish(uint64_t sequence) { counter(place_).store(sequence + 1, std::memory_order_release); }
   bool published(int place, uint64_t sequence) const { return counter(place).load(std::memory_order_acquire) > sequence; }
 
+  // Where this rank's channel writes the time while it waits, and the time since a neighbour's did so. The processes of one host
+  // have one clock.
+  std::atomic<int64_t>* pulse() { return &pulse_of(place_); }
+  Clock::duration since_waiting(int place) const {
+    return Clock::now().time_since_epoch() - Clock::duration(pulse_of(place).load());
+  }
+
   // Unmaps the memory. No thread may use it then. Does nothing in a forked child, which never had it.
   void release() noexcept;
 
@@ -61,6 +69,8 @@ class HostBoard {
 
   // Behind the token; files in memory begin as zeros.
   std::atomic<uint64_t>& counter(int place) const { return *reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 64); }
+
+  std::atomic<int64_t>& pulse_of(int place) const { return *reinterpret_cast<std::atomic<int64_t>*>(boards_[place] + 128); }
 
   const Shape shape_;
   const int place_;

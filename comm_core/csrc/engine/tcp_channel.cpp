@@ -265,11 +265,13 @@ void TcpChannel::wait(const Request& request) {
   std::unique_lock lock(mutex_);
   Deadline deadline = Clock::now() + timeout_;
   bool said = false;
+  culprit_ = rank_;  // an earlier wait may have timed out and is repeated
   // Try the awaited peer before the first poll(): often its bytes have arrived.
   if (!done(request) && !aborted_) request.is_send ? write(request.peer) : read(request.peer);
   while (!done(request)) {
     if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
     for (size_t i = 0; i < peers_.size(); ++i) watch(i);
+    if (pulse_ != nullptr) *pulse_ = Clock::now().time_since_epoch().count();
     lock.unlock();
     sleep(deadline);
     lock.lock();

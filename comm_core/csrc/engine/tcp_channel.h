@@ -28,6 +28,7 @@ class TcpChannel : public Channel {
   void close() noexcept override;
   int max_in_flight() const override { return kSlots; }
   void set_timeout(double seconds) override;
+  void beat(std::atomic<int64_t>* pulse) noexcept override { pulse_ = pulse; }
 
  private:
   static constexpr int kSlots = 64;
@@ -89,6 +90,7 @@ class TcpChannel : public Channel {
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then abort()'s eventfd
   Socket wake_;
+  std::atomic<int64_t>* pulse_ = nullptr;
   const Owned owned_;
 
   std::mutex mutex_;  // guards the streams; released in poll()

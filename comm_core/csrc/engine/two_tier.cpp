@@ -3,10 +3,13 @@
 
 #include <cstring>
 
+#include "connection.h"
+
 namespace commsched {
 namespace {
 
 constexpr int kScatter = 0, kGather = 1;  // rounds of messages
+constexpr auto kPulse = 10 * kLongestSleep;  // a neighbour that has not written the time for so long does not wait
 
 std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
   std::vector<std::vector<int>> members;
@@ -61,6 +64,7 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
                                             " ranks, segments of " + std::to_string(segment_bytes) + " bytes and depth " +
                                             std::to_string(depth));
   }
+  channel_->beat(board_->pulse());
 }
 
 void TwoTierTransport::prepare(const BucketSpec& bucket) {
@@ -78,21 +82,22 @@ void TwoTierTransport::release() noexcept {
   board_->release();
 }
 
-void TwoTierTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
-  Request& slot = request(all, peer, k);
-  channel_->wait(slot);
-  slot = Request{};
+bool TwoTierTransport::may_be_waiting(int peer) const {
+  return hosts_[peer] != host_ || board_->since_waiting(place_[peer]) < kPulse;
 }
 
-// Waits for a peer that may itself be waiting for a third rank, which does not come. Others wait for that rank directly and name
-// it when their time is up. So this rank waits once more, and hears the right name from the peer's farewell.
-void TwoTierTransport::wait_for_relayed(int peer, size_t k) {
-  try {
-    return wait_for(receives_, peer, k);
-  } catch (const EngineError& error) {
-    if (error.kind != ErrorKind::timeout || one_host()) throw;
+// See "time-outs in two tiers".
+void TwoTierTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
+  Request& slot = request(all, peer, k);
+  for (int more = hosts_[peer] == host_ ? 2 : 1;; --more) {
+    try {
+      channel_->wait(slot);
+      break;
+    } catch (const EngineError& error) {
+      if (error.kind != ErrorKind::timeout || more == 0 || !may_be_waiting(peer)) throw;
+    }
   }
-  wait_for(receives_, peer, k);
+  slot = Request{};
 }
 
 void TwoTierTransport::finish_sends(size_t segments) {
@@ -112,13 +117,9 @@ void TwoTierTransport::announce(const Work& work, int round, size_t k) {
   }
 }
 
-void TwoTierTransport::await_announcements(size_t k, bool relayed) {
+void TwoTierTransport::await_announcements(size_t k) {
   for (const int other : neighbours_) {
-    if (relayed) {
-      wait_for_relayed(other, k);
-    } else {
-      wait_for(receives_, other, k);
-    }
+    wait_for(receives_, other, k);
     if (board_->published(place_[other], sequence_ + k)) continue;
     throw EngineError(ErrorKind::mismatch,
                       "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) +
@@ -142,7 +143,7 @@ void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
 void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const MessageTag tag = message(work.tag, kScatter, k);
-  await_announcements(k, false);
+  await_announcements(k);
   const size_t mine = part(work, rank_).size(k);
   for (int host = 0; mine > 0 && host < static_cast<int>(members_.size()); ++host) {
     if (host == host_) continue;
@@ -180,7 +181,7 @@ void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
       parts_[host] = work.wire == work.type ? place : outgoing_.slot(rank_, k);
       continue;
     }
-    wait_for_relayed(deputy(rank_, host), k);
+    wait_for(receives_, deputy(rank_, host), k);
     parts_[host] = received_.slot(host, k);
   }
   sum_in_order(parts_.data(), hosts, work.wire, place, work.type, n, b.postscale);
@@ -248,7 +249,7 @@ void TwoTierTransport::lay_out_shards(const Work& work, size_t k) {
 
 // Third part: copies segment k of the shards on the neighbours' boards.
 void TwoTierTransport::take_shards(const Work& work, size_t k) {
-  await_announcements(k, true);
+  await_announcements(k);
   for (int shard = 0; shard < size_; ++shard) {
     const Cut cut = part(work, shard);
     const int from = deputy(shard, host_);

@@ -31,6 +31,14 @@ namespace commsched {
 // s - depth, so whoever has got the neighbours' announcements up to s - depth knows that they have read up to s - 2 * depth: with
 // 2 * depth slots, it may write segment s.
 //
+// [Note: time-outs in two tiers]
+//
+// A peer that does not come may be waiting for a third rank, and only those who wait for the rank at fault itself know its name.
+// So whose time is up asks first whether the peer waits, too. A neighbour that does writes the time on its board: a stopped
+// process or one that has not begun the operation does not. The wait for a neighbour that waits goes on, because its own wait
+// ends sooner. About a peer on another host nothing is known: the wait goes on once. Until then, the neighbours of the rank at
+// fault have found it standing still, and the farewell of each rank that gives up tells all others the name.
+//
 // [Note: order of sums in two tiers]
 //
 // Gradients are scaled by `prescale` in their own type. A host's sum is formed in rank order (16-bit types: in float) and rounded
@@ -43,6 +51,8 @@ class TwoTierTransport : public ExchangeTransport {
   // `hosts` has each rank's host, from 0 without gaps. The ranks of this host are the board's places, in rank order.
   TwoTierTransport(std::shared_ptr<Channel> channel, int rank, std::vector<int> hosts, std::unique_ptr<HostBoard> board,
                    size_t segment_bytes, int depth);
+
+  ~TwoTierTransport() override { channel_->beat(nullptr); }
 
   // Of the board that every rank needs.
   static HostBoard::Shape board_shape(int size, size_t segment_bytes, int depth) { return {size, 2 * depth, segment_bytes}; }
@@ -68,12 +78,12 @@ class TwoTierTransport : public ExchangeTransport {
   int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
   Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.type); }
   Request& request(std::vector<Request>& all, int peer, size_t k) { return all[peer * depth_ + k % depth_]; }
+  bool may_be_waiting(int peer) const;
   void wait_for(std::vector<Request>& all, int peer, size_t k);
-  void wait_for_relayed(int peer, size_t k);
   void finish_sends(size_t segments);
 
   void announce(const Work& work, int round, size_t k);
-  void await_announcements(size_t k, bool relayed);
+  void await_announcements(size_t k);
 
   void lay_out_slices(const Work& work, size_t k);
   void sum_on_host(const Work& work, size_t k);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link, TwoTierLink
 from tests.support.cases import Me, case, main
-from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
+from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
 from tests.support.small_models import mlp, mlp64
-from tests.support.two_tiers import tier_gathered, tier_sum
+from tests.support.two_tiers import TierOracle
 
 
 class Mixed(nn.Module):
@@ -34,21 +34,6 @@ class Mixed(nn.Module):
         x = torch.relu(self.first(x)) + self.empty.sum()
         wide = self.wide(x.double()).float()
         return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
-
-
-class TierOracle(Oracle):
-    """Adds in the order of the hosts."""
-
-    wire: torch.dtype | None = None
-
-    def reduced(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        dense = [grad for grad in grads if grad is not None]
-        if not dense:
-            return None
-        assert len(dense) == self.ranks
-        hosts = hosts_of()
-        wire = self.wire if dense[0].dtype in (torch.float32, torch.float64) else None
-        return tier_gathered(tier_sum(dense, hosts, wire, after=self.scale), hosts, wire)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
