@@ -94,8 +94,8 @@ def test_the_link_keeps_the_programs_order_of_sums_and_messages(
 
     def waited(update: Stepped) -> None:
         wait(update)
-        assert update.scattered is not None
-        happened.append((update.scattered.place, "sums"))
+        assert update.buckets is not None
+        happened.append((update.buckets.ranks.rank, "sums"))
 
     def sent(exchange: Exchange, action: Action) -> bool:
         replica = exchange.layout.ranks[1].index(exchange.rank)
