@@ -8,7 +8,7 @@
 namespace commsched {
 namespace {
 
-constexpr int kScatter = 0, kGather = 1;  // rounds of messages
+constexpr int kScatter = 0, kGather = 1;     // rounds of messages
 constexpr auto kPulse = 10 * kLongestSleep;  // a neighbour that has not written the time for so long does not wait
 
 std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
