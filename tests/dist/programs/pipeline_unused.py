@@ -124,10 +124,10 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 def shares(update: Stepped) -> Iterator[Share]:
     """Everything that a rank steps of a stage."""
     assert update.optimizer is not None
-    for part in update.parts:
-        elements = slice(0, None) if part.shard is None else slice(part.shard.start, part.shard.stop)
-        yield part.place, elements, update.leaf_state.get(part.leaf, {})
-    for place, parameter in enumerate(() if update.parts else update.parameters):
+    for part in update.parts():
+        assert update.shards is not None
+        yield part.gradient.number, slice(part.start, part.stop), update.shards.state.get(part.leaf, {})
+    for place, parameter in enumerate(() if update.shards else update.parameters):
         yield place, slice(0, None), update.optimizer.state.get(parameter, {})
 
 
