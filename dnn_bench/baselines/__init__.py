@@ -13,7 +13,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler import policies
@@ -109,16 +111,35 @@ def _horovod(name: str, size: float | None) -> Baseline:
     return Baseline(name, PEER, HERE + "peers.Horovod", {}, "horovod", "horovod", environment)
 
 
+def _of_checkout(entry: Baseline, checkout: Path) -> Baseline:
+    if not any(checkout.glob("comm_core/_C*.so")):
+        raise ValueError(
+            f"{entry.name}@{checkout} needs a checkout with a built extension there: "
+            "run `python setup.py build_ext --inplace` in it"
+        )
+    if sys.version_info < (3, 11):
+        raise ValueError(f"{entry.name}@{checkout} needs Python 3.11 or newer, not {sys.version.split()[0]}")
+    # `python -m` looks into the current folder first, which may be a checkout, too.
+    environment = entry.environment | {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+    return replace(entry, name=f"{entry.name}@{checkout.name}", environment=environment)
+
+
 SIZED = {"ddp": _ddp, "horovod": _horovod}
 
 
 def names() -> list[str]:
-    """Every baseline's name; besides these, `ddp_<N>mb` and `horovod_<N>mb` exist for any size."""
+    """Every baseline's name; besides these, `ddp_<N>mb` and `horovod_<N>mb` exist for any size.
+
+    `auto@../before` is `auto` by the code of another checkout, whose extension is built.
+    """
     return [entry.name for entry in _entries()]
 
 
 def get(name: str) -> Baseline:
     """The baseline of this name, in any case."""
+    if "@" in name:
+        name, _, checkout = name.partition("@")
+        return _of_checkout(get(name), Path(checkout).absolute())
     wanted = name.lower().replace("-", "_")
     for entry in _entries():
         if entry.name.replace("_", "") == wanted.replace("_", ""):
@@ -127,7 +148,8 @@ def get(name: str) -> Baseline:
     if sized and float(sized[2]) > 0:
         return SIZED[sized[1]](wanted, float(sized[2]))
     raise ValueError(
-        f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N)"
+        f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N, "
+        "and each as NAME@CHECKOUT, by the code of another checkout)"
     )
 
 

@@ -201,7 +201,7 @@ class Comparison:
         ready: list[tuple[Row, RankSet]] = []
         try:
             for entry in entries:
-                row = Row(entry.name, entry.kind, changes=entry.changes)
+                row = Row(entry.name, entry.kind, changes=entry.changes, searches=entry.searches)
                 self.rows.append(row)
                 ranks = self._crew.ranks(entry, self.job, self.place)
                 if self._prepare(row, ranks):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from dnn_bench import models
-from dnn_bench.baselines import LIMIT, OURS, PEER, get
+from dnn_bench.baselines import LIMIT, OURS, PEER
 from dnn_bench.command_line import console, table
 from scheduler import policies
 from scheduler.bounds import lower_bound, trivial_bound
@@ -45,6 +45,7 @@ class Row:
     predicted: float | None = None
     trace: dict[str, Any] | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
+    searches: bool = False  # as of its baseline
 
     @property
     def times(self) -> list[float]:
@@ -361,7 +362,7 @@ def doubts(link: Link, bounds: Mapping[str, float], rows: Sequence[Row]) -> list
     for row in rows:
         if row.changes:
             continue  # the profile is of another training
-        if get(row.name).searches:
+        if row.searches:
             continue  # it may send parts of gradients early
         bound = bounds.get(row.kind, 0.0)
         if row.measured and row.mean("sent") < FEWER * whole:

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,18 @@ def owned(process: psutil.Process) -> bool:
 @pytest.fixture(autouse=True)
 def mark_what_this_test_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_BENCH", str(os.getpid()))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ranks would look into the current folder first")
+def test_a_baseline_by_the_code_of_another_checkout(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for package in ("commsched", "comm_core", "scheduler", "dnn_bench"):
+        shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (other / "dnn_bench/baselines/peers.py").write_text("raise RuntimeError('the code of the other checkout')")
+    found = compare(LOCAL, replace(LOCAL, name="again"), baselines.get(f"local@{other}"))
+    assert found["local"]["status"] == found["again"]["status"] == "ok"
+    assert found["local@other"]["status"] == "failed"
+    assert "the code of the other checkout" in str(found["local@other"]["reason"])
 
 
 def test_right_wrong_missing_and_failing_baselines_side_by_side() -> None:

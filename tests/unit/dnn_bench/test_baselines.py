@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ def test_names_in_any_case_and_any_bucket_size() -> None:
     assert baselines.get("DDP-4MB").options == {"bucket_cap_mb": 4}
     assert baselines.get("ddp_2.5mb").options == {"bucket_cap_mb": 2.5}
     assert baselines.get("horovod_2mb").environment["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
+
+
+def test_a_checkout_without_the_built_extension_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="auto@.*needs a checkout with a built extension.*setup.py"):
+        baselines.get(f"auto@{tmp_path}")
 
 
 @pytest.mark.parametrize("name", ["dpp", "ddp_0mb", "ddp_xmb", ""])
