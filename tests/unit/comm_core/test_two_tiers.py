@@ -444,7 +444,14 @@ def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
 
 @pytest.mark.parametrize(
     ("operation", "place"),
-    [("RS", "one host"), ("RS", "2x2"), ("RS", "3+1"), ("AG", "2x2"), ("AG", "3+1")],
+    [
+        ("RS", "2x2"),
+        ("AG", "3+1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("RS", "one host"), ("RS", "3+1"), ("AG", "2x2"))
+        ),
+    ],
 )
 def test_all_time_outs_name_the_rank_that_does_not_come(operation: str, place: str) -> None:
     """Ranks that wait for a rank that itself waits let that one say for whom."""

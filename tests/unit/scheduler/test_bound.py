@@ -184,6 +184,7 @@ def least_exposed(profile: Profile, inside: int, between: int) -> int:
 small = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4)
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     small.filter(lambda rows: sum(row[0] for row in rows) <= 4),
