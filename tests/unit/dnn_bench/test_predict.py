@@ -2,6 +2,7 @@
 
 import pytest
 
+from dnn_bench import baselines
 from dnn_bench.runner.results import Row, bounds_of, doubts, fit_link, merge_profiles, predictions, scaling
 from scheduler.bounds import lower_bound
 from scheduler.ir.link import Link
@@ -16,7 +17,8 @@ def timed(slower: float = 1.0) -> list[tuple[int, float]]:
 
 
 def row(name: str, seconds: float, kind: str = "commsched", sent: float = 100.0) -> Row:
-    return Row(name, kind, repetitions=[[{"iterations": [seconds], "sent": sent}]])
+    searches = baselines.get(name).searches
+    return Row(name, kind, repetitions=[[{"iterations": [seconds], "sent": sent}]], searches=searches)
 
 
 def test_a_repetition_in_which_the_machine_was_elsewhere_does_not_slow_the_link() -> None:
