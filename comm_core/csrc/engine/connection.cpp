@@ -59,6 +59,17 @@ void send_farewell(int fd, const void* header, size_t bytes, const std::string& 
   ::shutdown(fd, SHUT_WR);
 }
 
+void wait_for_room(const std::vector<Connection*>& connections) noexcept {
+  const Deadline deadline = Clock::now() + kFarewellPatience;
+  for (const Connection* connection : connections) {
+    if (!connection->data) continue;
+    pollfd entry{connection->data.fd(), POLLOUT, 0};
+    int64_t left = 0;
+    do left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    while (::poll(&entry, 1, static_cast<int>(std::max<int64_t>(left, 0))) < 0 && errno == EINTR);
+  }
+}
+
 // A closed socket answers further bytes of the peer with a reset, and so does one that is closed with unread bytes. The reset
 // discards what this end has not sent yet, the farewell among it. Bytes that the other kernel has acknowledged are safe.
 void close_connections(const std::vector<Connection*>& connections) noexcept {

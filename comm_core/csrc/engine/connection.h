@@ -36,6 +36,9 @@ std::string farewell_text(int fd, size_t bytes);
 // Sends a farewell that fits into the socket's buffer, unless a message is half sent. The peer then sees the connection's end.
 void send_farewell(int fd, const void* header, size_t bytes, const std::string& text, bool between_messages) noexcept;
 
+// Waits, for about a second, until the sockets have room for a farewell behind what they hold for slower peers.
+void wait_for_room(const std::vector<Connection*>& connections) noexcept;
+
 // Closes connections whose farewell was sent.
 void close_connections(const std::vector<Connection*>& connections) noexcept;
 

@@ -580,6 +580,9 @@ void MessageChannel::close() noexcept {
     closing_ = true;
     flush(lock);
   }
+  std::vector<Connection*> connections;
+  for (Peer& peer : peers_) connections.push_back(&peer.connection);
+  wait_for_room(connections);
   abort(rank_name(rank_) + " closed its connections");
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return waiting_ == 0; });  // abort() has woken them
@@ -589,8 +592,6 @@ void MessageChannel::close() noexcept {
     thread_.join();
     lock.lock();
   }
-  std::vector<Connection*> connections;
-  for (Peer& peer : peers_) connections.push_back(&peer.connection);
   close_connections(connections);
   wake_leader_.close();
   wake_thread_.close();

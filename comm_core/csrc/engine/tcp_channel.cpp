@@ -307,10 +307,11 @@ void TcpChannel::abort(const std::string& reason) noexcept {
 
 void TcpChannel::close() noexcept {
   if (!owned_.here()) return;
-  abort(rank_name(rank_) + " closed its engine");
-  const std::lock_guard lock(mutex_);
   std::vector<Connection*> connections;
   for (Peer& peer : peers_) connections.push_back(&peer.connection);
+  wait_for_room(connections);
+  abort(rank_name(rank_) + " closed its engine");
+  const std::lock_guard lock(mutex_);
   close_connections(connections);
   for (pollfd& entry : polled_) entry.fd = -1;
   wake_.close();

@@ -376,6 +376,24 @@ def test_what_was_sent_before_the_end_still_arrives(connect: Connect) -> None:
     assert "rank 0 has lost rank 1" in str(failure(left.send(1, 0, [received], "stages").wait))
 
 
+def test_a_full_socket_loses_no_farewell() -> None:
+    """With one number of messages, the last takes the socket's last room, and the farewell found none."""
+    for count in range(1, 24):
+        left, right = over_local(2)
+        for _ in range(count):
+            right.send(0, 0, [torch.ones(SHORT)], "stages")
+        closing = threading.Thread(target=right.close)
+        closing.start()
+        closing.join(0.1)
+        received = torch.empty(SHORT)
+        for _ in range(count):
+            left.receive(1, 0, [received], "stages").wait()
+        error = failure(left.receive(1, 0, [received], "stages").wait)
+        assert "it gave up: rank 1 closed its connections" in str(error), count
+        closing.join()
+        left.close()
+
+
 @both
 def test_closing_gives_back_threads_and_descriptors(connect: Connect) -> None:
     gc.collect()
