@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.pipeline import Pipeline
+from commsched.pipeline import Job
+from commsched.training.loop import pipeline_of, state_of
 from tests.support.cases import Me, case, main
 from tests.support.pipeline_runs import loss_of
 from tests.support.quantised_training import COMPRESSIONS
@@ -38,12 +39,11 @@ def replicas_train_as_a_distributed_optimizer_does(me: Me) -> None:
             loss_of(plain(inputs[mine]), targets[mine]).backward()
             optimizer.step()
         wanted = optimizer.state_dict()
-        pipeline = Pipeline(
-            model, mesh=(1, me.size), loss=loss_of, optimizer=adam, compression=compression, bucket_bytes=9000
-        )
+        job = Job(model, loss_of, lambda rows: iter(data), adam, compression=compression)
+        pipeline = pipeline_of(job, stages=1, replicas=me.size)
         for batch in data:
             pipeline.step(batch)
-        weights, found = pipeline.state_dict(), pipeline.optimizers[0].state_dict()
+        weights, found = state_of(pipeline), pipeline.optimizers[0].state_dict()
         for name, value in plain.state_dict().items():
             assert torch.equal(weights[name], value), (code, name)
         assert found["state"].keys() == wanted["state"].keys()
