@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Job:
     data: Data | None = None
     count: Count | None = None
     master_weights: bool = False
-    compression: Any = Compression.none
+    compression: Any = field(default_factory=lambda: Compression.none)
 
 
 def load_function(text: str, option: str) -> Callable[..., Any]:
