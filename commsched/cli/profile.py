@@ -41,7 +41,16 @@ def run_profile(arguments: argparse.Namespace) -> None:
     batch = next(iter(job.batches(arguments.rows)))
     name = job_name(arguments)
     link, traffic = _traffic() if arguments.link else (None, 0.0)
-    layers = profile(job.model, job.loss, batch, optimizer=job.optimizer, repeat=arguments.repeat, name=name)
+    layers = profile(
+        job.model,
+        job.loss,
+        batch,
+        optimizer=job.optimizer,
+        repeat=arguments.repeat,
+        name=name,
+        master_weights=job.master_weights,
+        compression=job.compression,
+    )
     measured = replace(layers, traffic_per_byte=traffic)
     # Under a launcher all ranks measure at the same time, as they will train; rank 0 writes.
     if int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))) == 0:

@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from commsched.collectives.compression import Compression
 from commsched.errors import CommError
 from commsched.pipeline import build, checkpoint
 from commsched.pipeline.build import UpdateMaker, make_stages
@@ -23,7 +24,7 @@ from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, L
 from commsched.pipeline.messages import Fabric, ProcessFabric
 from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
 from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
-from commsched.pipeline.stage import Loss
+from commsched.pipeline.stage import GradientTypes, Loss
 from commsched.pipeline.update import Clipping, Factory, OnStep, added_to, scale
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Placement
@@ -55,7 +56,8 @@ class Pipeline:
     is called before each of its steps. ``max_norm``: clips each step's gradients by their norm (of
     ``norm_type``) over all stages; ``skip_nonfinite``: no stage steps where a gradient is infinite or not a
     number; both need a synchronous schedule. ``master_weights``: steps float32 copies of half-precision
-    parameters.
+    parameters. ``compression``: how gradients travel between replicas, as for `DistributedOptimizer`
+    (``Compression.int8`` keeps what rounding has lost for the next step).
 
     ``hosts``: groups of ranks, for bundles. ``inside``: classes of modules that may be cut; ``example``:
     inputs of a batch, which tell in which order a model runs its layers that torch.fx cannot trace. Further
@@ -100,6 +102,7 @@ class Pipeline:
         mirrored: bool = False,
         tile_options: Mapping[str, Any] | None = None,
         master_weights: bool = False,
+        compression: Any = Compression.none,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
@@ -121,13 +124,13 @@ class Pipeline:
         self.layout = build.check(self.program, chain, self.fabric, optimizer is None, clips)
         self.delays = delays(self.program)
         self._lane = self.fabric.lane("whole")
-        same = f"{master_weights=}, {max_norm=}, {norm_type=}, {skip_nonfinite=}, count={count is not None}"
+        types = GradientTypes(master_weights and optimizer is not None, build.checked_wire(compression))
+        same = f"{master_weights=}, compression={types.wire}, {max_norm=}, {norm_type=}, {skip_nonfinite=}"
+        same += f", count={count is not None}"
         build.fill(chain, self.program, self.fabric, self._lane, device, same)
         self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
         keep_freed_memory()
-        self._make_parts(
-            chain, loss, count, optimizer, on_step, hosts, tile_options or {}, master_weights, clips
-        )
+        self._make_parts(chain, loss, count, optimizer, on_step, hosts, tile_options or {}, types, clips)
         self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients, self._sampling = optimizer is None, Sampling()
@@ -144,19 +147,16 @@ class Pipeline:
         on_step: OnStep | None,
         hosts: Any,
         tile_options: Mapping[str, Any],
-        master_weights: bool,
+        types: GradientTypes,
         clips: bool,
     ) -> None:
         tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
         own = optimizer is None
-        wide = master_weights and not own
-        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options, wide)
+        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options, types)
         build.share_weights(self.layout, self.fabric, self._lane, self.stages)
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         share_ties(ties, self.stages, lane, self.rank)
-        maker = UpdateMaker(
-            chain, self.program, self.fabric, optimizer, on_step, hosts, names, master_weights
-        )
+        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts, names)
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         terms = None if count is None else Terms(count, self.layout, self.fabric)

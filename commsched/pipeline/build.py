@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.collectives.compression import Compression
 from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.messages import Fabric, Lane, receive_object, receive_tree, send_object, send_tree
-from commsched.pipeline.reduction import ReplicaBuckets, Replicas, Tie, of_parameters
-from commsched.pipeline.stage import Loss, Stage
+from commsched.pipeline.messages import Fabric, Lane, receive_tree, send_tree
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, Tie, of_parameters
+from commsched.pipeline.stage import GradientTypes, Loss, Stage
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import COLLECTIVE, Kind
@@ -63,6 +64,16 @@ def check_functions(loss: Any, optimizer: Any, count: Any) -> None:
             "loss= has reduction='mean', and a pipeline with count= divides a sum by the number of its terms:"
             " pass reduction='sum'"
         )
+
+
+def checked_wire(compression: Any) -> torch.dtype | None:
+    """The type in which the gradients of replicas travel; None: their own."""
+    if compression is not Compression.none and not hasattr(compression, "wire_dtype"):
+        raise ValueError(
+            f"compression= must be Compression.none, fp16, bf16, int8 or fp8, got {compression!r}: a stage's"
+            " buckets cannot call compressors of your own"
+        )
+    return getattr(compression, "wire_dtype", None)
 
 
 def _reduction(loss: Any) -> str | None:
@@ -178,11 +189,7 @@ def check(
 
 def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
     """Raises ``CommError`` on every rank unless all have the same text."""
-    peers = [rank for rank in range(fabric.size) if rank != fabric.rank]
-    pending = [p for peer in peers for p in send_object(lane, peer, mine)]
-    everyone = [mine if rank == fabric.rank else receive_object(lane, rank) for rank in range(fabric.size)]
-    for sent in pending:
-        sent.wait()
+    everyone = StageRanks(lane, fabric.rank, range(fabric.size)).all_values(mine)
     others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if others:
         listed = "; ".join(f"rank {rank} has {everyone[rank]}" for rank in others[:4])
@@ -248,7 +255,7 @@ def make_stages(
     tied: Collection[Mapping[int, str]],
     own_parameters: bool,
     tile_options: Any,
-    wide: bool,
+    types: GradientTypes,
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
@@ -267,7 +274,7 @@ def make_stages(
             depth(program) > 0,
             _on_tiles(layout, number, module, fabric, tile_options),
             own_parameters,
-            wide,
+            types,
         )
     return stages
 
@@ -314,13 +321,11 @@ class UpdateMaker:
         on_step: OnStep | None,
         hosts: Sequence[Sequence[int]] | None,
         names: Mapping[str, str],
-        master_weights: bool = False,
     ) -> None:
         """``names``: see ``Chain.first_names``."""
         self.chain, self.program, self.layout, self.fabric = chain, program, program.layout, fabric
         self.factory, self.on_step, self.hosts = factory, on_step, hosts
-        self.names, self.master_weights = names, master_weights
-        self.lane = fabric.lane("sums")
+        self.names, self.lane = names, fabric.lane("sums")
 
     def make(self, stages: dict[int, Stage], ties: Sequence[Tie]) -> dict[int, Update]:
         return {number: self._make(stage, ties) for number, stage in stages.items()}
@@ -339,15 +344,22 @@ class UpdateMaker:
             masters = self.layout.reduction == "masters"
             sparse = sparse_places(stage)
             alone = untied
-            if not masters and (optimizer is None or type(optimizer) in ELEMENTWISE):
+            in_buckets = not masters and (optimizer is None or type(optimizer) in ELEMENTWISE)
+            if stage.types.wire is not None and not in_buckets:
+                whose = f"schedule {self.program.policy!r}" if masters else type(optimizer).__name__
+                raise ValueError(
+                    f"compression= is for gradients in buckets, and {whose} needs those of stage"
+                    f" {stage.number} whole on every replica: leave it out"
+                )
+            if in_buckets:
                 outside = sparse | {place for place, leaf in enumerate(leaves) if leaf.is_complex()}
                 places = self._places(stage, frozenset(tied))
                 parts = [
-                    of_parameters(self.program.buckets[number], places, leaves, outside) for number in numbers
+                    of_parameters(self.program.buckets[number], places, stage, outside) for number in numbers
                 ]
                 if any(parts):
                     alone = [place for place in untied if place in outside]
-                    shared |= self._buckets(stage, ranks, numbers, parts)
+                    shared |= self._buckets(stage, numbers, parts, parameters, optimizer)
                     shared["early"] = early
             if alone:
                 hosts = self._hosts_of(ranks) if masters else [ranks]
@@ -356,7 +368,7 @@ class UpdateMaker:
             return Gradients(stage, **shared)
         within = len(numbers) > 1 and self.layout.placement != "eager" and len(stage.modules) == 1
         wait_within = within and "buckets" in shared
-        return Stepped(stage, optimizer, parameters, self.on_step, self.master_weights, wait_within, **shared)
+        return Stepped(stage, optimizer, parameters, self.on_step, wait_within, **shared)
 
     def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
         """The user's, of whole parameters in the model's order and under its names."""
@@ -379,22 +391,25 @@ class UpdateMaker:
     def _buckets(
         self,
         stage: Stage,
-        ranks: Sequence[int],
         numbers: Sequence[int],
         parts: Sequence[Sequence[Bucket]],
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer | None,
     ) -> dict[str, Any]:
         """The engine. ``parts``: of each of the program's buckets, one for each type of parameter."""
+        ranks = self.layout.members(stage.number)
         ends = list(accumulate(map(len, parts), initial=0))
         numbered = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
         plan = [(kind, each) for kind, number in self._plan(stage.number) for each in numbered[number]]
         moved = ReplicaBuckets(
             self.fabric.transport(f"stage {stage.number}", ranks),
-            list(ranks).index(self.fabric.rank),
-            len(ranks),
+            StageRanks(self.lane, self.fabric.rank, ranks),
             self.fabric.timeout,
             stage,
             [part for same in parts for part in same],
             plan,
+            parameters,
+            dict if optimizer is None else lambda: optimizer.state,
         )
         return {"buckets": moved, "numbers": numbered}
 

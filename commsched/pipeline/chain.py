@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,13 +87,17 @@ class Chain:
         """The parameters that a layer uses, by their names in the model."""
         return self._forward.parameters(layer)
 
-    def layer_sizes(self, without: frozenset[int] = frozenset()) -> tuple[int, ...]:
-        """Bytes of each layer's trainable parameters; those whose id is in ``without`` do not count."""
+    def layer_sizes(
+        self, without: frozenset[int] = frozenset(), size: Callable[[Tensor], float] = lambda p: p.nbytes
+    ) -> tuple[int, ...]:
+        """Bytes of each layer's trainable parameters; those whose id is in ``without`` do not count. ``size``
+        of a parameter: its own, or what a message of its gradient has.
+        """
         seen = set(without)
         sizes = []
         for layer in range(len(self)):
             mine = {id(p): p for p in self.layer_parameters(layer).values() if p.requires_grad}
-            sizes.append(sum(p.numel() * p.element_size() for key, p in mine.items() if key not in seen))
+            sizes.append(round(sum(size(p) for key, p in mine.items() if key not in seen)))
             seen |= set(mine)
         return tuple(sizes)
 

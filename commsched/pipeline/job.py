@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from commsched.collectives.compression import Compression
 from commsched.pipeline.shares import Count
 from commsched.pipeline.stage import Loss
 from commsched.pipeline.update import Factory
@@ -46,7 +47,7 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Job:
     """``loss(outputs, targets)`` is a mean over rows, or with ``count(targets)`` a sum over so many terms;
     ``optimizer`` makes an optimizer of parameters. With ``data``, each rank reads its own rows, and training
-    goes by epochs.
+    goes by epochs. ``master_weights`` and ``compression`` are those of `Pipeline`.
     """
 
     model: nn.Module
@@ -55,6 +56,8 @@ class Job:
     optimizer: Factory = _sgd
     data: Data | None = None
     count: Count | None = None
+    master_weights: bool = False
+    compression: Any = field(default_factory=lambda: Compression.none)
 
 
 def load_function(text: str, option: str) -> Callable[..., Any]:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from comm_core import MessageChannel
+from commsched.collectives.compression import Compression
+from commsched.pipeline.build import checked_wire
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.factory import keep_freed_memory
 from commsched.pipeline.messages import Fabric, Lane, receive_object, send_object
-from commsched.pipeline.reduction import ReplicaBuckets
+from commsched.pipeline.reduction import ReplicaBuckets, StageRanks
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
-from commsched.pipeline.stage import Loss, Stage
+from commsched.pipeline.stage import GradientTypes, Loss, Stage
 from commsched.pipeline.update import Factory, made_by
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link, fit
@@ -50,14 +52,18 @@ def profile(
     repeat: int = _REPEAT,
     inside: Iterable[type[nn.Module]] = (),
     name: str = "",
+    master_weights: bool = False,
+    compression: Any = Compression.none,
 ) -> Profile:
     """Layer times, sizes of what crosses a cut behind each layer, and parameters, for a batch of the size of
     one micro-batch; and with half its rows, which tells what a replica saves by having fewer. The model's
-    weights stay as they are; running statistics move, as in training.
+    weights stay as they are; running statistics move, as in training. ``master_weights`` and
+    ``compression`` are the pipeline's: what its replicas send depends on them.
     """
     keep_freed_memory()  # as in training
     batch = on_device(batch, next(model.parameters(), torch.empty(0)).device)
     chain = Chain(model, inside, batch[0])
+    types = GradientTypes(master_weights, checked_wire(compression))
     stages = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
     times, halves = [_Times() for _ in stages], [_Times() for _ in stages]
     rows = rows_of(batch, "the batch")
@@ -66,11 +72,11 @@ def profile(
         for _ in range(repeat + 1):
             _once(stages, chain.arguments(batch[0]), batch[1], loss, times)
             _once(stages, chain.arguments(half[0]), half[1], loss, halves)
-    layers = [
-        _layer(layer_name, size, one, other, rows_of(half, "its half") / rows)
-        for layer_name, size, one, other in zip(chain.names, chain.sizes, times, halves, strict=True)
-    ]
-    per_byte = 0.0 if optimizer is None else _update(model, optimizer, repeat) / max(1, sum(chain.sizes))
+    sent = chain.layer_sizes(size=types.rs_bytes)
+    measured = zip(chain.names, chain.sizes, sent, times, halves, strict=True)
+    layers = [_layer(*row, rows_of(half, "its half") / rows) for row in measured]
+    seconds = 0.0 if optimizer is None else _update(model, optimizer, repeat, types)
+    per_byte = seconds / max(1, sum(chain.sizes))
     return Profile(name or type(chain.model).__name__, tuple(layers), per_byte, f"measured, {repeat} times")
 
 
@@ -89,15 +95,16 @@ def _accumulating(model: nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
-def _layer(name: str, size: int, times: _Times, fewer: _Times, part: float) -> Layer:
-    """``fewer``: the times with ``part`` of the rows."""
+def _layer(name: str, size: int, sent: int, times: _Times, fewer: _Times, part: float) -> Layer:
+    """``sent``: bytes of an RS; ``fewer``: the times with ``part`` of the rows."""
     forward, backward, inputs_only = map(_median, (times.forward, times.backward, times.inputs_only))
     weights = max(0.0, backward - inputs_only) if size else 0.0
     fixed = 1.0  # of a single row, nothing can be saved
     if part < 1 and forward + backward > 0:
         ratio = (_median(fewer.forward) + _median(fewer.backward)) / (forward + backward)
         fixed = min(1.0, max(0.0, (ratio - part) / (1 - part)))
-    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed)
+    share = sent / size if size else 1.0
+    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed, rs_share=share)
 
 
 def _median(values: list[float]) -> float:
@@ -188,9 +195,10 @@ def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tree_unflatten(cut, spec))
 
 
-def _update(model: nn.Module, optimizer: Factory, repeat: int) -> float:
+def _update(model: nn.Module, optimizer: Factory, repeat: int, types: GradientTypes) -> float:
     """Seconds of one optimizer step, taken on copies."""
-    copies = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    copies = {name: nn.Parameter(p.to(types.sum_type(p.dtype), copy=True)) for name, p in trained.items()}
     for copy in copies.values():
         copy.grad = torch.zeros_like(copy)
     stepper, seconds = made_by(optimizer, copies), []
@@ -244,8 +252,7 @@ class _Load:
         self.grad, everyone = torch.zeros(elements), list(range(fabric.size))
         self.buckets = ReplicaBuckets(
             fabric.transport("traffic", everyone),
-            fabric.rank,
-            fabric.size,
+            StageRanks(self.lane, fabric.rank, everyone),
             fabric.timeout,
             self.stage,
             [Bucket((Piece(0, 0, 4 * elements),))],

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.interface import StepWork
+from commsched.backends.interface import Scaling, StepWork
 from commsched.backends.ranks import Ranks
 from commsched.optimizer.buckets import Buffers, build_layout
+from commsched.optimizer.gradient import OptimizerState, Residuals
+from commsched.optimizer.planner import BLOCK
 from commsched.optimizer.sharded_step import ShardView
-from commsched.pipeline.messages import Lane, receive_tree, send_tree, to_host
+from commsched.pipeline.messages import Lane, receive_object, receive_tree, send_object, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.program import Program, delays
@@ -31,14 +32,41 @@ from scheduler.ir.program import Program, delays
 _HOST = torch.device("cpu")  # where messages travel from, also of stages on GPUs
 
 
+class StageRanks:
+    """The ranks of one stage, as the optimizer package's backend, shards and residuals need them."""
+
+    def __init__(self, lane: Lane, rank: int, ranks: Sequence[int]) -> None:
+        self._lane, self._here, self._ranks = lane, rank, ranks
+        self.rank, self.size = list(ranks).index(rank), len(ranks)
+
+    def all_values(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        peers = [rank for rank in self._ranks if rank != self._here]
+        pending = [p for peer in peers for p in send_object(self._lane, peer, value)]
+        values = [value if rank == self._here else receive_object(self._lane, rank) for rank in self._ranks]
+        for sent in pending:
+            sent.wait()
+        return values
+
+    def add_up(self, tensor: Tensor, name: str) -> None:
+        """Replaces a tensor by its sum over the ranks."""
+        summed_over(self._lane, self._here, self._ranks, [tensor])
+
+
+def kinds_of(stage: Stage) -> list[tuple[torch.dtype, bool]]:
+    """Of each parameter its type and whether its gradient is quantised: a bucket holds one kind."""
+    return [(leaf.dtype, stage.types.quantises(leaf)) for leaf in stage.versions.newest.leaves]
+
+
 def of_parameters(
-    bucket: Bucket, layers: Mapping[int, Sequence[int]], leaves: Sequence[Tensor], alone: frozenset[int]
+    bucket: Bucket, layers: Mapping[int, Sequence[int]], stage: Stage, alone: frozenset[int]
 ) -> list[Bucket]:
-    """A bucket of bytes of layers as buckets of bytes of parameters, one for each type; groups count types.
-    ``layers``: the places in ``leaves`` of each layer's parameters, which lie one after the other. Those in
-    ``alone`` are left out.
+    """A bucket of bytes of layers as buckets of bytes of parameters, one for each kind; groups count kinds.
+    ``layers``: the places of each layer's parameters, which lie one after the other. Those in ``alone`` are
+    left out.
     """
-    types = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    leaves, kinds = stage.versions.newest.leaves, kinds_of(stage)
+    groups = list(dict.fromkeys(kinds))
     found: defaultdict[int, list[Piece]] = defaultdict(list)
     for piece in bucket.pieces:
         begin = 0
@@ -48,7 +76,7 @@ def of_parameters(
             # An element belongs to the range in which its first byte lies.
             low, high = (-(-(min(max(at, begin), end) - begin) // item) for at in (piece.start, piece.stop))
             if low < high and place not in alone:
-                found[types.index(leaf.dtype)].append(Piece(place, low * item, high * item))
+                found[groups.index(kinds[place])].append(Piece(place, low * item, high * item))
             begin = end
     return [Bucket(tuple(pieces), group) for group, pieces in found.items()]
 
@@ -59,29 +87,33 @@ class ReplicaBuckets:
     Both are the same memory, except where gradients have another type than their parameters.
 
     ``buckets``: of parameters; cuts inside them move to where ranks have equal shards. ``plan``: all RS, then
-    all AG. Between them the replicas count which parameters they have gradients of.
+    all AG. Between them the replicas count which parameters they have gradients of. ``parameters`` and
+    ``state`` are the optimizer's: residuals of quantised gradients come from there.
     """
 
     def __init__(
         self,
         transport: Any,
-        place: int,
-        size: int,
+        ranks: StageRanks,
         timeout: float,
         stage: Stage,
         buckets: Sequence[Bucket],
         plan: Sequence[tuple[str, int]],
+        parameters: Sequence[nn.Parameter] = (),
+        state: Callable[[], OptimizerState] = dict,
     ) -> None:
         self.stage, leaves = stage, stage.versions.newest.leaves
-        self.ranks = cast(Ranks, SimpleNamespace(rank=place, size=size))  # backends and shards ask no more
+        self.ranks, size = ranks, ranks.size
         sizes = [leaf.element_size() for leaf in leaves]
-        kinds = dict(zip((leaf.dtype for leaf in leaves), stage.grad_types, strict=True))
-        types = list(kinds)
-        self.layout = build_layout([leaf.numel() for leaf in leaves], sizes, buckets, size)
+        kinds = list(dict.fromkeys(kinds_of(stage)))
+        blocks = {group: BLOCK for group, (_, quantised) in enumerate(kinds) if quantised}
+        numels = [leaf.numel() for leaf in leaves]
+        self.layout = build_layout(numels, sizes, buckets, size, alignment=blocks)
         self.places = set(self.layout.slots)
-        groups = {group: types[group] for group in self.layout.lengths}
-        self.sums = Buffers(self.layout, {group: (kinds[kind], _HOST) for group, kind in groups.items()})
-        apart = {group: (kind, _HOST) for group, kind in groups.items() if kinds[kind] != kind}
+        groups = {group: kinds[group][0] for group in self.layout.lengths}
+        sums = {group: (stage.types.sum_type(kind), _HOST) for group, kind in groups.items()}
+        self.sums = Buffers(self.layout, sums)
+        apart = {group: (kind, _HOST) for group, kind in groups.items() if sums[group][0] != kind}
         self.gathered = Buffers(self.layout, apart)
         self.gathered.flat = self.sums.flat | self.gathered.flat
         self._slots = {
@@ -95,10 +127,16 @@ class ReplicaBuckets:
         self._flags = flags.numpy().reshape(size, len(leaves))
         reductions = [*plan[: len(buckets)], ("RS", self._flags_bucket)]
         self._order = [bucket for _, bucket in reductions]
-        self.backend = EngineBackend(self.ranks, "direct", transport, timeout)
-        self.backend.install(
-            StepWork([*reductions, *plan[len(buckets) :]], self.sums, [flags], self.gathered)
-        )
+        slots = sorted(self.layout.slots.items())
+        quantised = {place: parameters[place] for place, slot in slots if slot.group in blocks}
+        # Whatever is gathered travels as it is, so no sums are rounded.
+        self.residuals = Residuals(quantised, min(blocks, default=0), cast(Ranks, ranks), 1.0, False, state)
+        self.residuals.install(self.sums)
+        self._before: list[Tensor] = []  # the residuals with which this period's sums began
+        order, scaling = [*reductions, *plan[len(buckets) :]], Scaling(wire_dtype=stage.types.wire)
+        lost = self.residuals.by_bucket()
+        self.backend = EngineBackend(cast(Ranks, ranks), "direct", transport, timeout)
+        self.backend.install(StepWork(order, self.sums, [flags], self.gathered, scaling, lost))
         self.begun = -1
         self._marked: set[int] = set()
         self._written: set[int] = set()  # the parameters whose gradients are in their slots
@@ -109,6 +147,8 @@ class ReplicaBuckets:
         if self.begun < period:
             self.begun = period
             self._marked, self._written = set(), set()
+            if self.stage.stays:
+                self._before = [lost.clone() for lost in self._residuals()]
             self.backend.begin_step()
             for bucket in self.layout.empty():
                 self._mark(bucket)
@@ -174,6 +214,23 @@ class ReplicaBuckets:
         """Waits for the sums whose turn has come: the engine takes up a bucket after those before it."""
         for bucket in takewhile(self._marked.__contains__, self._order):
             self.backend.wait_reduced(bucket)
+
+    def keep_unread(self) -> None:
+        """Sends sums of residuals again where no replica has a gradient: nobody steps with them."""
+        used = self.used
+        self.residuals.give_back([i for i in self.residuals.params if not used[i]], self.sums)
+        self._before = []
+
+    def _residuals(self) -> list[Tensor]:
+        return [sent for sent, _ in self.residuals.by_bucket().values()]
+
+    def state(self) -> list[Tensor]:
+        """This rank's residuals, for a checkpoint, which repeats the sums that are under way."""
+        return self._before or [lost.clone() for lost in self._residuals()]
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        for lost, value in zip(self._residuals(), state, strict=True):
+            lost.copy_(value)
 
     def sums_on(self, device: torch.device) -> Buffers:
         """The sums where a stage computes: the same memory, unless that is a GPU."""

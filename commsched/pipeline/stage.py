@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from commsched.backends.interface import Scaling
+from commsched.collectives.compression import block_code
+from commsched.optimizer.planner import SHARE, travels_quantised
 from commsched.optimizer.sharded_step import HALVES
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Cut
@@ -23,6 +26,29 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
 """Micro-batch and period."""
+
+
+@dataclass(frozen=True)
+class GradientTypes:
+    """In which types the gradients of a stage are summed, and travel between its replicas. ``masters``:
+    those of half-precision parameters are summed in float32. ``wire``: the ``wire_dtype`` of a `Compression`.
+    """
+
+    masters: bool = False
+    wire: torch.dtype | None = None
+
+    def sum_type(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.masters and dtype in HALVES else dtype
+
+    def quantises(self, parameter: Tensor) -> bool:
+        return bool(block_code(self.wire)) and travels_quantised(parameter)
+
+    def rs_bytes(self, parameter: Tensor) -> float:
+        """Bytes of its gradient in a reduce-scatter, all replicas' parts together."""
+        kind = self.sum_type(parameter.dtype)
+        if self.quantises(parameter):
+            return SHARE * kind.itemsize * parameter.numel()
+        return (Scaling(wire_dtype=self.wire).wire_type(kind) or kind).itemsize * parameter.numel()
 
 
 @dataclass
@@ -57,7 +83,7 @@ class Stage:
     """``module`` with its parameters in versions. ``recompute``: keep inputs only and repeat the forward.
     ``stays``: micro-batches may be in flight between two steps; a checkpoint repeats their forward.
     ``tiled``: by micro-batch, the module on the grid of tiles that computes it; empty for whole samples.
-    ``wide``: the gradients of half-precision parameters are summed in float32, for their masters.
+    ``types``: of gradients.
     """
 
     def __init__(
@@ -69,15 +95,16 @@ class Stage:
         stays: bool = True,
         tiled: Mapping[int, TiledModule] | None = None,
         own_parameters: bool = False,
-        wide: bool = False,
+        types: GradientTypes = GradientTypes(),
     ) -> None:
         self.number, self.module, self.loss, self.recompute = number, module, loss, recompute
         self.tiled = tiled or {}
         self.modules = list(dict.fromkeys([module, *(each.module for each in self.tiled.values())]))
         self.versions = Versions(self.modules, own_parameters)
         kinds = [leaf.dtype for leaf in self.versions.newest.leaves]
-        self.grad_types = [torch.float32 if wide and kind in HALVES else kind for kind in kinds]
-        self._repeats = recompute or stays
+        self.types = types
+        self.grad_types = [self.types.sum_type(kind) for kind in kinds]
+        self.stays, self._repeats = stays, recompute or stays
         self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
         self.losses: defaultdict[int, float] = defaultdict(float)

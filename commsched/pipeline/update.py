@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
@@ -30,10 +31,10 @@ from torch.optim import Optimizer
 
 from commsched.optimizer.buckets import Buffers, Layout
 from commsched.optimizer.gradient import Gradient
-from commsched.optimizer.sharded_step import HALVES, KEY, Shards, ShardView, total_norm
+from commsched.optimizer.sharded_step import HALVES, KEY, Shards, ShardView, load_unrounded, total_norm
 from commsched.pipeline.chain import reads
-from commsched.pipeline.messages import Fabric, from_host, to_host
-from commsched.pipeline.reduction import ReplicaBuckets, Replicas, summed_over
+from commsched.pipeline.messages import Fabric, NoLane, from_host, to_host
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, summed_over
 from commsched.pipeline.stage import Stage, Version
 
 Factory = Callable[[list[Any]], Optimizer]
@@ -101,6 +102,7 @@ class Update:
         """Sums the gradients that no bucket carries; those in buckets have arrived."""
         grads = self.stage.grads.pop(period, self.stage._no_grads())
         if self.buckets is not None:
+            self.buckets.keep_unread()
             for place in self.buckets.places:
                 grads[place] = None
         if self.replicas is not None:
@@ -146,10 +148,12 @@ class Update:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint of this rank."""
-        return {"taken": self.taken}
+        return {"taken": self.taken, "residuals": [] if self.buckets is None else self.buckets.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.taken = state["taken"]
+        if self.buckets is not None:
+            self.buckets.load(state["residuals"])
 
     def close(self) -> None:
         if self.buckets is not None:
@@ -176,7 +180,6 @@ class Stepped(Update):
         optimizer: Optimizer | None,
         parameters: Sequence[nn.Parameter],
         on_step: OnStep | None,
-        master_weights: bool = False,
         wait_within: bool = False,
         **reduction: Any,
     ) -> None:
@@ -184,39 +187,48 @@ class Stepped(Update):
         self.optimizer, self.parameters, self.on_step = optimizer, parameters, on_step
         # None where the optimizer itself can step the parameters.
         self.shards: Shards | None = None
-        halves = master_weights and any(parameter.dtype in HALVES for parameter in parameters)
-        if optimizer is not None and (self.buckets is not None or halves):
-            self.shards = self._make_shards(optimizer, master_weights)
+        self._masters = stage.types.masters and any(parameter.dtype in HALVES for parameter in parameters)
+        if optimizer is not None and (self.buckets is not None or self._masters):
+            self.shards = self._make_shards(optimizer)
+            # Their state is spread over leaves and ranks: the user's optimizer shows and takes whole ones.
+            optimizer.__dict__.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self._handles: list[Any] = []
         self._first: list[int] = []
         if wait_within:
             self._wait_within()
 
-    def _make_shards(self, optimizer: Optimizer, master_weights: bool) -> Shards:
+    def _make_shards(self, optimizer: Optimizer) -> Shards:
         """This rank's shards of the buckets, and other parameters whole, with the optimizer's first state."""
         gradients = [
             Gradient(place, parameter, self.stage.versions.names[place])
             for place, parameter in enumerate(self.parameters)
         ]
-        ranks, here = None, Buffers(Layout({}, [], {}), {})
+        here = Buffers(Layout({}, [], {}), {})
         if self.buckets is not None:
-            ranks, here = self.buckets.ranks, self.buckets.sums_on(self.stage.device)
+            here = self.buckets.sums_on(self.stage.device)
             for place in self.buckets.places:
                 gradients[place].place(here)
         # The user's optimizer as shards see a wrapped one: with its class, which they step.
         stepper = type(type(optimizer).__name__, (), {"_base": type(optimizer)})()
         stepper.__dict__ = optimizer.__dict__
-        shards = Shards(stepper, gradients, here, ranks, master_weights, set(), lambda do, *given: do(*given))
-        shards.whole_parts = [self._whole(g, master_weights) for g in gradients if g.view is None]
+        shards = Shards(
+            stepper, gradients, here, self._ranks, self._masters, set(), lambda do, *given: do(*given)
+        )
+        shards.whole_parts = [self._whole(g) for g in gradients if g.view is None]
         shards.take_state(optimizer.state)
         return shards
 
-    def _whole(self, gradient: Gradient, master_weights: bool) -> WholePart:
+    @property
+    def _ranks(self) -> StageRanks:
+        """The ranks among which the state is spread."""
+        return StageRanks(NoLane(), 0, [0]) if self.buckets is None else self.buckets.ranks
+
+    def _whole(self, gradient: Gradient) -> WholePart:
         parameter = gradient.param
         weight = parameter.detach()
         part = WholePart(gradient, weight, 0, weight.numel(), weight, True, nn.Parameter(weight), weight)
         part.bind()
-        if master_weights and weight.dtype in HALVES:
+        if self._masters and weight.dtype in HALVES:
             part.leaf = nn.Parameter(weight.float())
         return part
 
@@ -282,18 +294,54 @@ class Stepped(Update):
             assert self.shards is not None
             master = {} if part.master is None else {KEY: part.master}
             parts.append(self.shards.state.get(part.leaf, {}) | master)
-        whole = None if self.optimizer is None else self.optimizer.state_dict()
+        optimizer = self.optimizer
+        whole = None if optimizer is None else type(optimizer).state_dict(optimizer)
         return {**super().state(), "optimizer": whole, "parts": parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
         for part, entries in zip(self.parts(), copy.deepcopy(state["parts"]), strict=True):
             assert self.shards is not None
             if part.master is not None:
                 part.master.copy_(entries.pop(KEY))
             self.shards.state[part.leaf] = entries
+
+    # The state of whole parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, with the state of whole parameters. Every rank of the stage must call: each has a
+        part.
+        """
+        optimizer, shards, buckets = self.optimizer, self.shards, self.buckets
+        assert optimizer is not None and shards is not None
+        self.finish()
+        self.settle()  # the engine must not use the connections of what is gathered here
+        gather = (lambda *_: None) if buckets is None else buckets.backend.gather_now
+        whole = shards.gathered_state(self._ranks.all_values, gather)
+        whole = whole if buckets is None else buckets.residuals.added_to(whole)
+        own = optimizer.state
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.state = own | {p: whole[p] for p in members if p in whole}
+        try:
+            return type(optimizer).state_dict(optimizer)
+        finally:
+            optimizer.state = own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes this rank's parts of the state of whole parameters; every rank of the stage must call."""
+        optimizer, shards = self.optimizer, self.shards
+        assert optimizer is not None and shards is not None
+        load = partial(type(optimizer).load_state_dict, optimizer, state)
+        if self._masters:
+            load_unrounded(optimizer, load)
+        else:
+            load()
+        if self.buckets is not None:
+            self.settle()
+            self.buckets.residuals.load()
+        shards.take_state(optimizer.state)
 
     # Reading a new version
 

@@ -52,6 +52,8 @@ def pipeline_of(
         "count": job.count,
         "optimizer": job.optimizer,
         "on_step": on_step,
+        "master_weights": job.master_weights,
+        "compression": job.compression,
     }
     if plan is not None:
         return Pipeline(job.model, plan=plan, **common)

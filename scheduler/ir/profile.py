@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from scheduler.ir.actions import Kind
 from scheduler.ir.codec import JsonFile, check_numbers
 
 
@@ -15,6 +16,9 @@ class Layer:
 
     ``needed_by``: the earlier layer whose forward needs this one's gradients too (-1: none), because both
     hold parts of one gradient. That layer's part then corrects this one's, once both have been gathered.
+
+    ``rs_share``: bytes that the RS of a stage's replicas moves for each byte of the parameters: 2 where
+    bfloat16 parameters have float32 sums, less than 1 where gradients travel in a narrower type.
     """
 
     name: str
@@ -26,12 +30,14 @@ class Layer:
     group: int = 0
     fixed: float = 0.0
     needed_by: int = -1
+    rs_share: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
         check_numbers(
             self, where, "forward", "backward", "bytes", "activation_bytes", "weight_backward", "fixed"
         )
+        check_numbers(self, where, "rs_share")
         for field in ("bytes", "activation_bytes", "group"):
             if int(getattr(self, field)) != getattr(self, field):
                 raise ValueError(f"{where}: {field} must be a whole number, got {getattr(self, field)!r}")
@@ -42,6 +48,16 @@ class Layer:
                 f"{where}: weight_backward ({self.weight_backward}) is part of backward ({self.backward}) and"
                 " cannot be larger"
             )
+
+    def moved(self, kind: Kind, size: float) -> float:
+        """Bytes of the message in which a stage's replicas exchange ``size`` bytes of the layer's parameters:
+        AG moves parameters, RS and each half of AR sums of gradients.
+        """
+        return size if kind is Kind.AG else self.rs_share * size
+
+    def exchanged(self, sharded: bool) -> float:
+        """Bytes of one step between a stage's replicas: RS and AG or, not ``sharded``, both halves of AR."""
+        return self.moved(Kind.RS, self.bytes) + self.moved(Kind.AG if sharded else Kind.AR, self.bytes)
 
 
 @dataclass(frozen=True)

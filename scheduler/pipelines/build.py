@@ -104,7 +104,7 @@ def generate(
         versions=(0,) * count,
         activations=(0,) * count,
         placement=placement,
-        reduction="masters" if schedule == "bundle" else "scatter",
+        reduction=reduction_of(schedule),
         recompute=(recompute,) * count if isinstance(recompute, bool) else tuple(recompute),
         memory=limits if limits is None else tuple(limits),
         tiles=tuple(placed.tiles[stage % stages] for stage in range(count) if placed.tiles),
@@ -129,6 +129,11 @@ def orders_of(
             f" {schedule!r} has {'the options ' + ', '.join(takes) if takes else 'no options of its own'}"
         )
     return generator(positions, microbatches, **options)
+
+
+def reduction_of(schedule: str) -> str:
+    """How a schedule's replicas sum gradients (``Layout.reduction``)."""
+    return "masters" if schedule.lower() == "bundle" else "scatter"
 
 
 def virtual_option(schedule: str, virtual: int) -> dict[str, Any]:

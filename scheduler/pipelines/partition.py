@@ -25,7 +25,7 @@ from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Placement
 from scheduler.ir.link import Cluster
 from scheduler.ir.profile import Border, Profile
-from scheduler.pipelines.build import BUCKET, generate, get, stage_count, virtual_option
+from scheduler.pipelines.build import BUCKET, generate, get, reduction_of, stage_count, virtual_option
 from scheduler.simulate.costs import memory_by_rank
 from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
@@ -144,7 +144,7 @@ def _busiest(problem: PartitionInput, cut: StageCut, positions: int, replicas: i
     """Seconds per period of the position with the most to do."""
     from scheduler.pipelines.reachability_kernel import stage_seconds
 
-    table, first = table_of(problem.profile), problem.first(positions, replicas)
+    table, first = table_of(problem.profile, problem.sharded), problem.first(positions, replicas)
     seconds = [0.0] * positions
     for stage, (low, high) in enumerate(pairwise((*cut.cuts, len(problem.profile.layers)))):
         start = first + stage % positions * replicas
@@ -276,6 +276,11 @@ class PartitionInput:
         """Whether stages may keep their activations, and whether they may recompute them."""
         return np.array(RECOMPUTE[self.recompute])
 
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas step shards of the parameters, and no whole ones."""
+        return reduction_of(self.schedule) == "scatter"
+
     @cached_property
     def virtual(self) -> int:
         """How many stages a rank holds."""
@@ -335,7 +340,7 @@ class PartitionInput:
             sizes = [each.size for each in self.placements]
             wanted[list(accumulate(reversed(sizes))), sizes[::-1]] = True
             memory[~wanted] = -np.inf  # nothing fits there, so stages are where they were placed
-        table, all_devices = table_of(self.profile), bool(self.placements)
+        table, all_devices = table_of(self.profile, self.sharded), bool(self.placements)
         given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
         return StageSearch(given._replace(all_devices=all_devices))
 
@@ -357,7 +362,7 @@ class PartitionInput:
                 least = min(cluster.memory[device] for device in mine)
                 memory[d, 1] = least / self.virtual if strict else least
         copies, in_flight = self.kept(positions)
-        table, ring = table_of(self.profile, replicas), np.zeros((stages + 1, stages + 1, 2))
+        table, ring = table_of(self.profile, self.sharded, replicas), np.zeros((stages + 1, stages + 1, 2))
         given = SearchInput(table, self.microbatches, copies, in_flight, ring, border, memory, self.modes)
         return StageSearch(given._replace(most_replicas=1, all_devices=True))
 
@@ -465,26 +470,29 @@ class StageSearch:
         return float(self.given.microbatches * (alpha + beta * self.table[5, layer] / replicas))
 
 
-def table_of(profile: Profile, replicas: int = 1) -> np.ndarray:
+def table_of(profile: Profile, sharded: bool, replicas: int = 1) -> np.ndarray:
     """Sums over all layers before each one: forward, backward, bytes, activations, update; in row 5 the bytes
-    that cross the border before it; then again sums, of the fixed part of the compute and of what traffic
-    takes. ``replicas``: of one of so many replicas of every layer, which then are single devices.
+    that cross the border before it; then again sums, of the fixed part of the compute, of what traffic takes
+    and of the bytes that replicas exchange. ``sharded``: each steps a part of the parameters. ``replicas``:
+    of one of so many replicas of every layer, which then are single devices.
     """
     layers = profile.layers
     parts = [layer.fixed + (1 - layer.fixed) / replicas for layer in layers]
     activations = [layer.activation_bytes / replicas for layer in layers]
-    traffic = [layer.bytes * profile.traffic_per_byte for layer in layers]
-    moved = 2.0 * (replicas - 1) / replicas
+    exchanged = [layer.exchanged(sharded) for layer in layers]
+    traffic = [size * profile.traffic_per_byte for size in exchanged]
+    sent = (replicas - 1) / replicas
     columns = [
         [layer.forward * part for layer, part in zip(layers, parts)],
         [layer.backward * part for layer, part in zip(layers, parts)],
         [layer.bytes for layer in layers],
         activations,
-        [la.bytes * profile.update_per_byte / replicas + moved * t for la, t in zip(layers, traffic)],
+        [la.bytes * profile.update_per_byte / replicas + sent * t for la, t in zip(layers, traffic)],
         [layer.fixed * (layer.forward + layer.backward) for layer in layers],
         traffic,
+        exchanged,
     ]
-    sums = np.zeros((8, len(layers) + 1))
-    sums[[0, 1, 2, 3, 4, 6, 7], 1:] = np.cumsum(np.array(columns, float), axis=1)
+    sums = np.zeros((9, len(layers) + 1))
+    sums[[0, 1, 2, 3, 4, 6, 7, 8], 1:] = np.cumsum(np.array(columns, float), axis=1)
     sums[5, 1:] = activations
     return sums

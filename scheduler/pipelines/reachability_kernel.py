@@ -41,19 +41,19 @@ def stage_seconds(
     backward does not hide.
 
     ``table`` holds sums up to each layer: forward, backward, bytes, activations, update, (a border's bytes),
-    what of the compute stays where a replica has fewer rows, and what traffic takes from it. ``ring`` is
-    start-up and seconds per byte of one message.
+    what of the compute stays where a replica has fewer rows, what traffic takes from it, and the bytes that
+    replicas exchange. ``ring`` is start-up and seconds per byte of one message.
     """
     forward = table[0, last] - table[0, first]
     backward = table[1, last] - table[1, first]
-    size = table[2, last] - table[2, first]
+    exchanged = table[8, last] - table[8, first]
     whole = forward + backward
     fixed = (table[6, last] - table[6, first]) / whole if whole > 0 else 0.0
     part = fixed + (1.0 - fixed) / replicas
-    sync = 2.0 * (replicas - 1) * (ring[0] + ring[1] * size / replicas)
+    sync = (replicas - 1) * (2.0 * ring[0] + ring[1] * exchanged / replicas)
     exposed = max(0.0, sync - backward * part)
     update = (table[4, last] - table[4, first]) / replicas
-    update += 2.0 * (replicas - 1) / replicas * (table[7, last] - table[7, first])
+    update += (replicas - 1) / replicas * (table[7, last] - table[7, first])
     work = whole + forward if again else whole
     return batches * work * part + exposed + update
 

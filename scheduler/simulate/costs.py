@@ -26,7 +26,7 @@ class Stage:
     """Seconds and bytes of one stage on one rank without replicas. ``kept``: activations between forward and
     backward; ``inputs``, ``outputs``: what crosses its borders. ``backward`` includes ``weight`` and, where
     the stage recomputes, a second forward. ``fixed``: the part of these seconds that stays with fewer rows.
-    ``traffic``: what sending all of its bytes once takes from its computation.
+    ``traffic``: what sending all that its replicas exchange in a step takes from the computation.
     """
 
     forward: float
@@ -47,8 +47,8 @@ class Stage:
 
     def step(self, replicas: int, sharded: bool) -> float:
         """Seconds of the optimizer step, plus seconds in which RS and AG keep a replica from computing."""
-        moved = 2 * (replicas - 1) / replicas
-        return self.update / (replicas if sharded else 1) + moved * self.traffic
+        sent = (replicas - 1) / replicas
+        return self.update / (replicas if sharded else 1) + sent * self.traffic
 
 
 def stages_of(profile: Profile, layout: Layout) -> tuple[Stage, ...]:
@@ -66,6 +66,7 @@ def _stage(profile: Profile, layout: Layout, number: int) -> Stage:
     again = layout.recompute[number]
     compute = [layer.forward + layer.backward for layer in layers]
     fixed = sum(layer.fixed * seconds for layer, seconds in zip(layers, compute, strict=True))
+    exchanged = sum(layer.exchanged(layout.reduction == "scatter") for layer in layers)
     # A stage that recomputes keeps only its input; all activations exist once, while its backward runs.
     return Stage(
         forward=forward,
@@ -78,7 +79,7 @@ def _stage(profile: Profile, layout: Layout, number: int) -> Stage:
         outputs=layers[-1].activation_bytes,
         update=profile.update_per_byte * size,
         fixed=fixed / sum(compute) if fixed else 0.0,
-        traffic=profile.traffic_per_byte * size,
+        traffic=profile.traffic_per_byte * exchanged,
     )
 
 
@@ -110,7 +111,8 @@ class Durations:
         if action.kind in HALOS:
             return self._exposed_halos(rank, action, parts)
         if action.kind in COLLECTIVE:
-            size = self.program.buckets[action.index].bytes
+            pieces, layers = self.program.buckets[action.index].pieces, self.profile.layers
+            size = sum(layers[piece.layer].moved(action.kind, piece.bytes) for piece in pieces)
             if isinstance(self.wires, Cluster):
                 return self.wires.collective(action.kind, members, size)
             return named_link(self.wires, LINK_LANE).cost(action.kind, size)

@@ -18,7 +18,7 @@ from tests.support.launch import PATIENCE, run_ranks, start_ranks
 from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.dist
-PIPELINES = ("pipeline_runs", "pipeline_unused", "pipeline_language")
+PIPELINES = ("pipeline_runs", "pipeline_unused", "pipeline_language", "pipeline_quantised")
 
 
 @pytest.mark.parametrize("program, ranks, name", parameters(*PIPELINES))

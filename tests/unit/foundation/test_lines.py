@@ -7,8 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # Raised by 200 for links as resources (360 lines), one home for what tiles refuse or gather (130), the table
-# of many hosts (150) and time-outs of the launcher's store (25).
-BUDGET = 49_900
+# of many hosts (150) and time-outs of the launcher's store (25). Then by 161 for what stages' replicas send (80),
+# whole state dicts of their optimizers (55) and compression (70), less what these made superfluous.
+BUDGET = 50_061
 
 
 def test_the_product_keeps_to_its_budget() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from dnn_bench.pipeline.worker import default_rows
 from scheduler import profiles
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import Action, Kind
-from scheduler.ir.link import fit
+from scheduler.ir.link import Cluster, Link, fit
 from scheduler.ir.profile import Profile
 from scheduler.pipelines.build import generate
+from scheduler.simulate.lowering import lower_pipeline
+from scheduler.simulate.simulator import run
 from tests.support.documented_runs import CONF, partitioned
 from tests.support.pipeline_runs import (
     WIDTH,
@@ -191,6 +194,32 @@ def test_from_a_profile_to_a_plan(tmp_path: Path, capsys: Any) -> None:
     assert main([*words, "--schedule", "2bw", "--microbatches", "2", "-o", str(files[2])]) == 0
     assert PipelinePlan.load(files[2]).sizes == made.sizes
     assert "written to" in capsys.readouterr().out
+
+
+def halved() -> Job:
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(1)]
+    return Job(chain_model(2).bfloat16(), loss_of, lambda rows: iter(data), master_weights=True)
+
+
+def test_a_jobs_profile_says_what_its_replicas_send(tmp_path: Path, capsys: Any) -> None:
+    """Sums of masters are float32. A plan counted them in bfloat16."""
+    import sys
+
+    sys.modules.setdefault(__name__, sys.modules[halved.__module__])
+    file = tmp_path / "p.json"
+    words = ["profile", "--job", f"{__name__}:halved", "--rows", "12", "--repeat", "1"]
+    assert main([*words, "-o", str(file)]) == 0
+    made = Profile.load(file)
+    assert [layer.rs_share for layer in made.layers] == [2.0, 2.0]
+    before = Profile(made.name, tuple(replace(layer, rs_share=1.0) for layer in made.layers))
+    # Where only traffic takes time, RS takes two of three parts of it, and took one of two.
+    slow = Cluster.flat(2, Link(0.0, 1.0))
+    periods = [
+        run(lower_pipeline(generate("1f1b", 1, replicas=2, profile=each), each, slow)).period
+        for each in (made, before)
+    ]
+    assert periods[0] == pytest.approx(1.5 * periods[1], rel=1e-3)
+    capsys.readouterr()
 
 
 def test_a_plan_that_leaves_devices_out_says_so(capsys: Any) -> None:

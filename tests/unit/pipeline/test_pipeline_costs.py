@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from comm_core.engine import OPS
+from commsched import Compression
 from commsched.pipeline import Pipeline
 from commsched.pipeline.exchange import Exchange
-from commsched.pipeline.profiling import traffic_cost
+from commsched.pipeline.profiling import profile, traffic_cost
 from commsched.pipeline.update import Stepped
-from scheduler.ir.actions import Action
+from scheduler.ir.actions import COLLECTIVE, Action, Kind
 from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
+from scheduler.ir.program import LINK_LANE
 from scheduler.pipelines import generate
+from scheduler.simulate.costs import Durations, stages_of
 from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
 from tests.support.pipeline_runs import batches, chain_model, loss_of, on_threads, sgd, train
@@ -68,16 +76,81 @@ def test_the_users_own_setting_of_malloc_stays() -> None:
 
 
 def test_traffic_that_costs_the_processor_lengthens_a_replicas_step() -> None:
-    profile = Profile("one", (Layer("a", 1.0, 2.0, 12),), traffic_per_byte=0.5)
+    one = Profile("one", (Layer("a", 1.0, 2.0, 12),), traffic_per_byte=0.5)
 
     def period(profile: Profile, replicas: int) -> float:
         program = generate("1f1b", 1, 2, replicas=(replicas,), profile=profile)
         return run(lower_pipeline(program, profile, Cluster.flat(replicas, Link(0.0, 0.0)))).period
 
-    assert period(profile, 1) == pytest.approx(6.0)
+    assert period(one, 1) == pytest.approx(6.0)
     # Each of three replicas sends two thirds of the bytes twice.
-    assert period(profile, 3) == pytest.approx(2.0 + 0.5 * 2 * 8)
-    assert period(replace(profile, traffic_per_byte=0.0), 3) == pytest.approx(2.0)
+    assert period(one, 3) == pytest.approx(2.0 + 0.5 * 2 * 8)
+    assert period(replace(one, traffic_per_byte=0.0), 3) == pytest.approx(2.0)
+
+
+class Counted(nn.Sequential):
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(64, 64) for _ in range(4)))
+        self.to(dtype)
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+MASTERS = {"master_weights": True}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    ("dtype", "options", "reduced"),
+    [
+        (FLOAT, {}, 4),
+        (HALF, {}, 2),
+        (HALF, MASTERS, 4),
+        (HALF, {**MASTERS, "compression": Compression.bf16}, 2),
+        (FLOAT, {"compression": Compression.bf16}, 2),
+        (FLOAT, {"compression": Compression.int8}, 260 / 256),
+    ],
+)
+def test_counted_bytes_are_those_that_replicas_send(
+    dtype: torch.dtype, options: dict[str, Any], reduced: float, schedule: str
+) -> None:
+    """The sums of masters were counted in half precision, and travel in float32."""
+    model, dice = Counted(dtype), torch.Generator().manual_seed(1)
+    batch = tuple(torch.randn(8, 64, generator=dice).to(dtype) for _ in range(2))
+    measured = profile(model, loss_of, batch, repeat=1, **options)
+    slow = replace(measured, traffic_per_byte=1.0, update_per_byte=0.0)
+
+    def work(fabric: Any) -> Any:
+        pipeline = Pipeline(
+            copy.deepcopy(model), schedule, 2, (2, 2), loss=loss_of, optimizer=sgd, fabric=fabric,
+            bucket_bytes=8192, **options,
+        )  # fmt: skip
+        pipeline.step(batch)
+        pipeline.drain()
+        ((number, update),) = pipeline._updates.items()
+        assert update.buckets is not None
+        events = update.buckets.backend.events()
+        last = len(update.buckets.layout.slices)
+        assert (events["bucket"] == last).sum() == 1  # the counts of replicas that have used each parameter
+        kinds = [Kind(OPS[op]) for op in events["op"]]
+        sent: Counter[Kind] = Counter()
+        for kind, event in zip(kinds, events, strict=True):
+            sent[kind] += int(event["bytes"]) if event["bucket"] < last else 0
+        durations = Durations(pipeline.program, measured, Link(0.0, 1.0))
+        counted: dict[Kind, float] = {Kind.RS: 0.0, Kind.AG: 0.0}
+        for action in pipeline.program.kernel[fabric.rank][LINK_LANE]:
+            if action.kind in COLLECTIVE:
+                counted[action.kind] += durations.seconds(fabric.rank, action) / 2
+        stage = stages_of(slow, pipeline.program.layout)[number]
+        pipeline.close()
+        return sent, counted, stage.step(2, sharded=True)
+
+    weights, biases = 2 * 64 * 64, 2 * 64
+    for sent, counted, taken in on_threads(4, work):
+        assert counted == pytest.approx(sent) and taken == pytest.approx(sent.total())
+        rest = 4 if options == {"compression": Compression.int8} else reduced
+        assert sent[Kind.RS] == (weights * reduced + biases * rest) / 2
+        assert sent[Kind.AG] == (weights + biases) * dtype.itemsize / 2
 
 
 def test_every_rank_measures_what_traffic_costs() -> None:

@@ -41,6 +41,7 @@ def model(layers: int, seed: int = 0) -> Profile:
                 bytes=int(random.integers(0, 40)),
                 activation_bytes=int(random.integers(1, 30)),
                 fixed=float(random.uniform(0, 0.6)),
+                rs_share=float(random.choice([0.5, 1.0, 2.0])),
             )
             for number in range(layers)
         ),
@@ -111,9 +112,10 @@ def stage_time(
     part = stays + (1 - stays) / replicas
     seconds = count * (forward * (2 if again else 1) + backward) * part
     seconds += profile.update_per_byte * size / replicas
-    seconds += profile.traffic_per_byte * size * 2 * (replicas - 1) / replicas
+    exchanged = sum(layer.bytes * (layer.rs_share + 1) for layer in layers)  # RS and AG
+    seconds += profile.traffic_per_byte * exchanged * (replicas - 1) / replicas
     level = cluster.level(device, device + replicas - 1)
-    sync = 2 * (replicas - 1) * (level.alpha + level.beta * size / replicas)
+    sync = (replicas - 1) * (2 * level.alpha + level.beta * exchanged / replicas)
     seconds += max(0.0, sync - backward * part)
     crossings = [(inputs, device)] if stage else []
     crossings += [(outputs, device + replicas)] if from_end > 1 else []
