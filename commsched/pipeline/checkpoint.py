@@ -28,6 +28,7 @@ from commsched.pipeline.messages import (
     send_tree,
 )
 from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage, Version
 from commsched.pipeline.update import Update
@@ -42,7 +43,7 @@ from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 # version's number and the state of the random numbers; resuming repeats their forward.
 
 _PROGRESS = ("link", "waiting", "tokens", "complete", "stepped", "forwards")  # of the interpreter
-CLASSES = (Action, Kind, Description, Leaf)
+CLASSES = (Action, Kind, Description, Leaf, Share)
 """Besides tensors and Python's own types, all that a checkpoint consists of: what loading it must allow."""
 _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
