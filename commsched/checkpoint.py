@@ -72,16 +72,13 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     save before and raises its error. The ranks may share the folder, or each machine has its own. The two
     newest generations stay in it.
     """
-    here = _settled(folder)
-    newest = max((int(name[:8]) for name in _generations(here.path)), default=0)
-    told: list[Any] = allgather_object((list(state), newest, secrets.token_hex(4)), "commsched.save.names")
-    for other, (names, *_) in enumerate(told):
+    here, told = _settled(folder, (list(state), secrets.token_hex(4)))
+    for other, (names, _) in enumerate(told):
         if names != told[0][0]:
             raise ValueError(
                 f"save() needs the same names on every rank: rank 0 has {told[0][0]}, rank {other} {names}"
             )
-    number = 1 + (max(each[1] for each in told) if here.whole is None else int(here.whole[:8] or 0))
-    name, me, taken, failure = f"{number:08}-{told[0][2]}", rank(), _Taken(), None
+    name, me, taken, failure = f"{here.number:08}-{told[0][1]}", rank(), _Taken(), None
     try:
         taken.take(state, me, size())
     except Exception as error:  # told to the other ranks, which would wait for this one
@@ -90,10 +87,9 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     told = allgather_object((said, taken.digest, taken.items), "commsched.save.items")
     if failure is not None:
         raise failure
-    if failed := [
-        f"rank {other} could not take its state: {said}" for other, (said, *_) in enumerate(told) if said
-    ]:
-        raise CommError(f"nothing is saved: {'; '.join(failed)}")
+    failures = [f"rank {r} could not take its state: {each[0]}" for r, each in enumerate(told) if each[0]]
+    if failures:
+        raise CommError(f"nothing is saved: {'; '.join(failures)}")
     for other, (_, digest, _) in enumerate(told):
         if digest != told[0][1]:
             _raise_difference(taken.signature, other)
@@ -114,11 +110,12 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
     generation that is not whole is passed over with a warning that names file and reason. All is read with
     ``weights_only=True``.
     """
-    here, reasons = _settled(folder), []
+    here, _ = _settled(folder)
     seen = _seen(here.path)
+    reasons: list[str] = []
     for name in sorted(seen, reverse=True):
-        reason, values = _fault(here.path / name, seen[name]), {}
-        if not reason:
+        values: dict[str, Any] = {}
+        if not (reason := _fault(here.path / name, seen[name])):
             reason, values = _read(here.path / name, seen[name], state)
         if not reason:
             here.whole = name
@@ -137,7 +134,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
     """Return whether a save into ``folder`` has ever ended, as all ranks see it. Every rank must call."""
-    return not _never_ended(_seen(_settled(folder).path))
+    return not _never_ended(_seen(_settled(folder)[0].path))
 
 
 class Saving:
@@ -159,9 +156,9 @@ class Saving:
     def wait(self) -> None:
         """Return when every rank has written; ``CommError`` if one could not. Every rank must call."""
         if self._here.saving is self:  # else a later call has waited
-            _settle(self._here)
+            _settled(self._here.path)
 
-    def failure(self) -> str:
+    def _join(self) -> str:
         """Wait for the thread; return why it has not written, or ""."""
         limit = settings().timeout
         self._thread.join(limit)
@@ -172,9 +169,12 @@ class Saving:
 
 @dataclass
 class _Folder:
-    """``whole``: the newest generation that the ranks know to be whole, "" for none, None if unknown."""
+    """``whole``: the newest generation that the ranks know to be whole, "" for none, None if unknown.
+    ``number``: of the next generation.
+    """
 
     path: Path
+    number: int = 1
     whole: str | None = None
     saving: Saving | None = None
 
@@ -182,27 +182,25 @@ class _Folder:
 _folders: dict[Path, _Folder] = {}
 
 
-def _settled(folder: str | os.PathLike[str]) -> _Folder:
+def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder, list[Any]]:
+    """End a save into the folder, if one is running; return what is known of it and what each rank said.
+
+    Collective. A rank of a new process knows of no whole generation; then no rank does.
+    """
     path = Path(folder).absolute()
     here = _folders.setdefault(path, _Folder(path))
-    _settle(here)
-    return here
-
-
-def _settle(here: _Folder) -> None:
-    """End the save into a folder that may be running, and agree on its newest whole generation. Collective.
-
-    Ranks of a new process know none; then no rank does.
-    """
     saving, here.saving = here.saving, None
-    failure = "" if saving is None else saving.failure()
-    told = allgather_object((failure, here.whole if saving is None else saving.name), "commsched.save.ended")
-    if failures := [said for said, _ in told if said]:
+    failure, whole = ("", here.whole) if saving is None else (saving._join(), saving.name)
+    newest = max((int(name[:8]) for name in _generations(path)), default=0)
+    told = allgather_object((failure, whole, newest, said), "commsched.checkpoint")
+    if failures := [each[0] for each in told if each[0]]:
         raise CommError(
-            f"the checkpoint before is not saved: {'; '.join(failures)}; the newest generation known"
-            f" to be whole: {here.whole or 'none'}"
+            f"the checkpoint before is not saved: {'; '.join(failures)}; the newest generation known to be"
+            f" whole: {here.whole or 'none'}"
         )
-    here.whole = told[0][1] if all(whole == told[0][1] for _, whole in told) else None
+    here.whole = whole if all(each[1] == whole for each in told) else None
+    here.number = 1 + (max(each[2] for each in told) if here.whole is None else int(here.whole[:8] or 0))
+    return here, [each[3] for each in told]
 
 
 def _generations(folder: Path) -> list[str]:
@@ -225,7 +223,8 @@ class _Taken:
         self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
 
     def take(self, state: Mapping[str, Any], me: int, ranks: int) -> None:
-        structure, own, classes = {}, {}, []
+        structure, own = {}, {}
+        classes: list[Any] = []
         for name, value in state.items():
             if _is_own(value):
                 own[f"rank-{me}.{name}"] = value.checkpoint()
@@ -282,9 +281,8 @@ class _Taken:
         if _is_plain(value):
             value = value.cpu()
             # All of the memory would be saved of which a tensor is a part.
-            torch.save(
-                value if value.untyped_storage().nbytes() == value.nbytes else value.clone(), self.data
-            )
+            dense = value.untyped_storage().nbytes() == value.nbytes
+            torch.save(value if dense else value.clone(), self.data)
         else:
             item = io.BytesIO()
             torch.save(value, item)
@@ -422,18 +420,16 @@ def _disk(folder: Path) -> str:
 
 def _seen(folder: Path) -> dict[str, dict[int, Any]]:
     """Return each generation's manifests by rank, as all ranks together see them; texts for damaged ones."""
-    mine = {name: _manifests(folder / name) for name in _generations(folder)}
+    mine: dict[str, dict[int, Any]] = {name: {} for name in _generations(folder)}
+    for path in (folder / name / each for name in mine for each in os.listdir(folder / name)):
+        if match := _MANIFEST.fullmatch(path.name):
+            mine[path.parent.name][int(match[1])] = _manifest(path, int(match[1]))
     seen: dict[str, dict[int, Any]] = {}
     for view in allgather_object(mine, "commsched.load.manifests"):
         for name, manifests in view.items():
             known = seen.setdefault(name, {})
             known |= {w: each for w, each in manifests.items() if not isinstance(known.get(w), dict)}
     return seen
-
-
-def _manifests(generation: Path) -> dict[int, Any]:
-    matches = (_MANIFEST.fullmatch(name) for name in os.listdir(generation))
-    return {int(each[1]): _manifest(generation / each[0], int(each[1])) for each in matches if each}
 
 
 def _manifest(path: Path, writer: int) -> dict[str, Any] | str:
