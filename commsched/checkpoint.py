@@ -405,7 +405,8 @@ def _remove(generation: Path) -> None:
         for name in os.listdir(generation):
             with suppress(FileNotFoundError):
                 os.unlink(generation / name)
-        os.rmdir(generation)
+        with suppress(OSError):  # NFS keeps names of files that are still open; the next save comes back
+            os.rmdir(generation)
 
 
 def _disk(folder: Path) -> str:
