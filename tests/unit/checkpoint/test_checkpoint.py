@@ -205,8 +205,9 @@ def test_a_first_save_that_did_not_end_is_none(kept: Path) -> None:
     for _ in range(2):
         with alone():
             assert checkpoint.load({}, kept) is None
-            checkpoint.save(numbered(1), kept).wait()
-        (max(kept.iterdir(), key=os.path.getmtime) / "manifest-0.json").unlink()
+            saving = checkpoint.save(numbered(1), kept)
+            saving.wait()
+        (kept / saving.name / "manifest-0.json").unlink()
     assert [path.name[:8] for path in kept.iterdir()] == ["00000001"] * 2
     assert loaded(kept)[0] == 0 and not checkpoint.is_saved(kept)
 
