@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ imports at run time
+    from commsched.checkpoint import Saving as Saving
+    from commsched.checkpoint import load as load
+    from commsched.checkpoint import save as save
     from commsched.collectives.compression import *
     from commsched.collectives.job import *
     from commsched.collectives.model_state import *
@@ -24,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ im
 
 # Module -> the public names that it defines.
 _HOMES = {
+    "commsched.checkpoint": "Saving load save",
     "commsched.collectives.compression": "Compression",
     "commsched.collectives.job": """
         ProcessSet add_process_set ccl_built cross_rank cross_size cuda_built ddl_built engine_name

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import commsched
+from commsched.checkpoint import is_saved
 from commsched.cli.options import cuts_of, job_name, job_of
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
@@ -40,9 +41,8 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
     if arguments.load:
         _load(arguments.load, job.model)
     on_step = _on_step(arguments, job.data)
-    kept = arguments.checkpoint is not None and (arguments.checkpoint / "latest").exists()
-    # Rank 0 decides: on other machines the folder may be another one.
-    if arguments.warmup_steps and not commsched.broadcast_object(kept):
+    kept = arguments.checkpoint is not None and is_saved(arguments.checkpoint)
+    if arguments.warmup_steps and not kept:
         _warm_up(arguments, job)
     pipeline = pipeline_of(
         job,

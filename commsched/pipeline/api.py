@@ -76,6 +76,8 @@ class Pipeline:
     ``delays`` says how many steps old the gradient is that each stage applies.
     """
 
+    checkpoint_classes = checkpoint.CLASSES
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Make | Chain,
@@ -302,7 +304,7 @@ class Pipeline:
             stage.versions.use(stage.versions.newest)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Everything that this rank needs to go on exactly here, for ``torch.save``; every rank must call.
+        """Everything this rank needs to go on exactly here, for ``commsched.save``; every rank must call.
         Nothing is drained: micro-batches in flight are part of it.
         """
         with self._health.guarded():

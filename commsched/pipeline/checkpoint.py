@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -16,8 +17,18 @@ from commsched.pipeline.chain import Chain
 from commsched.pipeline.exchange import Inputs, Values
 from commsched.pipeline.factory import save_index, save_shard
 from commsched.pipeline.interpreter import Interpreter
-from commsched.pipeline.messages import Fabric, Lane, receive_object, receive_tree, send_object, send_tree
+from commsched.pipeline.messages import (
+    Description,
+    Fabric,
+    Lane,
+    Leaf,
+    receive_object,
+    receive_tree,
+    send_object,
+    send_tree,
+)
 from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage, Version
 from commsched.pipeline.update import Update
@@ -32,6 +43,8 @@ from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 # version's number and the state of the random numbers; resuming repeats their forward.
 
 _PROGRESS = ("link", "waiting", "tokens", "complete", "stepped", "forwards")  # of the interpreter
+CLASSES = (Action, Kind, Description, Leaf, Share)
+"""Besides tensors and Python's own types, all that a checkpoint consists of: what loading it must allow."""
 _SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
@@ -65,7 +78,10 @@ def taken(pipeline: Running) -> dict[str, Any]:
         "random": random_state(_device(pipeline)),
         "counters": (pipeline._periods, pipeline._done),
         "sampler": pipeline._sampling.state(),
-        "interpreter": {name: copy(getattr(interpreter, name)) for name in _PROGRESS},
+        "interpreter": {
+            name: list(value) if isinstance(value := getattr(interpreter, name), deque) else copy(value)
+            for name in _PROGRESS
+        },
         "batches": dict(pipeline._inputs.given),
         "shares": dict(exchange.shares),
         "terms": dict(terms or {}),
@@ -162,7 +178,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
     pipeline._periods, pipeline._done = state["counters"]
     pipeline._sampling.resume(state["sampler"], state["random"])
     for name in _PROGRESS:
-        setattr(interpreter, name, copy(state["interpreter"][name]))
+        setattr(interpreter, name, type(getattr(interpreter, name))(state["interpreter"][name]))
     interpreter._told = pipeline._done - 1
     pipeline._inputs.given = dict(state["batches"])
     exchange.shares.update(state["shares"])

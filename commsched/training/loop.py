@@ -1,10 +1,10 @@
-"""Training by epochs: pipelines for jobs, the loop, its checkpoints, and figures of the run."""
+"""Training by epochs: pipelines for jobs, the loop, and figures of the run."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -139,17 +139,23 @@ class Training:
         )
         self._total, self._told, self._seconds = 0.0, 0, 0.0  # of this epoch: losses, their number, time
         self._steps = 0
-        self._files = None if settings.checkpoint is None else Checkpoints(settings.checkpoint)
+        self._saving: commsched.Saving | None = None
 
     def run(self) -> list[Epoch]:
-        """Trains from the latest checkpoint on; the figures of all epochs."""
+        """Train from the newest checkpoint on; return the figures of all epochs.
+
+        After SIGTERM on any rank, every rank writes a checkpoint after the same step and exits.
+        """
         self._resume()
         loader = DataLoader(self.data.train, batch_sampler=self.sampler, num_workers=self.settings.workers)
-        while self.sampler.epoch < self.settings.epochs:
-            self._epoch(loader)
+        with termination(self.settings.checkpoint is not None) as asked:
+            while self.sampler.epoch < self.settings.epochs:
+                self._epoch(loader, asked)
+        if self._saving is not None:
+            self._saving.wait()
         return self.epochs
 
-    def _epoch(self, loader: DataLoader[Any]) -> None:
+    def _epoch(self, loader: DataLoader[Any], asked: Callable[[], bool]) -> None:
         number, start = self.sampler.epoch, time.perf_counter()
         label, shown = f"epoch {number + 1}/{self.settings.epochs}", self.pipeline.rank == 0
         with progress(label, len(self.sampler), self.sampler.position, shown) as advance:
@@ -157,17 +163,22 @@ class Training:
                 self._tell(self.pipeline.step(batch, local=self.local))
                 self._steps += 1
                 advance("" if not self._told else f"loss {self._total / self._told:.4f}")
-                every = self.settings.every
-                if every and self._steps % every == 0 and self.sampler.epoch == number:
+                every, leaves = self.settings.every, asked()
+                due = leaves or (every and self._steps % every == 0)
+                if due and self.sampler.epoch == number:  # else the epoch is finished first
                     self._seconds += time.perf_counter() - start
                     self._save()
                     start = time.perf_counter()
+                    if leaves:
+                        self._leave()
         if self.sampler.epoch >= self.settings.epochs:
             for loss in self.pipeline.drain():
                 self._tell(loss)
         self._seconds += time.perf_counter() - start
         self._finish(number)
         self._save()
+        if leaves:
+            self._leave()
 
     def _tell(self, loss: float | None) -> None:
         """Of an asynchronous pipeline a step's loss comes later, perhaps in the next epoch."""
@@ -207,23 +218,56 @@ class Training:
     # Checkpoints
 
     def _save(self) -> None:
-        if self._files is not None:
+        if self.settings.checkpoint is not None:
             state = {
-                "pipeline": self.pipeline.checkpoint(),
-                "epochs": list(self.epochs),
+                "pipeline": self.pipeline,
+                "epochs": self.epochs,
                 "so_far": (self._total, self._told, self._seconds, self._steps),
             }
-            self._files.save(self._steps, state)
+            self._saving = commsched.save(state, self.settings.checkpoint)
 
     def _resume(self) -> None:
-        state = None if self._files is None else self._files.load()
+        folder = self.settings.checkpoint
+        state = None if folder is None else commsched.load({"pipeline": self.pipeline}, folder)
         if state is None:
             return
-        self.pipeline.resume(state["pipeline"])
-        self.epochs = list(state["epochs"])
+        self.epochs = state["epochs"]
         self._total, self._told, self._seconds, self._steps = state["so_far"]
         if self.pipeline.rank == 0:
-            print(f"continues after step {self._steps} of {self.settings.checkpoint}", flush=True)
+            print(f"continues after step {self._steps} of {folder}", flush=True)
+
+    def _leave(self) -> None:
+        assert self._saving is not None
+        self._saving.wait()
+        self.pipeline.close()
+        if self.pipeline.rank == 0:
+            print(f"SIGTERM: step {self._steps} is saved in {self.settings.checkpoint}", flush=True)
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def termination(watched: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells after each step, alike on all ranks, whether one of them got SIGTERM.
+
+    The answer travels beside the next step, so that none waits for it: it is about the call before.
+    """
+    if not watched:
+        yield lambda: False
+        return
+    received: list[int] = []
+    under_way: list[int] = []
+
+    def asked() -> bool:
+        answer = bool(under_way and commsched.synchronize(under_way.pop()))
+        mine = torch.tensor([len(received)])
+        under_way.append(commsched.allreduce_async(mine, op=commsched.Max, name="commsched.train.terminated"))
+        return answer
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -276,54 +320,6 @@ class _TestRows(Sampler[list[int]]):
         for step, local in zip(self._steps, self.local, strict=True):
             mine = self._pipeline.rows(len(step)) or [0] if local else range(len(step))
             yield [step[row] for row in mine]
-
-
-# -- checkpoint files ----------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """``folder`` may be shared by all ranks, or every machine has its own: a rank reads its own files, and
-    rank 0 tells which step counts. Every rank calls ``save`` and ``load``.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._rank = folder, commsched.rank()
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08}.rank-{self._rank}.pt"
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """A process that is killed here leaves the checkpoint before complete."""
-        unfinished = self._path(step).with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        os.replace(unfinished, self._path(step))
-        commsched.barrier()
-        if self._rank == 0:
-            unfinished = self._folder / "latest.unfinished"
-            unfinished.write_text(f"{step}\n")
-            os.replace(unfinished, self._folder / "latest")
-        commsched.barrier()
-        for path in self._folder.glob(f"step-*.rank-{self._rank}.*"):
-            if path != self._path(step):
-                path.unlink()
-
-    def load(self) -> dict[str, Any] | None:
-        """This rank's state of the latest step, or None where nothing has been saved."""
-        latest = self._folder / "latest"
-        step = int(latest.read_text()) if self._rank == 0 and latest.exists() else None
-        step = commsched.broadcast_object(step)
-        if step is None:
-            return None
-        path = self._path(step)
-        if not path.exists():
-            raise ValueError(
-                f"rank {self._rank} has no {path}, and the latest checkpoint is of step {step}; start as many"
-                " ranks on the same machines as before, or choose an empty folder"
-            )
-        # Files of this program's own, with structures that are no tensors.
-        state: dict[str, Any] = torch.load(path, weights_only=False)
-        return state
 
 
 # -- figures of a training run as JSON, and its curves as an SVG picture that needs no other library ---------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -76,6 +77,20 @@ def test_trains_to_a_score_and_goes_on_after_a_kill(name: str, tmp_path: Path) -
     small_data.KINDS[flow.data](tmp_path / "data")
     words = flow.words.replace("--data data", f"--data {tmp_path / 'data'}").split()
     scored_and_continued(flow, words, tmp_path, by_launcher)
+
+
+def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path: Path) -> None:
+    """SIGTERM on one rank ends both after the same step, and the next run goes on there to the same bits."""
+    small_data.sentences(tmp_path / "data")
+    flow, kept = WORKFLOWS["pairs_wpipe"], ["--checkpoint", str(tmp_path / "kept")]
+    words = flow.words.replace("--data data", f"--data {tmp_path / 'data'}").split()
+    whole = trained(flow.ranks, words, tmp_path, "whole", by_launcher)
+    with start_ranks(PROGRAM, flow.ranks, ["train", *words, *kept], {"KILLED": "1:3:15"}) as started:
+        results = started.wait(PATIENCE)
+    assert [rank.returncode for rank in results] == [143, 143], [rank.stderr for rank in results]
+    assert re.search(r"SIGTERM: step [45] is saved in \S+kept", results[0].stdout), results[0].stdout
+    again = trained(flow.ranks, [*words, *kept], tmp_path, "again", by_launcher)
+    assert equal(whole, again)
 
 
 @pytest.mark.slow

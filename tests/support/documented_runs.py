@@ -142,6 +142,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.tiles": {"--programs": lambda _: "8", "--seed": "1"},
+    "tests.support.checkpoints": {"--times": lambda _: "8"},
 }
 # These are smaller wherever they stand.
 WORDS = {

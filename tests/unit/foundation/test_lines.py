@@ -10,6 +10,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # of many hosts (150) and time-outs of the launcher's store (25). Then by 161 for what stages' replicas send (80),
 # whole state dicts of their optimizers (55) and compression (70), less what these made superfluous.
 BUDGET = 50_061
+# of many hosts (150) and time-outs of the launcher's store (25).
+# By 514 for checkpoints of the whole job (556).
+BUDGET = 50_414
 
 
 def test_the_product_keeps_to_its_budget() -> None:

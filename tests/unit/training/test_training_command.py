@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commsched.cli import main
+from commsched.errors import CommError
 from commsched.pipeline import Job
 from commsched.training.images import ClassFolders
 from commsched.training.loop import Decay, TrainingSettings, curves
@@ -125,10 +126,15 @@ def test_a_finished_run_only_tells_its_results(pictures: Path, tmp_path: Path) -
     again = trained(tmp_path, words, pictures)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert (tmp_path / "results.json").read_text() == results
-    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
-    assert names == ["latest", "step-00000010.rank-0.pt"]
-    (tmp_path / "kept" / names[1]).unlink()
-    assert main(["train", *JOB.split(), *words.split(), "--data", str(pictures)]) == 2
+    older, newer = sorted((tmp_path / "kept").iterdir())
+    (newer / "__0_0.distcp").unlink()
+    with pytest.warns(UserWarning, match="__0_0.distcp cannot be read: No such file"):
+        again = trained(tmp_path, words, pictures)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for folder in (tmp_path / "kept").iterdir():
+        (folder / "__0_0.distcp").unlink()
+    with pytest.raises(CommError, match="no generation in .* is whole"):
+        trained(tmp_path, words, pictures)
 
 
 def test_rates_fall_to_nothing() -> None:

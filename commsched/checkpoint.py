@@ -1,0 +1,538 @@
+"""``save`` and ``load``: checkpoints of a whole job, written beside training, two generations in a folder.
+
+    FOLDER/00000007-1f3a5c7e/    a generation: its number, and a mark that tells attempts to write it apart
+        __0_0.distcp             rank 0's part: ``torch.save`` of one tensor or value after another
+        __1_0.distcp             rank 1's part
+        .metadata                for torch.distributed.checkpoint; written by rank 0, not read here: a pickle
+        manifest-0.json          the SHA-256 of rank 0's files, and where in its part each item lies
+        manifest-1.json          rank 1's; the first line is the SHA-256 of the rest
+
+[Note: when a generation is whole] Ranks communicate only in the thread that calls ``save``: they take the
+state, share out its items and tell each other where each will lie. Then a thread of each rank writes, alone:
+
+    part, .metadata -> fsync of each -> fsync of the folder -> manifest under another name, fsync -> rename
+
+A generation is whole when all its ranks' manifests are there and every part is as its manifest says. A
+manifest gets its name after its files are on the disk, so neither a crash nor a power cut leaves a manifest
+without them. At the next call here the ranks tell each other that all have written. Only then does that
+generation count as the newest whole one, and the next save removes all others before it writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from commsched.collectives.job import rank, size
+from commsched.collectives.operations import allgather_object, broadcast_object
+from commsched.env import settings
+from commsched.errors import CommError
+
+Items = dict[str, tuple[int, int]]
+"""Offset and length of each item in the part of the rank that writes it."""
+_FORMAT = 1
+_STRUCTURE = "commsched.structure"
+_GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
+_MANIFEST = re.compile(r"manifest-(\d+)\.json")
+_CHUNK = 16 << 20
+
+
+def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
+    """Copy the job's state, and write it into ``folder`` beside training. Every rank must call.
+
+    ``state`` gives names to objects with ``state_dict()`` (models, optimizers, schedulers: equal on all
+    ranks, or spread over them), to objects with ``checkpoint()`` and ``resume()`` (pipelines: each rank has a
+    state of its own), and to tensors and other values, of which rank 0's are kept. The call waits for the
+    save before and raises its error. The ranks may share the folder, or each machine has its own. The two
+    newest generations stay in it.
+    """
+    here, told = _settled(folder, (list(state), secrets.token_hex(4)))
+    for other, (names, _) in enumerate(told):
+        if names != told[0][0]:
+            raise ValueError(
+                f"save() needs the same names on every rank: rank 0 has {told[0][0]}, rank {other} {names}"
+            )
+    name, me, taken, failure = f"{here.number:08}-{told[0][1]}", rank(), _Taken(), None
+    try:
+        taken.take(state, me, size())
+    except Exception as error:  # told to the other ranks, which would wait for this one
+        failure = error
+    said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    told = allgather_object((said, taken.digest, taken.items), "commsched.save.items")
+    if failure is not None:
+        raise failure
+    failures = [f"rank {r} could not take its state: {each[0]}" for r, each in enumerate(told) if each[0]]
+    if failures:
+        raise CommError(f"nothing is saved: {'; '.join(failures)}")
+    for other, (_, digest, _) in enumerate(told):
+        if digest != told[0][1]:
+            _raise_difference(taken.signature, other)
+    files: dict[str, Any] = {_part(me): taken.data.getbuffer()}
+    if me == 0:
+        files[".metadata"] = taken.metadata([items for *_, items in told])
+    manifest = {"format": _FORMAT, "generation": name, "rank": me, "ranks": size(), "items": taken.items}
+    whole = here.whole
+    here.saving = Saving(here, name, lambda: _write(here.path, whole, manifest, files))
+    return here.saving
+
+
+def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Load the newest whole generation in ``folder`` into the objects of ``state``. Every rank must call.
+
+    Return the values that were saved beside these objects, or None where no save has ever ended. The number
+    of ranks may differ from that of the save, except for objects of which each rank has a state of its own. A
+    generation that is not whole is passed over with a warning that names file and reason. All is read with
+    ``weights_only=True``.
+    """
+    here, _ = _settled(folder)
+    seen = _seen(here.path)
+    reasons: list[str] = []
+    for name in sorted(seen, reverse=True):
+        values: dict[str, Any] = {}
+        if not (reason := _fault(here.path / name, seen[name])):
+            reason, values = _read(here.path / name, seen[name], state)
+        if not reason:
+            here.whole = name
+            if reasons and rank() == 0:
+                warnings.warn(f"generation {name} is loaded: {'; '.join(reasons)}", stacklevel=2)
+            return _put(values, state, here.path / name, len(seen[name]))
+        reasons.append(reason)
+    if not _never_ended(seen):
+        raise CommError(
+            f"rank {rank()}: no generation in {here.path} is whole: {'; '.join(reasons)}; bring the files"
+            " back, or choose another folder to start anew"
+        )
+    here.whole = ""
+    return None
+
+
+def is_saved(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a save into ``folder`` has ever ended, as all ranks see it. Every rank must call."""
+    return not _never_ended(_seen(_settled(folder)[0].path))
+
+
+class Saving:
+    """A save that a thread carries out, as ``save`` returns it."""
+
+    def __init__(self, here: _Folder, name: str, write: Callable[[], None]) -> None:
+        self.name, self._here, self._failure = name, here, ""
+        self._thread = threading.Thread(target=self._run, args=(write,), name="commsched-checkpoint")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            reason = str(error) if isinstance(error, CommError) else repr(error)
+            self._failure = f"{self.name}: {reason}"
+            warnings.warn(f"a checkpoint is not saved: {self._failure}", stacklevel=1)
+
+    def wait(self) -> None:
+        """Return when every rank has written; ``CommError`` if one could not. Every rank must call."""
+        if self._here.saving is self:  # else a later call has waited
+            _settled(self._here.path)
+
+    def _join(self) -> str:
+        """Wait for the thread; return why it has not written, or ""."""
+        limit = settings().timeout
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            return f"{self.name}: rank {rank()} has not written within {limit:g} s (COMMSCHED_TIMEOUT)"
+        return self._failure
+
+
+@dataclass
+class _Folder:
+    """``whole``: the newest generation that the ranks know to be whole, "" for none, None if unknown.
+    ``number``: of the next generation.
+    """
+
+    path: Path
+    number: int = 1
+    whole: str | None = None
+    saving: Saving | None = None
+
+
+_folders: dict[Path, _Folder] = {}
+
+
+def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder, list[Any]]:
+    """End a save into the folder, if one is running; return what is known of it and what each rank said.
+
+    Collective. A rank of a new process knows of no whole generation; then no rank does.
+    """
+    path = Path(folder).absolute()
+    here = _folders.setdefault(path, _Folder(path))
+    saving, here.saving = here.saving, None
+    failure, whole = ("", here.whole) if saving is None else (saving._join(), saving.name)
+    newest = max((int(name[:8]) for name in _generations(path)), default=0)
+    told = allgather_object((failure, whole, newest, said), "commsched.checkpoint")
+    if failures := [each[0] for each in told if each[0]]:
+        raise CommError(
+            f"the checkpoint before is not saved: {'; '.join(failures)}; the newest generation known to be"
+            f" whole: {here.whole or 'none'}"
+        )
+    here.whole = whole if all(each[1] == whole for each in told) else None
+    here.number = 1 + (max(each[2] for each in told) if here.whole is None else int(here.whole[:8] or 0))
+    return here, [each[3] for each in told]
+
+
+def _generations(folder: Path) -> list[str]:
+    return [each for each in (os.listdir(folder) if folder.is_dir() else ()) if _GENERATION.fullmatch(each)]
+
+
+def _part(writer: int) -> str:
+    return f"__{writer}_0.distcp"
+
+
+# -- taking the state: the copy of this rank's share is the content of its part ------------------------------
+
+
+class _Taken:
+    """A state as items under keys. ``structure`` is the state with keys in the place of the items."""
+
+    def __init__(self) -> None:
+        self.shared: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
+
+    def take(self, state: Mapping[str, Any], me: int, ranks: int) -> None:
+        structure, own = {}, {}
+        classes: list[Any] = []
+        for name, value in state.items():
+            if _is_own(value):
+                own[f"rank-{me}.{name}"] = value.checkpoint()
+                classes += getattr(value, "checkpoint_classes", ())
+            else:
+                whole = value.state_dict() if hasattr(value, "state_dict") else value
+                structure[name] = self._flattened(whole, (name,))
+        self._add((_STRUCTURE,), structure)
+        self.digest = hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
+        with torch.serialization.safe_globals(classes):
+            for key, value in {**self._share(me, ranks), **own}.items():
+                self._serialise(key, value)
+
+    @property
+    def signature(self) -> list[str]:
+        """One line for each item that all ranks must have."""
+        return [
+            f"{key} {value.dtype} {tuple(value.shape)}"
+            if _is_plain(value)
+            else f"{key} {type(value).__name__}"
+            for key, value in self.shared.items()
+        ]
+
+    def _flattened(self, value: Any, path: tuple[str | int, ...]) -> Any:
+        """Add the items of nested dictionaries and lists; return the same nesting of keys.
+
+        torch.distributed.checkpoint gives the same keys.
+        """
+        if isinstance(value, dict):
+            return {key: self._flattened(each, (*path, str(key))) for key, each in value.items()}
+        if _is_branch(value):
+            return [self._flattened(each, (*path, place)) for place, each in enumerate(value)]
+        return self._add(path, value.detach() if isinstance(value, Tensor) else value)
+
+    def _add(self, path: tuple[str | int, ...], value: Any) -> str:
+        key = ".".join(map(str, path))
+        if key in self.shared or key.startswith("rank-"):
+            raise ValueError(f"{key} is twice in the state, or begins with 'rank-'; give it another name")
+        self.shared[key], self.paths[key] = value, path
+        return key
+
+    def _share(self, me: int, ranks: int) -> dict[str, Any]:
+        """Return what this rank writes. Each tensor goes to the rank with the fewest bytes so far."""
+        loads, mine = [0] * ranks, {}
+        for key, value in self.shared.items():
+            writer = min(range(ranks), key=loads.__getitem__) if _is_plain(value) else 0
+            loads[writer] += value.nbytes if _is_plain(value) else 0
+            if writer == me:
+                mine[key] = value
+        return mine
+
+    def _serialise(self, key: str, value: Any) -> None:
+        start = self.data.tell()
+        if _is_plain(value):
+            value = value.cpu()
+            # All of the memory would be saved of which a tensor is a part.
+            dense = value.untyped_storage().nbytes() == value.nbytes
+            torch.save(value if dense else value.clone(), self.data)
+        else:
+            item = io.BytesIO()
+            torch.save(value, item)
+            item.seek(0)
+            if refused := torch.serialization.get_unsafe_globals_in_checkpoint(item):
+                raise ValueError(
+                    f"{key} cannot be saved: load() reads with weights_only=True, which refuses"
+                    f" {', '.join(refused)}; save numbers, strings, lists, dictionaries and tensors, or give"
+                    " these classes to torch.serialization.add_safe_globals() before save() and load()"
+                )
+            self.data.write(item.getbuffer())
+        self.items[key] = start, self.data.tell() - start
+
+    def metadata(self, told: Sequence[Items]) -> bytes:
+        """Return the content of torch.distributed.checkpoint's ``.metadata``."""
+        kinds: dict[str, Any] = {}
+        places, paths = {}, dict(self.paths)
+        for writer, items in enumerate(told):
+            for key, (offset, length) in items.items():
+                value, start = self.shared.get(key), None
+                kinds[key] = BytesStorageMetadata()
+                if isinstance(value, Tensor) and _is_plain(value):
+                    start = torch.Size([0] * value.dim())
+                    chunks = [ChunkStorageMetadata(start, value.size())]
+                    properties = TensorProperties.create_from_tensor(value)
+                    kinds[key] = TensorStorageMetadata(properties, value.size(), chunks)
+                paths.setdefault(key, tuple(key.split(".", 1)))
+                places[MetadataIndex(key, start)] = _StorageInfo(_part(writer), offset, length)
+        return pickle.dumps(Metadata(kinds, paths, places, StorageMeta(), CURRENT_DCP_VERSION))
+
+
+def _is_own(value: Any) -> bool:
+    return hasattr(value, "checkpoint") and hasattr(value, "resume")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether torch.distributed.checkpoint stores a value as a tensor."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+
+
+def _is_branch(value: Any) -> bool:
+    """Return whether torch.distributed.checkpoint stores the entries of a value, and not the whole of it."""
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(each, Tensor) or _is_branch(each) for each in value)
+    )
+
+
+def _raise_difference(mine: list[str], other: int) -> None:
+    told = allgather_object(mine, "commsched.save.signature")
+    pairs = zip([*told[0], "nothing"], [*told[other], "nothing"])
+    expected, actual = next(pair for pair in pairs if pair[0] != pair[1])
+    raise CommError(
+        f"nothing is saved: rank 0 has {expected} where rank {other} has {actual}; make the same objects on"
+        " every rank"
+    )
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, whole: str | None, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Remove all generations but ``whole``, if it is known; write this rank's files, the manifest last."""
+    path = target = folder / manifest["generation"]
+    last = target / f"manifest-{manifest['rank']}.json"
+    try:
+        for old in set(_generations(folder)) - {whole, target.name} if whole else ():
+            _remove(folder / old)
+        _make(target)
+        for name, data in files.items():
+            path = target / name
+            _write_file(path, data)
+        _sync(target)
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        body = json.dumps({**manifest, "files": sums}).encode()
+        path = last.with_suffix(".unfinished")
+        _write_file(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        os.replace(path, last)
+        _sync(target)
+    except OSError as error:
+        full = _disk(folder)
+        for name in (*files, path.name, last.name):
+            with suppress(OSError):
+                os.unlink(target / name)
+        raise CommError(
+            f"rank {manifest['rank']} cannot write {error.filename or path}: {error.strerror}; {full}"
+        ) from error
+
+
+def _write_file(path: Path, data: Any) -> None:
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(number, left[:_CHUNK]) :]
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        _make(folder.parent)
+        with suppress(FileExistsError):  # another rank was faster
+            os.mkdir(folder)
+        _sync(folder.parent)
+
+
+def _remove(generation: Path) -> None:
+    """Remove a generation; other ranks may do so at the same time."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(generation):
+            with suppress(FileNotFoundError):
+                os.unlink(generation / name)
+        with suppress(OSError):  # NFS keeps names of files that are still open; the next save comes back
+            os.rmdir(generation)
+
+
+def _disk(folder: Path) -> str:
+    while not os.path.ismount(folder):
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    return f"the disk mounted at {folder} has {usage.free:,} of {usage.total:,} bytes free"
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def _seen(folder: Path) -> dict[str, dict[int, Any]]:
+    """Return each generation's manifests by rank, as all ranks together see them; texts for damaged ones."""
+    mine: dict[str, dict[int, Any]] = {name: {} for name in _generations(folder)}
+    for path in (folder / name / each for name in mine for each in os.listdir(folder / name)):
+        if match := _MANIFEST.fullmatch(path.name):
+            mine[path.parent.name][int(match[1])] = _manifest(path, int(match[1]))
+    seen: dict[str, dict[int, Any]] = {}
+    for view in allgather_object(mine, "commsched.load.manifests"):
+        for name, manifests in view.items():
+            known = seen.setdefault(name, {})
+            known |= {w: each for w, each in manifests.items() if not isinstance(known.get(w), dict)}
+    return seen
+
+
+def _manifest(path: Path, writer: int) -> dict[str, Any] | str:
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        return f"{path} is damaged: its first line is not the SHA-256 of the rest"
+    manifest: dict[str, Any] = json.loads(body)
+    expected = {"format": _FORMAT, "generation": path.parent.name, "rank": writer}
+    actual = {key: manifest.get(key) for key in expected}
+    return manifest if actual == expected else f"{path} must be of {expected} and is of {actual}"
+
+
+def _fault(generation: Path, manifests: Mapping[int, Any]) -> str:
+    """Return why a generation is not whole as far as its manifests say, or ""."""
+    for each in manifests.values():
+        if isinstance(each, str):
+            return each
+    ranks = max((each["ranks"] for each in manifests.values()), default=1)
+    missing = [writer for writer in range(ranks) if writer not in manifests]
+    return f"{generation} has no manifest-{missing[0]}.json: that rank's save did not end" if missing else ""
+
+
+def _never_ended(seen: Mapping[str, Mapping[int, Any]]) -> bool:
+    """Return whether all that is there are starts of a first generation.
+
+    A later number tells that there was a whole generation, and a damaged manifest that this rank had written.
+    """
+    return all(
+        int(name[:8]) == 1
+        and _fault(Path(name), manifests)
+        and all(isinstance(each, dict) for each in manifests.values())
+        for name, manifests in seen.items()
+    )
+
+
+def _read(
+    generation: Path, manifests: Mapping[int, Any], state: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return why a part cannot be read or "", and the items: the shared ones, and this rank's of ``state``.
+
+    A rank that cannot read a part gets it from the first rank that can.
+    """
+    own = {f"rank-{rank()}.{name}" for name, target in state.items() if _is_own(target)}
+    classes = [each for target in state.values() for each in getattr(target, "checkpoint_classes", ())]
+    values: dict[str, Any] = {}
+    for writer in range(len(manifests)):
+        data, fault = _checked(generation / _part(writer), manifests[writer]["files"][_part(writer)])
+        faults = allgather_object(fault, "commsched.load.part")
+        if all(faults):
+            return faults[0], {}
+        if any(faults):
+            data = broadcast_object(data, faults.index(""), "commsched.load.data")
+        for key, (offset, length) in manifests[writer]["items"].items():
+            if key in own or not key.startswith("rank-"):
+                with torch.serialization.safe_globals(classes):
+                    item = io.BytesIO(memoryview(data)[offset : offset + length])
+                    values[key] = torch.load(item, map_location="cpu", weights_only=True)
+    return "", values
+
+
+def _checked(path: Path, digest: str) -> tuple[bytes, str]:
+    """Return a part's content, and why it is not as the manifest says or ""."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return b"", f"{path} cannot be read: {error.strerror}"
+    if (actual := hashlib.sha256(data).hexdigest()) != digest:
+        return (
+            b"",
+            f"{path} is damaged: the SHA-256 of its {len(data)} bytes must be {digest} and is {actual}",
+        )
+    return data, ""
+
+
+def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ranks: int) -> dict[str, Any]:
+    """Give the objects their states; return the other values."""
+    structure, own = values[_STRUCTURE], f"rank-{rank()}"
+    for name, target in state.items():
+        if _is_own(target) and ranks != size():
+            raise ValueError(
+                f"{generation} has a state of {name!r} for each of {ranks} ranks, and this job has {size()};"
+                f" start {ranks} ranks"
+            )
+        if (f"{own}.{name}" not in values) if _is_own(target) else (name not in structure):
+            raise ValueError(
+                f"{generation} has no {name!r}, but {', '.join(map(repr, structure)) or 'nothing'}"
+            )
+    for name, target in state.items():
+        if _is_own(target):
+            target.resume(values[f"{own}.{name}"])
+        elif hasattr(target, "load_state_dict"):
+            target.load_state_dict(_rebuilt(structure.pop(name), values))
+    return {name: _rebuilt(nested, values) for name, nested in structure.items()}
+
+
+def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:
+    """Return nested dictionaries and lists with the items in the place of their keys."""
+    if isinstance(nested, dict):
+        return {key: _rebuilt(each, values) for key, each in nested.items()}
+    if isinstance(nested, list):
+        return [_rebuilt(each, values) for each in nested]
+    return values[nested]

@@ -1,0 +1,172 @@
+"""``checkpoints.py first|again FOLDER``: train and save, or load and go on, with both kinds of optimizer.
+
+Prints a hash of model and optimizer for each ``gather``. Rank 0 alone has data, and gradients are summed, so
+that every number of ranks has the same gradients to the bit; no shard ends within a vector register.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import commsched
+from commsched import checkpoint
+from commsched.errors import CommError
+
+GATHERS = ("gradients", "parameters")
+
+
+def made(gather: str, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((64, 48), (48, 64), (64, 48))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, commsched.DistributedOptimizer(
+        optimizer, model.named_parameters(), op=commsched.Sum, gather=gather, schedule="dear", bucket_mb=0.013
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for number in steps:
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        (model(inputs).square().mean() * (commsched.rank() == 0)).backward()
+        optimizer.step()
+
+
+def hashed(model: nn.Module, optimizer: Any) -> str:
+    state = optimizer.state_dict()
+    steps = [float(each["step"]) for each in state["state"].values()]
+    assert len(steps) == 3 and set(steps) == {8.0}, steps
+    leaves = tree_leaves([dict(model.state_dict()), state["state"]])
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in leaves)).hexdigest()
+
+
+class Own:
+    """A state of each rank's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def checkpoint(self) -> Any:
+        return self.value if not callable(self.value) else self.value()
+
+    def resume(self, value: Any) -> None:
+        self.value = value
+
+
+def first(folder: Path) -> None:
+    for gather in GATHERS:
+        model, optimizer = made(gather, 1)
+        train(model, optimizer, range(8))
+        print(gather, hashed(model, optimizer))
+        optimizer.close()
+        model, optimizer = made(gather, 1)
+        train(model, optimizer, range(4))
+        state = {"model": model, "optimizer": optimizer, "steps": 4, "own": Own([commsched.rank(), torch.ones(2)])}
+        saving = commsched.save(state, folder / gather)
+        train(model, optimizer, range(4, 8))  # while it is written
+        saving.wait()
+        optimizer.close()
+    for check in (own_states, other_items, a_rank_that_fails, a_damaged_part, folders_of_their_own):
+        check(folder / check.__name__)
+        print(check.__name__, "is right")
+
+
+def again(folder: Path) -> None:
+    for gather in GATHERS:
+        model, optimizer = made(gather, 2)
+        found = commsched.load({"model": model, "optimizer": optimizer}, folder / gather)
+        assert found == {"steps": 4}, found
+        train(model, optimizer, range(4, 8))
+        print(gather, hashed(model, optimizer))
+        optimizer.close()
+        with pytest.raises(ValueError, match=f"for each of 2 ranks, and this job has {commsched.size()}"):
+            commsched.load({"own": Own(None)}, folder / gather)
+
+
+def own_states(folder: Path) -> None:
+    commsched.save({"own": Own({"rank": commsched.rank()})}, folder).wait()
+    own = Own(None)
+    assert commsched.load({"own": own}, folder) == {} and own.value == {"rank": commsched.rank()}
+
+
+def other_items(folder: Path) -> None:
+    with pytest.raises(CommError, match=r"rank 0 has x torch.float32 \(2,\) where rank 1 has x .*\(3,\)"):
+        commsched.save({"x": torch.zeros(2 + commsched.rank())}, folder)
+    with pytest.raises(ValueError, match=r"rank 0 has \['x0'\], rank 1 \['x1'\]"):
+        commsched.save({f"x{commsched.rank()}": 0}, folder)
+    assert commsched.load({}, folder) is None
+
+
+def a_rank_that_fails(folder: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("no state")
+
+    kind, said = (RuntimeError, "^no state") if commsched.rank() == 1 else (CommError, "rank 1 .*: no state")
+    with pytest.raises(kind, match=said):
+        commsched.save({"own": Own(fail if commsched.rank() == 1 else 0)}, folder)
+    commsched.save({"epoch": 1}, folder).wait()
+    written = checkpoint._write_file
+    if commsched.rank() == 1:
+        checkpoint._write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+    saving = commsched.save({"epoch": 2}, folder)
+    with pytest.raises(CommError, match=r"is not saved: .*: rank 1 cannot write .*__1_0.distcp: No space left on de"):
+        saving.wait()
+    checkpoint._write_file = written  # type: ignore[assignment]
+    assert quietly(lambda: commsched.load({}, folder)) == {"epoch": 1}
+
+
+def a_damaged_part(folder: Path) -> None:
+    """Of two ranks' parts, the second one's: both ranks go back, and say why on rank 0."""
+    for number in (1, 2):
+        tensors = {"x": torch.full((9,), float(number)), "y": torch.full((9,), float(number))}
+        commsched.save({"tensors": tensors}, folder).wait()
+    part = max(folder.iterdir()) / "__1_0.distcp"
+    if commsched.rank() == 0:
+        part.write_bytes(part.read_bytes()[:-1])
+    commsched.barrier()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = commsched.load({}, folder)
+    assert found is not None and {float(x.mean()) for x in found["tensors"].values()} == {1.0}
+    said = [str(each.message) for each in warned]
+    assert len(said) == (commsched.rank() == 0) and all(f"{part} is damaged" in each for each in said), said
+
+
+def folders_of_their_own(folder: Path) -> None:
+    """Of machines that share none: parts are sent, and an empty folder on rank 0 stops all ranks."""
+    mine = folder / str(commsched.rank())
+    for number in (1, 2):
+        commsched.save({"x": torch.full((9,), float(number)), "y": torch.full((9,), float(number))}, mine).wait()
+    assert {path.name for path in max(mine.iterdir()).glob("__*")} == {f"__{commsched.rank()}_0.distcp"}
+    found = commsched.load({}, mine)
+    assert found is not None and float(found["x"].mean()) == float(found["y"].mean()) == 2.0
+    before = sorted(mine.rglob("*"))
+    if commsched.rank() == 0:
+        shutil.rmtree(mine)
+    with pytest.raises(CommError, match=r"no generation .* is whole: .* has no manifest-0.json"):
+        commsched.load({}, mine)
+    assert commsched.rank() == 0 or sorted(mine.rglob("*")) == before
+
+
+def quietly(act: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return act()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    commsched.init()
+    {"first": first, "again": again}[sys.argv[1]](Path(sys.argv[2]))
+    commsched.shutdown()

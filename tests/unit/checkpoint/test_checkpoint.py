@@ -1,0 +1,322 @@
+"""``commsched.save`` and ``load`` on one rank: what comes back, and that nothing damaged does. Several ranks:
+tests/dist/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import shutil
+import subprocess
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from commsched import checkpoint
+from commsched.errors import CommError
+from tests.support import checkpoints
+from tests.support.checkpoints import RecordedOs, alone, loaded, numbered, same
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Path]:
+    with alone():
+        yield tmp_path / "kept"
+
+
+def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters()}]
+    )
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, seed: int) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randn(6, 5, generator=dice)).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+
+
+def test_training_goes_on_to_the_same_bits(kept: Path) -> None:
+    whole, stopped, again = made(1), made(1), made(2)
+    for seed in range(6):
+        step(*whole, seed)
+    for seed in range(3):
+        step(*stopped, seed)
+    names = ("model", "optimizer", "schedule")
+    values = {
+        "epoch": 3,
+        "pair": (1, [2.5, "x"]),
+        "empty": {},
+        "random": torch.get_rng_state(),
+        "half": [{1: None}],
+    }
+    checkpoint.save({**dict(zip(names, stopped)), **values}, kept).wait()
+    step(*stopped, 3)  # the saved state is a copy
+    found = checkpoint.load(dict(zip(names, again)), kept)
+    assert found is not None and torch.equal(found.pop("random"), values.pop("random")) and found == values
+    for seed in range(3, 6):
+        step(*again, seed)
+    assert_equal(again[0].state_dict(), whole[0].state_dict())
+    assert_equal(again[1].state_dict(), whole[1].state_dict())
+    assert again[2].state_dict() == whole[2].state_dict()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0) if isinstance(one, torch.Tensor) else None
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif not isinstance(one, torch.Tensor):
+        assert one == other
+
+
+def test_torch_distributed_checkpoint_reads_a_generation(kept: Path) -> None:
+    model, optimizer, schedule = made(1)
+    step(model, optimizer, schedule, 0)
+    checkpoint.save({"model": model, "optimizer": optimizer, "epoch": 4}, kept).wait()
+    other, fresh, schedule = made(2)
+    step(other, fresh, schedule, 1)
+    state = {"model": other.state_dict(), "optimizer": fresh.state_dict(), "epoch": 0}
+    dcp.load(state, checkpoint_id=max(kept.iterdir()), no_dist=True)
+    assert state["epoch"] == 4
+    assert_equal(dict(state["model"]), dict(model.state_dict()))
+    wanted = optimizer.state_dict()
+    assert_equal(state["optimizer"]["param_groups"], wanted["param_groups"])
+    assert_equal(state["optimizer"]["state"][0], wanted["state"][0])
+
+
+def test_two_generations_stay(kept: Path) -> None:
+    for number in range(1, 5):
+        checkpoint.save(numbered(number), kept).wait()
+    generations = sorted(path.name for path in kept.iterdir())
+    assert [name[:8] for name in generations] == ["00000003", "00000004"]
+    files = sorted(path.name for path in (kept / generations[1]).iterdir())
+    assert files == [".metadata", "__0_0.distcp", "manifest-0.json"]
+
+
+def test_a_new_process_that_loads_nothing_removes_nothing_until_it_has_saved(kept: Path) -> None:
+    checkpoint.save(numbered(1), kept).wait()
+    checkpoint._folders.clear()
+    checkpoint.save(numbered(2), kept).wait()
+    assert len(list(kept.iterdir())) == 2
+    assert loaded(kept)[0] == 2
+
+
+def test_saves_run_beside_training(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second save waits for the first, and both write the values at their call."""
+    goes, write = threading.Event(), checkpoint._write_file
+
+    def slow(path: Path, data: Any) -> None:
+        assert goes.wait(60)
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "_write_file", slow)
+    state = numbered(1)
+    first = checkpoint.save(state, kept)
+    state["weights"]["first"].zero_()
+    assert loaded(kept)[0] == 0
+    threading.Timer(0.2, goes.set).start()
+    second = checkpoint.save(numbered(2), kept)
+    assert loaded(kept)[0] in (1, 2)  # and the values of 1 are those from before zero_()
+    second.wait()
+    first.wait()
+    shutil.rmtree(max(kept.iterdir()))
+    assert loaded(kept)[0] == 1
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bits_and_zeroed_pages_never_load(tmp_path: Path) -> None:
+    outcomes = checkpoints.damage(tmp_path, 300, seed=5)
+    assert outcomes["__0_0.distcp: state 1 loaded"] > 100 and outcomes["manifest-0.json: state 1 loaded"] > 30
+
+
+def test_kills_leave_a_whole_generation(tmp_path: Path) -> None:
+    checkpoints.kills(tmp_path / "kept", 25, seed=6)
+
+
+def test_power_cuts_leave_a_whole_generation(tmp_path: Path) -> None:
+    outcomes = checkpoints.cuts(tmp_path, 150, seed=7)
+    assert min(outcomes.values()) > 5 and len(outcomes) == 2
+
+
+def test_power_cuts_are_noticed_where_nothing_is_synced(tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, CommError)):
+        checkpoints.cuts(tmp_path, 150, seed=7, syncs=False)
+
+
+def two_generations(folder: Path) -> tuple[Path, Path]:
+    for number in (1, 2):
+        checkpoint.save(numbered(number), folder).wait()
+    older, newer = sorted(folder.iterdir())
+    return older, newer
+
+
+def test_a_generation_that_is_not_whole_is_passed_over(kept: Path) -> None:
+    older, newer = two_generations(kept)
+    (newer / "manifest-0.json").unlink()
+    assert loaded(kept) == (1, [
+        f"generation {older.name} is loaded: {newer} has no manifest-0.json: that rank's save did not end"
+    ])  # fmt: skip
+    # The next save takes the number of the broken one, which goes.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.load({}, kept)
+    checkpoint.save(numbered(3), kept).wait()
+    assert [path.name[:8] for path in sorted(kept.iterdir())] == [
+        "00000001",
+        "00000002",
+    ] and not newer.exists()
+    assert loaded(kept)[0] == 3
+
+
+def test_nothing_starts_anew_where_something_was_saved(kept: Path) -> None:
+    older, newer = two_generations(kept)
+    shutil.rmtree(older)
+    (newer / "__0_0.distcp").unlink()
+    with pytest.raises(
+        CommError, match=r"no generation .* is whole: .*__0_0.distcp cannot be read: No such file"
+    ):
+        loaded(kept)
+    (newer / "manifest-0.json").unlink()
+    with pytest.raises(CommError, match=r"has no manifest-0.json: .* or choose another folder"):
+        loaded(kept)
+    assert checkpoint.is_saved(kept)
+
+
+def test_a_first_save_that_did_not_end_is_none(kept: Path) -> None:
+    assert loaded(kept)[0] == 0 and not checkpoint.is_saved(kept)
+    for _ in range(2):
+        with alone():
+            assert checkpoint.load({}, kept) is None
+            saving = checkpoint.save(numbered(1), kept)
+            saving.wait()
+        (kept / saving.name / "manifest-0.json").unlink()
+    assert [path.name[:8] for path in kept.iterdir()] == ["00000001"] * 2
+    assert loaded(kept)[0] == 0 and not checkpoint.is_saved(kept)
+
+
+def test_a_manifest_of_another_generation_is_refused(kept: Path) -> None:
+    older, newer = two_generations(kept)
+    shutil.copy(older / "manifest-0.json", newer)
+    number, (said,) = loaded(kept)
+    assert number == 1 and "must be of" in said and older.name in said
+
+
+class Command:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def test_code_in_a_file_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write files can write their checksums."""
+    checkpoint.save({"epoch": 1}, kept).wait()
+    monkeypatch.chdir(kept.parent)
+    (generation,) = kept.iterdir()
+    part, manifest = generation / "__0_0.distcp", generation / "manifest-0.json"
+    item = checkpoint.io.BytesIO()
+    torch.save(Command(), item)
+    told = checkpoint._manifest(manifest, 0)
+    assert isinstance(told, dict)
+    told["items"]["epoch"] = (part.stat().st_size, len(item.getvalue()))
+    data = part.read_bytes() + item.getvalue()
+    part.write_bytes(data)
+    told["files"][part.name] = hashlib.sha256(data).hexdigest()
+    body = checkpoint.json.dumps(told).encode()
+    manifest.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    with pytest.raises(pickle.UnpicklingError, match="system"):
+        loaded(kept)
+    assert not Path("executed").exists()
+
+
+# -- what cannot be saved, and disks that cannot take it -----------------------------------------------------
+
+
+class Unknown:
+    pass
+
+
+def test_a_value_that_could_not_be_loaded_is_refused(kept: Path) -> None:
+    with pytest.raises(ValueError, match=r"stuff cannot be saved: .* refuses .*Unknown;"):
+        checkpoint.save({"stuff": Unknown()}, kept)
+    with pytest.raises(ValueError, match="a.b is twice"):
+        checkpoint.save({"a": {"b": 1}, "a.b": 2}, kept)
+    assert not kept.exists()
+    with torch.serialization.safe_globals([Unknown]):
+        checkpoint.save({"stuff": Unknown()}, kept).wait()
+        found = checkpoint.load({}, kept)
+    assert found is not None and isinstance(found["stuff"], Unknown)
+
+
+def test_a_name_that_was_not_saved(kept: Path) -> None:
+    checkpoint.save({"epoch": 1}, kept).wait()
+    with pytest.raises(ValueError, match="has no 'model', but 'epoch'"):
+        checkpoint.load({"model": nn.Linear(1, 1)}, kept)
+
+
+class FullDisk(RecordedOs):
+    """Takes a number of bytes."""
+
+    left = 20_000
+
+    def write(self, opened: int, data: memoryview) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = super().write(opened, data[: self.left])
+        self.left -= count
+        return count
+
+
+def test_a_full_disk_is_named_at_the_next_call(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(numbered(1), kept).wait()
+    monkeypatch.setattr(checkpoint, "os", FullDisk())
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        saving = checkpoint.save(numbered(2), kept)
+        part = kept / saving.name / "__0_0.distcp"
+        with pytest.raises(CommError) as raised:
+            checkpoint.save(numbered(3), kept)
+    assert f"rank 0 cannot write {part}: No space left on device; the disk mounted at /" in str(raised.value)
+    assert "known to be whole: 00000001-" in str(raised.value) and not list(part.parent.iterdir())
+    monkeypatch.undo()
+    assert loaded(kept)[0] == 1
+    checkpoint.save(numbered(3), kept).wait()
+    assert loaded(kept)[0] == 3 and not part.parent.exists()
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "none", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with alone(), warnings.catch_warnings(record=True), pytest.raises(CommError) as raised:
+            checkpoint.save({"tensor": torch.rand(1000)}, disk / "kept").wait()
+            checkpoint.save(numbered(2), disk / "kept").wait()
+        assert f"No space left on device; the disk mounted at {disk} has " in str(raised.value)
+        assert " of 40,960 bytes free" in str(raised.value)
+        with alone(), warnings.catch_warnings(record=True):
+            assert list(checkpoint.load({}, disk / "kept") or ()) == ["tensor"]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_states_differ_by_their_number() -> None:
+    assert same(numbered(3), 3) and not same({**numbered(3), "weights": numbered(4)["weights"]}, 3)
