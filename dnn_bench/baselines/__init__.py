@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from scheduler import policies
+from scheduler.ir.inputs import LARGEST, InputError
 
 if TYPE_CHECKING:
     from dnn_bench.baselines.trainer import Job, Trainer
@@ -124,9 +125,9 @@ def get(name: str) -> Baseline:
         if entry.name.replace("_", "") == wanted.replace("_", ""):
             return entry
     sized = re.fullmatch(r"(ddp|horovod)_(\d+(?:\.\d+)?)mb", wanted)
-    if sized and float(sized[2]) > 0:
+    if sized and 0 < float(sized[2]) <= LARGEST:
         return SIZED[sized[1]](wanted, float(sized[2]))
-    raise ValueError(
+    raise InputError(
         f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N)"
     )
 
