@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from errno import EINPROGRESS
+from errno import EINPROGRESS, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
 
 POLL_SECONDS = 0.02  # between two calls of `lost`
+GUESTS, GUEST_SECONDS = 64, 30.0  # connections without proof, and how long each may take for it
+NO_ROOM = EMFILE, ENFILE, ENOBUFS, ENOMEM
 NONCE = 32  # bytes of a challenge, and of a proof
 GREETING = struct.Struct("32sIIII")  # nonce, from rank, to rank, number of ranks, 1: keepalive connection
 
@@ -56,6 +58,14 @@ class Waiting:
             message = f"{late} within {self.seconds:g} s; look for an error in the other ranks' output"
             raise EngineError(message, kind="timeout", rank=self.rank, peer=peer)
         return min(left, POLL_SECONDS)
+
+
+class Guest(NamedTuple):
+    """A connection that has not proved yet who it is."""
+
+    challenge: bytes
+    answer: bytearray
+    deadline: float
 
 
 class Member(NamedTuple):
@@ -129,7 +139,7 @@ def _receive(connection: socket.socket, count: int, pause: Callable[[], float]) 
 
 
 def _until(connection: socket.socket, event: int, pause: Callable[[], float]) -> None:
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:
         selector.register(connection, event)
         while not selector.select(pause()):
             pass
@@ -142,36 +152,74 @@ def accept_all(
     found: dict[tuple[int, bool], socket.socket],
     waiting: Waiting,
 ) -> None:
-    """Add both connections of each of these ranks to `found`. A silent stranger delays nobody."""
+    """Add both connections of each of these ranks to `found`. No number of strangers delays them.
+
+    A guest, which has not proved yet who it is, is closed after `GUEST_SECONDS`. Beside the connections that
+    are awaited there are at most `GUESTS`: one more closes the oldest. Ranks answer at once, so the oldest
+    guests are strangers.
+    """
     missing = {(peer, keepalive) for peer in peers for keepalive in (False, True)}
+    refused = ""
     listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
             while missing:
                 ranks = sorted({peer for peer, _ in missing})
-                pause = waiting.next(ranks[0], f"ranks {ranks} did not connect")
-                for key, _ in selector.select(pause):
-                    if key.fileobj is listener:
-                        _let_in(listener, selector)
+                pause = waiting.next(ranks[0], f"ranks {ranks} did not connect{refused}")
+                # The listener last: a guest that has answered must not be closed to make room.
+                for key, _ in sorted(selector.select(pause), key=lambda event: event[0].data is None):
+                    if key.data is None:
+                        refused = _let_in(listener, selector, len(missing) + GUESTS)
                         continue
                     who = _identify(key, selector, own, missing)
                     if who is not None:
                         found[who] = key.fileobj  # type: ignore[assignment]
                         missing.remove(who)
+                while (oldest := _oldest(selector)) and oldest.data.deadline < time.monotonic():
+                    _dismiss(oldest, selector)
         finally:
-            for key in selector.get_map().values():
-                if key.fileobj is not listener:
-                    key.fileobj.close()  # type: ignore[union-attr]
+            while oldest := _oldest(selector):
+                _dismiss(oldest, selector)
 
 
-def _let_in(listener: socket.socket, selector: selectors.BaseSelector) -> None:
-    with suppress(OSError):  # the other end has closed already
+def _let_in(listener: socket.socket, selector: selectors.BaseSelector, most: int) -> str:
+    """Accept a guest. Return why that is impossible, as a part of a sentence; "" if it is possible."""
+    oldest = _oldest(selector)
+    if oldest and len(selector.get_map()) > most:
+        _dismiss(oldest, selector)
+    try:
         guest = close_in_children(listener.accept()[0])
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            return ""  # the other end has closed already
+        # The listener stays readable: without a pause the loop would spin.
+        oldest = _oldest(selector)
+        if oldest:
+            _dismiss(oldest, selector)
+        else:
+            time.sleep(POLL_SECONDS)
+        return f" (this process cannot accept connections: {error.strerror}; raise `ulimit -n`)"
+    challenge = secrets.token_bytes(NONCE)
+    try:
         guest.setblocking(False)
-        challenge = secrets.token_bytes(NONCE)
         guest.sendall(challenge)
-        selector.register(guest, selectors.EVENT_READ, (challenge, bytearray()))
+    except OSError:
+        guest.close()
+        return ""
+    deadline = time.monotonic() + GUEST_SECONDS
+    selector.register(guest, selectors.EVENT_READ, Guest(challenge, bytearray(), deadline))
+    return ""
+
+
+def _oldest(selector: selectors.BaseSelector) -> selectors.SelectorKey | None:
+    """Return the guest that came first; the selector keeps the order of registration."""
+    return next((key for key in selector.get_map().values() if key.data is not None), None)
+
+
+def _dismiss(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    selector.unregister(key.fileobj)
+    key.fileobj.close()  # type: ignore[union-attr]
 
 
 def _identify(
@@ -179,7 +227,7 @@ def _identify(
 ) -> tuple[int, bool] | None:
     """Read from a guest. Return who it is once it has proved that; close the connections of others."""
     guest: Any = key.fileobj
-    challenge, answer = key.data
+    challenge, answer, _ = key.data
     piece = b""
     with suppress(OSError):
         piece = guest.recv(GREETING.size + NONCE - len(answer))

@@ -104,7 +104,7 @@ def tcp_connections(
     dialled = range(min(rank, 1) if star else rank)
     awaited = range(size if star and rank else rank + 1, size)
     waiting = Waiting(rank, timeout_seconds, lost)
-    with _listen(address or ("127.0.0.1" if size == 1 else _own_address(store)), 2 * size) as listener:
+    with _listen(address or ("127.0.0.1" if size == 1 else _own_address(store))) as listener:
         found = _connect_all(store, listener, waiting, size, dialled, awaited)
     for end in found.values():
         end.setblocking(True)
@@ -131,10 +131,12 @@ def local_descriptors(size: int) -> list[list[tuple[int, int, str]]]:
     return rows
 
 
-def _listen(host: str, backlog: int) -> socket.socket:
+def _listen(host: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return close_in_children(socket.create_server((host, 0), family=family, backlog=backlog))
+        # Where the backlog is full, a rank tries again only after a second: strangers must not fill it.
+        server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        return close_in_children(server)
     except OSError as error:
         raise EngineError(f"cannot listen at {host}: {error}", kind="usage") from error
 

@@ -29,6 +29,7 @@ import psutil
 
 from dnn_bench.fork_server import SHARED
 from dnn_bench.rank_environment import rank_variables
+from scheduler.ir.inputs import LARGEST, InputError
 
 # -- ``Cluster``: hosts as network namespaces around a switch, each behind a shaped link ---------------------
 
@@ -298,11 +299,12 @@ class Link:
         if text == "unlimited":
             return cls(None, delay)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.strip().lower())
-        if match is None or float(match[1]) == 0:
+        rate = float(match[1]) * PREFIXES[match[2]] if match else 0.0
+        if not 0 < rate <= LARGEST:
             raise ClusterError(
                 f"a link is a rate in bits such as 250mbit or 1gbit, or unlimited; not {text!r}"
             )
-        return cls(round(float(match[1]) * PREFIXES[match[2]]), delay)
+        return cls(round(rate), delay)
 
     @property
     def bytes_per_second(self) -> float:
@@ -414,7 +416,7 @@ NAME = re.compile(rf"({PREFIX}-(\d+)-(\d+)-\d+)(?:-sw|-h\d+)?")
 _numbers = itertools.count()
 
 
-class ClusterError(ValueError):
+class ClusterError(InputError):
     """An emulated cluster cannot be built as asked; the message says what to do."""
 
 

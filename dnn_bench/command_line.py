@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commsched.cli import HelpFormatter
+from scheduler.ir.inputs import LARGEST, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def chosen(kind: str, names: str, known: Sequence[str]) -> list[str]:
     """The names in a list with commas; `ValueError` for one that is not known."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
+        raise InputError(f"unknown {kind} {unknown[0]!r}; choose of: {', '.join(known)}")
     return wanted
 
 
@@ -86,9 +87,9 @@ def numbers(option: str, text: str, kind: Callable[[str], Any] = int, least: flo
         values = [kind(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < least:
+    if not values or not all(least <= value <= LARGEST for value in values):
         rule = f"whole numbers of at least {least}" if kind is int else "numbers above 0"
-        raise ValueError(f"{option} takes {rule} with commas between them, not {text!r}")
+        raise InputError(f"{option} takes {rule} with commas between them, not {text!r}")
     return values
 
 

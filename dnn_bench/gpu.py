@@ -27,6 +27,7 @@ from dnn_bench.baselines.trainer import Job
 from dnn_bench.command_line import markdown as table
 from dnn_bench.command_line import numbers, one_line_errors, parser
 from dnn_bench.emulate import Emulation, all_policies, check_device, link_of
+from scheduler.ir.inputs import read_json, reading
 from scheduler.ir.link import Link
 
 # Goals.
@@ -91,10 +92,11 @@ def main(arguments: list[str]) -> int:
 def begun(file: Path, here: dict[str, Any]) -> dict[str, Any]:
     """The file's figures if it comes from the same machine and versions; otherwise an empty report."""
     if file.exists():
-        before: dict[str, Any] = json.loads(file.read_text())
+        before: dict[str, Any] = read_json(file)
         same = {key: value for key, value in here.items() if key != "when"}
-        if same.items() <= before["environment"].items():
-            return {**before, "environment": here}
+        with reading(f"{file} holds no earlier figures, move it away"):
+            if same.items() <= before["environment"].items():
+                return {**before, "environment": here}
     return {"environment": here}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dnn_bench import baselines, launch, models
 from dnn_bench.command_line import chosen
+from scheduler.ir.inputs import LARGEST, InputError, whole
 
 COMPARE = "compare"  # in the place of a launcher
 FIRST = ["first", "--html", "build/first.html"]  # without any variable
@@ -45,14 +46,14 @@ def given(environ: Mapping[str, str]) -> dict[str, str]:
     for variable, value in environ.items():
         name = ALIASES.get(variable.lower(), variable.lower())
         if name in known and value and values.setdefault(name, value) != value:
-            raise ValueError(f"{name} is set twice, to {values[name]!r} and {value!r}; set it once")
+            raise InputError(f"{name} is set twice, to {values[name]!r} and {value!r}; set it once")
     return values
 
 
 def read(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`; a ValueError says which variable is wrong and what it may be."""
     kinds = {field.name: field.type for field in fields(Settings)}
-    values = {n: whole(n, value) if kinds[n] == "int" else value for n, value in given(environ).items()}
+    values = {n: number(n, value) if kinds[n] == "int" else value for n, value in given(environ).items()}
     settings = Settings(**values)  # type: ignore[arg-type]
     return checked(replace(settings, data=found(settings.data, environ.get("COMMSCHED_CALLED_FROM", ""))))
 
@@ -61,30 +62,30 @@ def found(data: str, called_from: str) -> str:
     """The whole path of a data folder or file that the user gave relative to where dist.sh was called."""
     path = Path(called_from, data).absolute()
     if data and not path.exists():
-        raise ValueError(f"data={data}: there is no {path}; name a folder of images or text, or a text file")
+        raise InputError(f"data={data}: there is no {path}; name a folder of images or text, or a text file")
     return str(path) if data else ""
 
 
-def whole(name: str, value: str) -> int:
+def number(name: str, value: str) -> int:
     least = 1 if name in ("bs", "nworkers", "niters", "senlen") else 0
     try:
-        number = int(value)
+        given = int(value)
     except ValueError:
-        number = least - 1
-    if number < least or (name == "rdma" and number > 1):
+        given = least - 1
+    if not least <= given <= (1 if name == "rdma" else LARGEST):
         allowed = "0 or 1" if name == "rdma" else f"a whole number of at least {least}"
-        raise ValueError(f"{name} must be {allowed}, not {value!r}")
-    return number
+        raise InputError(f"{name} must be {allowed}, not {value!r}")
+    return given
 
 
 def checked(settings: Settings) -> Settings:
     """The settings with every name as its registry spells it, and with a launcher."""
     dnn = models.spelt(settings.dnn)
     if settings.senlen and "seq_len" not in models.spec(dnn).shape:
-        raise ValueError(f"senlen is for language models, and {dnn} is none; unset it")
+        raise InputError(f"senlen is for language models, and {dnn} is none; unset it")
     slots = sum(count for _, count in hosts_of(settings.hosts))
     if settings.hosts and slots < settings.nworkers:
-        raise ValueError(
+        raise InputError(
             f"hosts={settings.hosts} has room for {slots} workers, but nworkers={settings.nworkers}"
         )
     names = [part.strip() for part in settings.baseline.split(",")]
@@ -92,7 +93,7 @@ def checked(settings: Settings) -> Settings:
     if names != ["all"] and len(names) == 1:
         launcher = launcher_for(known[0], settings)
     elif settings.hosts or settings.launcher:
-        raise ValueError("several baselines are compared on this machine; unset hosts and launcher")
+        raise InputError("several baselines are compared on this machine; unset hosts and launcher")
     else:
         launcher = COMPARE  # which starts each under the launcher that suits it
     return replace(settings, dnn=dnn, baseline=",".join(known), launcher=launcher)
@@ -111,7 +112,7 @@ def launcher_for(baseline: str, settings: Settings) -> str:
         return next(filter(launch.find, usable), usable[0])
     (launcher,) = chosen("launcher", settings.launcher.lower(), [*LAUNCHERS])
     if launcher not in possible:
-        raise ValueError(
+        raise InputError(
             f"baseline {baseline} cannot run under {launcher}; use launcher={' or '.join(possible)}"
         )
     return launcher
@@ -119,12 +120,13 @@ def launcher_for(baseline: str, settings: Settings) -> str:
 
 def hosts_of(text: str) -> list[tuple[str, int]]:
     """`a:2,b` as [("a", 2), ("b", 1)]."""
+    rule = f"hosts must look like 'first:2,second:2' (host:workers), not {text!r}"
     pairs = []
     for part in filter(None, text.split(",")):
         host, _, count = part.partition(":")
-        if not host or not (count or "1").isdigit() or int(count or 1) < 1:
-            raise ValueError(f"hosts must look like 'first:2,second:2' (host:workers), not {text!r}")
-        pairs.append((host, int(count or 1)))
+        pairs.append((host, whole(count or "1", f"{rule}: workers")))
+        if not all(pairs[-1]):
+            raise InputError(rule)
     return pairs
 
 
@@ -147,7 +149,7 @@ def horovodrun(settings: Settings) -> list[str]:
 
 def torchrun(settings: Settings) -> list[str]:
     if len(hosts_of(settings.hosts)) > 1:
-        raise ValueError(
+        raise InputError(
             "torchrun starts workers on its own host only; for several use launcher=horovodrun or mpirun, "
             "or call torchrun on each with --nnodes, --node-rank and --master-addr"
         )

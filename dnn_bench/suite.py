@@ -22,6 +22,7 @@ from dnn_bench.launch import Hosts, ThisMachine
 from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars, chosen
 from dnn_bench.runner.results import ms, shown, to_limit
 from dnn_bench.runner.sets import Crew, asked
+from scheduler.ir.inputs import InputError, read_json
 
 MODELS = "mlp,vgg_tiny,resnet_tiny,bert_tiny,gpt2_tiny"
 BASELINES = "ddp,ddp_1mb,ddp_4mb,ddp_8mb,horovod,horovod_4mb,fsdp2,fsdp2_keep,zero1,wfbp,dear,pipedap,auto"
@@ -126,10 +127,11 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
 
 def read(path: Path) -> Report:
     try:
-        report: Report = json.loads(path.read_text())
+        report: Report = read_json(path)
         _ = report["interrupted"], report["baselines"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is no report of a comparison: move it away, and measure it again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{path} is no report of a comparison: move it away, and measure it again"
+        raise InputError(f"{what} ({error})") from None
     return report
 
 

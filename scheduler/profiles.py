@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from scheduler.ir.inputs import InputError
 from scheduler.ir.profile import Layer, Profile
 
 
@@ -16,7 +17,7 @@ def names() -> list[str]:
 def shipped(name: str) -> Profile:
     """Return the shipped profile of this name."""
     if name not in MODELS:
-        raise ValueError(f"there is no profile {name!r}; the shipped profiles are {', '.join(names())}")
+        raise InputError(f"there is no profile {name!r}; the shipped profiles are {', '.join(names())}")
     return MODELS[name]()
 
 

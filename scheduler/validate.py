@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from scheduler.ir.actions import COLLECTIVE, COMPUTE, GRADIENTS, HALOS, RECVS, SENDS, Action, Kind, position
 from scheduler.ir.buckets import check_cover
@@ -25,6 +26,9 @@ from scheduler.simulate.task_graph import EVERY_RANK
 __all__ = ["InvalidProgram", "Violation", "grid", "validate", "violations"]
 
 
+MOST = 50  # violations that are shown: a damaged file can have as many as it says that it has layers
+
+
 def validate(program: Program, profile: Profile | None = None) -> None:
     """Raise ``InvalidProgram`` if the program breaks a rule or, with a profile, is for another model."""
     broken = violations(program, profile)
@@ -33,10 +37,11 @@ def validate(program: Program, profile: Profile | None = None) -> None:
 
 
 def violations(program: Program, profile: Profile | None = None) -> list[Violation]:
-    """The violations of the first group of rules that the program breaks."""
+    """The first ``MOST`` violations of the first group of rules that the program breaks."""
     rules = DATA_PARALLEL_RULES if program.pipeline is None else PIPELINE_RULES
     for group in rules:
-        if broken := [violation for rule in group for violation in rule(program, profile)]:
+        every = (violation for rule in group for violation in rule(program, profile))
+        if broken := list(islice(every, MOST)):
             return broken
     return []
 

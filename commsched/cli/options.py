@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler import profiles
+from scheduler.ir.inputs import LARGEST, InputError, whole
 from scheduler.ir.link import ALGORITHMS, Level, Link, network_link
 from scheduler.ir.program import Program
 from scheduler.simulate.simulator import Result
@@ -121,11 +123,13 @@ def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def bytes_of(option: str, text: str) -> int:
     """The bytes of a size such as 64k or 1.5g."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise ValueError(
-            f"{option}: cannot read {text!r}; write bytes, or a number with k, m, g or t (x 1024)"
+    size = float(match[1]) * 1024.0 ** _POWERS[match[2]] if match else math.inf
+    if size > LARGEST:
+        raise InputError(
+            f"{option}: cannot read {text!r}; write bytes, or a number with k, m, g or t (x 1024), at most"
+            " 8192t"
         )
-    return int(float(match[1]) * 1024 ** _POWERS[match[2]])
+    return int(size)
 
 
 def cuts_of(text: str | None) -> list[int | str] | None:
@@ -133,7 +137,7 @@ def cuts_of(text: str | None) -> list[int | str] | None:
     if not text:
         return None
     words = [word.strip() for word in text.split(",")]
-    cuts: list[int | str] = [int(word) if word.isdigit() else word for word in words]
+    cuts: list[int | str] = [whole(word, "--cuts: a layer") if word.isdigit() else word for word in words]
     return cuts if cuts[0] == 0 or isinstance(cuts[0], str) else [0, *cuts]
 
 
@@ -263,10 +267,10 @@ def _model_arguments(text: str) -> dict[str, Any]:
     for pair in filter(None, text.split(",")):
         name, sign, value = pair.partition("=")
         if not sign or not name.strip().isidentifier():
-            raise ValueError(f"--model-args must look like width=16,name=small, got {text!r}")
+            raise InputError(f"--model-args must look like width=16,name=small, got {text!r}")
         try:
             values[name.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: too many brackets
             values[name.strip()] = value
     return values
 

@@ -11,6 +11,7 @@ from commsched.cli.options import console
 from scheduler import profiles
 from scheduler.formats.pipedream import Graph
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.inputs import InputError, whole
 from scheduler.ir.layout import Placement, Samples, Tiles
 from scheduler.ir.link import Cluster
 from scheduler.pipelines.build import names, program_of
@@ -112,11 +113,12 @@ def _counted(number: int, noun: str) -> str:
 
 def _placements(text: str | None) -> list[Placement]:
     try:
-        sizes = [[int(part) for part in word.split("x")] for word in text.split(",")] if text else []
+        words = text.split(",") if text else []
+        sizes = [[whole(part, "a side") for part in word.split("x")] for word in words]
         return [Tiles(tuple(size)) if len(size) > 1 else Samples(size[0]) for size in sizes]
-    except ValueError:
-        raise ValueError(
-            f"--placements takes grids and numbers of ranks such as 2x2,1, got {text!r}"
+    except ValueError as error:
+        raise InputError(
+            f"--placements takes grids and numbers of ranks such as 2x2,1, got {text!r}: {error}"
         ) from None
 
 

@@ -17,6 +17,7 @@ from commsched.cli.options import console, figures, milliseconds, table
 from scheduler import policies, profiles
 from scheduler.bounds import lower_bound
 from scheduler.ir.buckets import Bucket
+from scheduler.ir.inputs import InputError, whole
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -145,10 +146,10 @@ def parse_ranks(text: str) -> list[int]:
     """Return the numbers of ranks of ``8`` (one) or ``2..16384`` (2, 4, 8, ... and 16384)."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
     if match is None:
-        raise ValueError(f"--ranks: expected a number or A..B, got {text!r}")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if not 1 <= first <= last <= MOST_RANKS:
-        raise ValueError(f"--ranks: expected 1 <= A <= B <= {MOST_RANKS}, got {text!r}")
+        raise InputError(f"--ranks: expected a number or A..B, got {text!r}")
+    first, last = (whole(part, "--ranks", MOST_RANKS) for part in (match[1], match[2] or match[1]))
+    if not 1 <= first <= last:
+        raise InputError(f"--ranks: expected 1 <= A <= B, got {text!r}")
     counts = []
     while first < last:
         counts.append(first)

@@ -22,6 +22,7 @@ from commsched.pipeline.job import Data
 from commsched.training import loop
 from commsched.training.loop import Decay, Training, TrainingSettings, pipeline_of, state_of
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.inputs import whole
 from scheduler.pipelines.convert import read_plan
 
 
@@ -188,11 +189,8 @@ def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan | Non
 
 def replicas_of(arguments: argparse.Namespace) -> int | list[int]:
     words = arguments.replicas.split(",")
-    if not all(word.strip().isdigit() for word in words):
-        raise ValueError(
-            f"--replicas is a number, or one for each stage such as 4,3,1, not {arguments.replicas!r}"
-        )
-    counts = [int(word) for word in words]
+    what = f"--replicas is a number, or one for each stage such as 4,3,1, not {arguments.replicas!r}: each"
+    counts = [whole(word.strip(), what) for word in words]
     return counts if len(counts) > 1 else counts[0]
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from commsched.pipeline.random_state import ONE_AT_A_TIME
+from scheduler.ir.inputs import read_json, reading
 
 # -- origins: a model that is there, or parameters that a rank makes or reads --------------------------------
 
@@ -452,9 +453,8 @@ class Weights:
     def _files_of(self, path: Path) -> dict[str, Path]:
         if path.is_dir():
             for index in filter(Path.exists, (path / name for name in _INDEXES)):
-                return {
-                    name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()
-                }
+                with reading(index):
+                    return {name: path / file for name, file in read_json(index)["weight_map"].items()}
             whole = next((path / name for name in _WHOLE if (path / name).exists()), None)
             if whole is None:
                 raise ValueError(

@@ -22,6 +22,7 @@ from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, NeedsOthersError, current_mesh, use_mesh
 from commsched.spatial.shard import agree, default_channel, is_sharded, meta_state, meta_tile, shard, unshard
 from commsched.spatial.tile import Cut, Tile, cut_axes, name_of, tiles_in
+from scheduler.ir.inputs import InputError
 
 
 def run(
@@ -300,7 +301,10 @@ def _opened(source: Any) -> tuple[Any, str | None]:
     if isinstance(source, (str, Path)):
         kind = Path(source).suffix.lower()
         if kind == ".npy":
-            return np.load(source, mmap_mode="r"), None
+            try:
+                return np.lib.format.open_memmap(source, mode="r"), None
+            except Exception as error:  # of many types: NumPy parses a header as Python
+                raise InputError(f"{source}: is no array of NumPy ({error})") from error
         if kind in (".tif", ".tiff"):
             return _open_tiff(source)
     elif hasattr(source, "shape") and hasattr(source, "__getitem__"):

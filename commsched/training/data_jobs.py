@@ -18,6 +18,7 @@ from commsched.pipeline.job import Data, Job, Measure
 from commsched.pipeline.stage import Loss
 from commsched.training import images
 from commsched.training.losses import class_loss, logits_of, mask_loss
+from scheduler.ir.inputs import InputError, reading
 
 Maker = Callable[..., nn.Module]
 _TESTED = 10
@@ -172,7 +173,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[LabelledText]:
     """
     tabs = path.suffix.lower() == ".tsv"
     csv.field_size_limit(1 << 24)
-    with path.open(newline="", encoding="utf-8") as file:
+    with reading(path), path.open(newline="", encoding="utf-8") as file:
         # GLUE's tables have quotes within texts that no quote ends.
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file)
         header = next(lines, [])
@@ -184,7 +185,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[LabelledText]:
         ]
     rows = [row for row in rows if row.label not in ("", "-") and all(row.texts)]
     if not rows:
-        raise ValueError(f"{path} has no row with a text and a label")
+        raise InputError(f"{path} has no row with a text and a label")
     return rows
 
 
@@ -194,7 +195,7 @@ def _places(path: Path, header: list[str], columns: Sequence[str]) -> list[int]:
         if set(names) <= set(header):
             return [header.index(name) for name in names]
     expected = ", ".join(columns) if columns else " or ".join("/".join(names) for names in KNOWN)
-    raise ValueError(f"{path}: needs columns {expected}, its header has {header}; name them with --columns")
+    raise InputError(f"{path}: needs columns {expected}, its header has {header}; name them with --columns")
 
 
 class Vocabulary:

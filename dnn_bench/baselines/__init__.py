@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler import policies
+from scheduler.ir.inputs import LARGEST, InputError
 
 if TYPE_CHECKING:
     from dnn_bench.baselines.trainer import Job, Trainer
@@ -113,12 +114,12 @@ def _horovod(name: str, size: float | None) -> Baseline:
 
 def _of_checkout(entry: Baseline, checkout: Path) -> Baseline:
     if not any(checkout.glob("comm_core/_C*.so")):
-        raise ValueError(
+        raise InputError(
             f"{entry.name}@{checkout} needs a checkout with a built extension there: "
             "run `python setup.py build_ext --inplace` in it"
         )
     if sys.version_info < (3, 11):
-        raise ValueError(f"{entry.name}@{checkout} needs Python 3.11 or newer, not {sys.version.split()[0]}")
+        raise InputError(f"{entry.name}@{checkout} needs Python 3.11 or newer, not {sys.version.split()[0]}")
     # `python -m` looks into the current folder first, which may be a checkout, too.
     environment = entry.environment | {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
     return replace(entry, name=f"{entry.name}@{checkout.name}", environment=environment)
@@ -145,9 +146,9 @@ def get(name: str) -> Baseline:
         if entry.name.replace("_", "") == wanted.replace("_", ""):
             return entry
     sized = re.fullmatch(r"(ddp|horovod)_(\d+(?:\.\d+)?)mb", wanted)
-    if sized and float(sized[2]) > 0:
+    if sized and 0 < float(sized[2]) <= LARGEST:
         return SIZED[sized[1]](wanted, float(sized[2]))
-    raise ValueError(
+    raise InputError(
         f"unknown baseline {name!r}; choose of: {', '.join(names())} (ddp_<N>mb and horovod_<N>mb for any N, "
         "and each as NAME@CHECKOUT, by the code of another checkout)"
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser, save
 from scheduler.ir.actions import Action, Kind
+from scheduler.ir.inputs import LARGEST, InputError, read_json, reading
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE
 from scheduler.render import Panel, compare_svg
 from scheduler.simulate.simulator import Event
@@ -44,18 +45,18 @@ def main(arguments: list[str]) -> int:
     command.add_argument("reports", nargs="+", type=Path, metavar="JSON")
     command.add_argument("--html", type=Path, required=True, metavar="FILE", help="the page to write")
     options = command.parse_args(arguments)
-    save(render([load(path) for path in options.reports]), options.html)
+    reports = [load(path) for path in options.reports]
+    with reading(", ".join(map(str, options.reports))):
+        text = render(reports)
+    save(text, options.html)
     return 0
 
 
 def load(path: Path) -> dict[str, Any]:
     """A report, checked to be one."""
-    try:
-        report = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    report: Any = read_json(path)
     if not isinstance(report, dict) or report.get("kind") != "compare":
-        raise ValueError(f"{path} is no report of dnn_bench compare: it has no kind 'compare'")
+        raise InputError(f"{path} is no report of dnn_bench compare: it has no kind 'compare'")
     return report
 
 
@@ -86,7 +87,9 @@ def picture(arguments: list[str]) -> int:
     command.add_argument("--baseline", default="ddp,auto", metavar="A,B", help="from top to bottom")
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
     options = command.parse_args(arguments)
-    save(draw(load(options.report), options.baseline.split(",")), options.out)
+    with reading(options.report):
+        text = draw(load(options.report), options.baseline.split(","))
+    save(text, options.out)
     return 0
 
 
@@ -107,6 +110,8 @@ def draw(report: Entry, names: list[str]) -> str:
 
 def panel(entry: Entry) -> Panel:
     trace = entry["trace"]
+    if not 0 < trace["end"] <= LARGEST:
+        raise InputError(f"{entry['name']}: a step takes 0 to {LARGEST:,} s, not {trace['end']}")
     family, size = re.fullmatch(r"(\w+?)(?:_(\d+)mb)?", entry["name"]).groups()  # type: ignore[union-attr]
     name = NAMES.get(family, family) + (f", {size} MB buckets" if size else "")
     return Panel(f"{name}: {trace['end'] * 1e3:.0f} ms", events(trace), trace["end"])

@@ -22,6 +22,7 @@ from textwrap import wrap
 from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser
+from scheduler.ir.inputs import InputError, read_text, reading
 
 REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
 
@@ -54,20 +55,35 @@ def main(arguments: list[str]) -> int:
 
 
 def read(path: Path) -> ResultTable:
-    """A table, with every column that its plot needs."""
-    lines = path.read_text().splitlines()
-    about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    if missing := [key for key in REQUIRED if key not in about]:
-        raise ValueError(f"{path} lacks the lines {', '.join(f'# {key}: ...' for key in missing)}")
-    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
-    table = ResultTable(path, about, list(reader))
-    filters = [pair.split("=")[0] for pair in about.get("where", "").split()]
-    needed = [name for key in ("label", "bars", "over") for name in about.get(key, "").split()] + filters
-    if unknown := [name for name in needed if name not in (reader.fieldnames or [])]:
-        raise ValueError(f"{path} has no column {', '.join(unknown)}, which its plot needs")
-    if not table.drawn:
-        raise ValueError(f"{path} has no row to draw: where is {about.get('where', 'not given')!r}")
+    """A table, with every column and number that its plot needs."""
+    lines = read_text(path).splitlines()
+    with reading(path):
+        marks = (line[2:].partition(": ") for line in lines if line.startswith("# "))
+        about = {key: value for key, _, value in marks}
+        if missing := [key for key in REQUIRED if key not in about]:
+            raise InputError(f"{path} lacks the lines {', '.join(f'# {key}: ...' for key in missing)}")
+        reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+        table = ResultTable(path, about, list(reader))
+        filters = [pair.split("=")[0] for pair in about.get("where", "").split()]
+        numeric = [name for key in ("bars", "over") for name in about.get(key, "").split()]
+        needed = [*about["label"].split(), *numeric, *filters]
+        if unknown := [name for name in needed if name not in (reader.fieldnames or [])]:
+            raise InputError(f"{path} has no column {', '.join(unknown)}, which its plot needs")
+        if not table.drawn:
+            raise InputError(f"{path} has no row to draw: where is {about.get('where', 'not given')!r}")
+        for number, row in enumerate(table.drawn, 1):
+            for name in numeric:
+                with reading(f"drawn row {number}, column {name}"):
+                    number_in(row, name)
+        for key in {"line", "from"} & set(about):
+            with reading(f"# {key}"):
+                float(about[key])
     return table
+
+
+def number_in(row: dict[str, str], column: str) -> float:
+    """Return a number of a row, not a number where the row has none."""
+    return float(row[column] or "nan")
 
 
 def draw(table: ResultTable, path: Path) -> None:
@@ -95,9 +111,11 @@ def draw_lines(table: ResultTable) -> Any:
     size = (2.4 * wide + 1, 2 * high + 1)
     figure, axes = pyplot.subplots(high, wide, sharex=True, squeeze=False, figsize=size, layout="constrained")
     for axis, (name, rows) in zip(axes.flat, panels.items(), strict=False):
-        places = sorted({float(row[over]) for row in rows})
+        places = sorted({number_in(row, over) for row in rows})
         for bar in about["bars"].split():
-            values = [[float(row[bar]) for row in rows if float(row[over]) == place] for place in places]
+            values = [
+                [number_in(row, bar) for row in rows if number_in(row, over) == place] for place in places
+            ]
             lowest, highest = [min(these) for these in values], [max(these) for these in values]
             (line,) = axis.loglog(places, highest, base=2, label=bar)
             axis.fill_between(places, lowest, highest, color=line.get_color(), alpha=0.15)
@@ -118,7 +136,7 @@ def draw_bars(table: ResultTable) -> Any:
     width = max(8, 0.3 * len(groups) * len(bars) ** 0.5 + 3)
     figure, axis = pyplot.subplots(figsize=(width, 4), layout="constrained")
     for number, name in enumerate(bars):
-        values = [float(row[name] or "nan") for row in groups]
+        values = [number_in(row, name) for row in groups]
         places = [at + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for at in range(len(groups))]
         axis.bar(places, values, 0.8 / len(bars), label=name.replace("_", " "))
     names = [" ".join(row[column] for column in about["label"].split()) for row in groups]

@@ -19,8 +19,11 @@ from commsched.pipeline.job import Data
 from commsched.training import data_jobs, images
 from dnn_bench.models.convolutional import DEPTHS, ResNet, conv_norm_relu
 from dnn_bench.spatial.options import StagePlan
+from scheduler.ir.inputs import InputError, reading
 
 Values = tuple[Tensor, ...]
+# What pickles of arrays name.
+ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
 
 
 class Head(nn.Module):
@@ -220,6 +223,15 @@ def data_of(plan: StagePlan) -> Data:
     return Data(parts[0], parts[1], scored)
 
 
+class _Arrays(pickle.Unpickler):
+    """Reads arrays and plain values only: what else a pickle names would run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.replace("._core", ".core"), name) not in ARRAYS:
+            raise InputError(f"it names {module}.{name}; a batch of CIFAR-10 has arrays and lists")
+        return super().find_class(module, name)
+
+
 def cifar(root: Path, part: str, size: int) -> TensorDataset:
     """CIFAR-10 as its page has it for Python: data_batch_1 to 5, test_batch; scaled to ``size`` pixels."""
     pattern = "data_batch_*" if part == "train" else "test_batch"
@@ -229,10 +241,13 @@ def cifar(root: Path, part: str, size: int) -> TensorDataset:
         raise ValueError(f"{root} has no {pattern} of CIFAR-10 (cifar-10-python.tar.gz, unpacked)")
     pixels, labels = [], []
     for path in files:
-        with path.open("rb") as file:
-            content: dict[bytes, Any] = pickle.load(file, encoding="bytes")
-        pixels.append(torch.as_tensor(content[b"data"]).view(-1, 3, 32, 32))
-        labels += content[b"labels"]
+        with reading(path), path.open("rb") as file:
+            try:
+                content: Any = _Arrays(file, encoding="bytes").load()
+                pixels.append(torch.as_tensor(content[b"data"]).view(-1, 3, 32, 32))
+                labels += content[b"labels"]
+            except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+                raise InputError(f"{path}: is no batch of CIFAR-10 ({error})") from None
     whole: Tensor = torch.cat(pixels).float() / 255
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (images.MEAN, images.DEVIATION))
     whole = (whole - mean) / deviation

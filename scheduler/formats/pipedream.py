@@ -7,14 +7,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scheduler.ir.codec import read_json
+from scheduler.ir.inputs import LARGEST, InputError, read_json, read_text, reading, whole
 from scheduler.ir.profile import Layer, Profile
 
 # -- graph.txt and gpus=N.txt --------------------------------------------------------------------------------
@@ -59,19 +59,13 @@ class Graph:
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from None
-        return parse_graph(text, str(path))
+        return parse_graph(read_text(path), str(path))
 
     def profile(self, name: str) -> Profile:
         """The nodes as layers, in the order in which they run."""
         layers = tuple(self.nodes[number].layer for number in self.order())
-        try:
+        with reading(self.where):
             return Profile(name, layers, source=f"imported from {self.where}")
-        except ValueError as error:
-            raise ValueError(f"{self.where}: {error}") from None
 
     def with_stages(self, cuts: Sequence[int]) -> Graph:
         """The same graph, its nodes in the order in which they run, in stages that start at ``cuts``."""
@@ -88,28 +82,29 @@ class Graph:
         without = [node.name for node in self.nodes if node.stage is None]
         if without or not self.nodes:
             some = f"{len(without)} of {len(self.nodes)} nodes ({', '.join(without[:8])})"
-            raise ValueError(
+            raise InputError(
                 f"{self.where}: {some} have no stage_id; a partitioned graph gives every node one: take the"
                 " gpus=N.txt that PipeDream's optimizer or `commsched convert` writes, not the profile"
             )
         for source, target in self.edges:
             before, after = self.nodes[source], self.nodes[target]
             if _stage_of(before) > _stage_of(after):
-                raise ValueError(
+                raise InputError(
                     f"{self.where}: {after.name} of stage {after.stage} reads {before.name} of the later"
                     f" stage {before.stage}; edges must lead to the same stage or a later one"
                 )
         stages = [_stage_of(self.nodes[number]) for number in self.order()]
-        missing = sorted(set(range(stages[-1] + 1)) - set(stages))
-        if missing:
-            raise ValueError(
-                f"{self.where}: no node has stage_id {', '.join(map(str, missing))}, but one has"
-                f" {stages[-1]}; stages are numbered from 0 without gaps"
-            )
-        return tuple(stages.index(stage) for stage in range(stages[-1] + 1))
+        numbers = sorted(set(stages))
+        for expected, stage in enumerate(numbers):
+            if stage != expected:
+                raise InputError(
+                    f"{self.where}: no node has stage_id {expected}, but one has {numbers[-1]}; stages are"
+                    " numbered from 0 without gaps"
+                )
+        return tuple(map(stages.index, numbers))
 
     def order(self) -> list[int]:
-        """Node numbers in topological order, lower stages first; a ``ValueError`` names a cycle's nodes."""
+        """Node numbers in topological order, lower stages first; an ``InputError`` names a cycle's nodes."""
         sorter = TopologicalSorter[int]({number: () for number in range(len(self.nodes))})
         for source, target in self.edges:
             sorter.add(target, source)
@@ -117,7 +112,7 @@ class Graph:
             sorter.prepare()
         except CycleError as error:
             names = ", ".join(self.nodes[number].name for number in sorted(set(error.args[1])))
-            raise ValueError(
+            raise InputError(
                 f"{self.where}: the edges of {names} form a cycle; a graph must have none"
             ) from None
         free: list[tuple[int, int]] = []
@@ -144,23 +139,23 @@ def parse_graph(text: str, where: str = "graph.txt") -> Graph:
             continue
         node = _node(parts, place)
         if node.name in nodes:
-            raise ValueError(f"{place}: node {node.name!r} stands twice; every node has one line")
+            raise InputError(f"{place}: node {node.name!r} stands twice; every node has one line")
         nodes[node.name] = (len(nodes), node)
     return Graph(tuple(node for _, node in nodes.values()), tuple(edges), where)
 
 
 def _edge(parts: list[str], nodes: dict[str, tuple[int, Node]], place: str) -> tuple[int, int]:
     if len(parts) != 2:
-        raise ValueError(f"{place}: an edge is written 'node1 -- node2', got {_SEPARATOR.join(parts)!r}")
+        raise InputError(f"{place}: an edge is written 'node1 -- node2', got {_SEPARATOR.join(parts)!r}")
     for name in parts:
         if name not in nodes:
-            raise ValueError(f"{place}: the edge names {name!r}, which is no node; nodes stand before edges")
+            raise InputError(f"{place}: the edge names {name!r}, which is no node; nodes stand before edges")
     return nodes[parts[0]][0], nodes[parts[1]][0]
 
 
 def _node(parts: list[str], place: str) -> Node:
     if len(parts) not in (3, 4):
-        raise ValueError(
+        raise InputError(
             f"{place}: a node is written 'name -- description -- {'=…, '.join(_FIELDS)}=…',"
             f" got {len(parts)} parts"
         )
@@ -170,7 +165,7 @@ def _node(parts: list[str], place: str) -> Node:
         values[key.strip()] = value
     wrong = [key for key in _FIELDS if key not in values] + [key for key in values if key not in _FIELDS]
     if wrong:
-        raise ValueError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
+        raise InputError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
     forward, backward, activation, parameter = (_number(values[key], key, place) for key in _FIELDS)
     stage = _stage(parts[3], place) if len(parts) == 4 else None
     seconds = [float(time.scaleb(_MILLI)) for time in (forward, backward)]
@@ -179,20 +174,17 @@ def _node(parts: list[str], place: str) -> Node:
 
 
 def _stage(text: str, place: str) -> int:
-    value = text.partition("=")[2]
-    if not value.strip().isdigit():
-        raise ValueError(f"{place}: field 'stage_id' must be a whole number, got {text!r}")
-    return int(value)
+    return whole(text.partition("=")[2].strip(), f"{place}: field 'stage_id'")
 
 
 def _number(text: str, field: str, place: str) -> Decimal:
     """A number, or the sum of several outputs' (``[4.0; 8.0]``). Decimal: changing units loses no digit."""
     try:
         value = sum((Decimal(part.strip()) for part in text.strip().strip("[]").split(";")), Decimal(0))
-    except InvalidOperation:
-        raise ValueError(f"{place}: field {field!r} must be a number, got {text!r}") from None
-    if not value.is_finite() or value < 0:
-        raise ValueError(f"{place}: field {field!r} must be finite and at least 0, got {text!r}")
+    except ArithmeticError:
+        raise InputError(f"{place}: field {field!r} must be a number, got {text!r}") from None
+    if not value.is_finite() or not 0 <= value <= LARGEST:
+        raise InputError(f"{place}: field {field!r} must be finite, 0 to {LARGEST:,}, got {text!r}")
     return value
 
 
@@ -267,7 +259,7 @@ class HybridConf:
     def cuts(self, starts: Sequence[int], graph: str) -> tuple[int, ...]:
         """The first layer of each stage, from that of each stage module in ``graph``."""
         if len(starts) != len(self.modules):
-            raise ValueError(
+            raise InputError(
                 f"{self.where}: field 'module_to_stage_map' has {len(self.modules) + 1} entries, so it is for"
                 f" {len(self.modules)} stage modules and the loss, but {graph} has {len(starts)} stages; take"
                 " two files of the same conversion"
@@ -282,7 +274,7 @@ class HybridConf:
             return (0,)
         if len(self.modules) == layers:
             return self.cuts(range(layers), "the model")
-        raise ValueError(
+        raise InputError(
             f"{self.where}: field 'module_to_stage_map' puts {len(self.modules)} stage modules (and the loss)"
             f" into {self.stages} stages; which of the model's {layers} layers are in which module stands in"
             " the partitioned graph only: give it with --graph gpus=N.txt (the optimizers of PipeDream and"
@@ -306,26 +298,26 @@ class HybridConf:
 
 
 def read_hybrid_conf(path: str | Path) -> HybridConf:
-    """Read a file; a ``ValueError`` names the file, the field and the wrong value."""
+    """Read a file; an ``InputError`` names the file, the field and the wrong value."""
     return parse_hybrid_conf(read_json(path), str(path))
 
 
 def parse_hybrid_conf(data: Any, where: str = "hybrid_conf.json") -> HybridConf:
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        raise InputError(f"{where}: expected a JSON object, got {type(data).__name__}")
     modules = _modules(data, where)
     stages = modules[-1] + 1
     depths = data.get("stage_to_depth_map")
     if depths is not None:
         rows = _by_stage(data, "stage_to_depth_map", stages, where)
         if not all(type(row) is int and row >= 0 for row in rows):
-            raise ValueError(f"{where}: field 'stage_to_depth_map' must have whole numbers, got {depths!r}")
+            raise InputError(f"{where}: field 'stage_to_depth_map' must have whole numbers, got {depths!r}")
     again = _numbers(data.get("recompute_stage") or [], "recompute_stage", where)
     if again and max(again) >= stages:
-        raise ValueError(f"{where}: field 'recompute_stage' names stages 0 to {stages - 1}, got {again}")
+        raise InputError(f"{where}: field 'recompute_stage' names stages 0 to {stages - 1}, got {again}")
     ours = data.get(OURS, {})
     if not isinstance(ours, dict):
-        raise ValueError(f"{where}: field {OURS!r} must be an object, got {ours!r}")
+        raise InputError(f"{where}: field {OURS!r} must be an object, got {ours!r}")
     return HybridConf(
         modules=modules,
         ranks=_ranks(data, stages, where),
@@ -339,13 +331,13 @@ def parse_hybrid_conf(data: Any, where: str = "hybrid_conf.json") -> HybridConf:
 def _modules(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
     stages = _numbers(data.get("module_to_stage_map"), "module_to_stage_map", where)
     if len(stages) < 2 or stages[0] != 0 or any(b - a not in (0, 1) for a, b in pairwise(stages)):
-        raise ValueError(
+        raise InputError(
             f"{where}: field 'module_to_stage_map' must start with stage 0, rise by at most 1 and end with"
             f" the loss, got {stages}"
         )
     *modules, loss = stages
     if loss != modules[-1]:
-        raise ValueError(
+        raise InputError(
             f"{where}: the last entry of field 'module_to_stage_map' is the loss, and stage {loss} would have"
             f" nothing else; put it into stage {modules[-1]}, with the last stage module"
         )
@@ -359,17 +351,17 @@ def _ranks(data: Mapping[str, Any], stages: int, where: str) -> tuple[tuple[int,
         for stage, row in enumerate(_by_stage(data, name, stages, where))
     ]
     if not all(ranks):
-        raise ValueError(f"{where}: field {name!r} gives stage {ranks.index(())} no rank; each needs one")
+        raise InputError(f"{where}: field {name!r} gives stage {ranks.index(())} no rank; each needs one")
     uses = Counter(rank for row in ranks for rank in row)
     twice = [rank for rank, count in uses.items() if count > 1]
     if twice:
         users = [stage for stage, row in enumerate(ranks) if twice[0] in row]
-        raise ValueError(
+        raise InputError(
             f"{where}: field {name!r} uses rank {twice[0]} twice (stages {users}); a rank holds one stage"
         )
     missing = sorted(set(range(len(uses))) - set(uses))
     if missing:
-        raise ValueError(
+        raise InputError(
             f"{where}: field {name!r} names {len(uses)} ranks, so they must be 0 to {len(uses) - 1};"
             f" {', '.join(map(str, missing))} missing, got {sorted(uses)}"
         )
@@ -380,7 +372,7 @@ def _by_stage(data: Mapping[str, Any], name: str, stages: int, where: str) -> li
     entries = data.get(name)
     names = [str(stage) for stage in range(stages)]
     if not isinstance(entries, dict) or set(entries) != set(names):
-        raise ValueError(
+        raise InputError(
             f"{where}: field {name!r} must have an entry for each of the stages 0 to {stages - 1} of"
             f" 'module_to_stage_map', got {entries!r}"
         )
@@ -389,5 +381,5 @@ def _by_stage(data: Mapping[str, Any], name: str, stages: int, where: str) -> li
 
 def _numbers(values: Any, field: str, where: str) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{where}: field {field!r} must be a list of whole numbers, got {values!r}")
+        raise InputError(f"{where}: field {field!r} must be a list of whole numbers, got {values!r}")
     return values

@@ -8,6 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import ClassVar
 
 from scheduler.ir.codec import JsonFile
+from scheduler.ir.inputs import Microbatches
 from scheduler.ir.layout import Placement, Samples, Tiles
 
 
@@ -26,7 +27,7 @@ class PipelinePlan(JsonFile):
     model: str
     sizes: tuple[int, ...]
     schedule: str
-    microbatches: int
+    microbatches: Microbatches
     cuts: tuple[int, ...]
     replicas: tuple[int, ...]
     recompute: tuple[bool, ...]
@@ -54,6 +55,12 @@ class PipelinePlan(JsonFile):
         ):
             if len(getattr(self, name)) != wanted:
                 raise ValueError(f"field {name!r} must have {wanted} entries, got {len(getattr(self, name))}")
+        tiles = tuple(grid.size if grid else count for grid, count in zip(self.tiles, self.replicas))
+        if self.tiles and (tiles != self.replicas or len(self.tiles) != len(tiles)):
+            raise ValueError(
+                f"field 'tiles' must have, for each of the replicas {list(self.replicas)}, a grid of as many"
+                f" tiles or null, got {self.tiles}"
+            )
         ends = list(accumulate(self.replicas, initial=0))
         held = tuple(map(tuple, self.rank_map)) or tuple(tuple(range(*pair)) for pair in pairwise(ends))
         object.__setattr__(self, "rank_map", held)

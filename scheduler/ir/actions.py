@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from scheduler.ir.inputs import InputError
+
 
 class Kind(str, Enum):
     """The kind of an action; the value is its text form."""
@@ -100,31 +102,34 @@ class Action:
         return "".join(parts)
 
 
-# Longest names first, or `SENDF` would be read as something shorter.
+# Longest names first, or `SENDF` would be read as something shorter. Shifts and versions have few digits:
+# a run is unrolled over as many periods as they say.
 _KINDS = "|".join(sorted((k.value for k in Kind), key=len, reverse=True))
 _TEXT = re.compile(
-    rf"(?P<stage>\d+)?(?P<kind>{_KINDS})(?P<index>\d+)?(?:@(?P<version>-?\d+))?"
-    r"(?:(?P<way>[<>])(?P<peer>\d+))?(?P<shift>[+-]\d+)?"
+    rf"(?P<stage>\d{{1,9}})?(?P<kind>{_KINDS})(?P<index>\d{{1,9}})?(?:@(?P<version>-?\d{{1,3}}))?"
+    r"(?:(?P<way>[<>])(?P<peer>\d{1,9}))?(?P<shift>[+-]\d{1,3})?",
+    re.ASCII,
 )
 
 
 def parse_action(text: str) -> Action:
-    """The action that ``str(action)`` wrote, or a ``ValueError`` that quotes the text."""
+    """The action that ``str(action)`` wrote, or an ``InputError`` that quotes the text."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ValueError(
-            f"not an action: {text!r}; expected something like F3, 2B1, RS0, AG0, 2SENDF1>3 or 2STEP"
+        raise InputError(
+            f"not an action: {text!r}; expected something like F3, 2B1, RS0, AG0, 2SENDF1>3 or 2STEP, with"
+            " numbers of at most 9 digits, versions and shifts of at most 3"
         )
     kind = Kind(match["kind"])
     if match["way"] and (match["way"] == ">") != (kind in SENDS):
-        raise ValueError(f"not an action: {text!r}; sends are written '>', receives '<'")
+        raise InputError(f"not an action: {text!r}; sends are written '>', receives '<'")
 
     names = ("index", "stage", "version", "peer", "shift")
     numbers = {name: int(match[name]) for name in names if match[name] is not None}
     try:
         return Action(kind, **numbers)
     except ValueError as error:
-        raise ValueError(f"not an action: {text!r}; {error}") from None
+        raise InputError(f"not an action: {text!r}; {error}") from None
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:

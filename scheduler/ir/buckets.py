@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from scheduler.ir.codec import register
+from scheduler.ir.codec import decode, register
 
 MIB = 2**20
 
@@ -34,7 +34,11 @@ class Piece:
         return self.stop - self.start
 
 
-register(Piece, lambda piece: [piece.layer, piece.start, piece.stop], lambda row: Piece(*map(int, row)))
+register(
+    Piece,
+    lambda piece: [piece.layer, piece.start, piece.stop],
+    lambda row: Piece(*decode(row, tuple[int, int, int], "layer, start and stop")),
+)
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,22 @@
     profile.save("p.json"); Profile.load("p.json")
 
 A file is an object with the dataclass's fields, ``format`` and, where the class is ``HASHED``, ``hash``.
-Every error is a ``ValueError`` that names the file, the field's path in it, what was expected and what it is.
+Every error is an ``InputError`` that names the file, the field's path in it, what was expected and the value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from scheduler.ir.inputs import LARGEST, InputError, read_json
 
 Self = TypeVar("Self", bound="JsonFile")
 
@@ -44,15 +46,15 @@ class JsonFile:
     def from_dict(cls: type[Self], data: Any, where: str = "") -> Self:
         where = where or cls.__name__.lower()
         if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+            raise InputError(f"{where}: expected a JSON object, got {type(data).__name__}")
         if data.get("format") != cls.FORMAT:
-            raise ValueError(
+            raise InputError(
                 f"{where}: field 'format' is {data.get('format')!r}; this version reads format {cls.FORMAT}"
             )
         content = {name: value for name, value in data.items() if name != "hash" or not cls.HASHED}
         value: Self = decode({name: content[name] for name in content if name != "format"}, cls, where)
         if cls.HASHED and "hash" in data and data["hash"] != _digest(content, cls.UNHASHED):
-            raise ValueError(
+            raise InputError(
                 f"{where}: field 'hash' is {data['hash']!r}, the content's hash is"
                 f" {_digest(content, cls.UNHASHED)!r}; the file was changed"
             )
@@ -61,16 +63,6 @@ class JsonFile:
     @classmethod
     def load(cls: type[Self], path: str | Path) -> Self:
         return cls.from_dict(read_json(path), str(path))
-
-
-def read_json(path: str | Path) -> Any:
-    """The JSON in a file, or a ``ValueError`` that names the file and the place of the damage."""
-    try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not valid JSON ({error})") from None
 
 
 def register(kind: Any, to_json: Callable[[Any], Any], from_json: Callable[[Any], Any]) -> None:
@@ -97,19 +89,21 @@ def decode(data: Any, kind: Any, where: str) -> Any:
         if kind in _FORMS:
             return _FORMS[kind][1](data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where}: cannot be read ({type(error).__name__}: {error})") from None
+        raise InputError(f"{where}: cannot be read ({type(error).__name__}: {error})") from None
     if _is_record(kind):
         return _decode_fields(data, kind, where)
     if (inner := _without_none(kind)) is not kind:
         return None if data is None else decode(data, inner, where)
     if get_origin(kind) is tuple:
         if not isinstance(data, (list, tuple)):
-            raise ValueError(f"{where}: must be a list, got {data!r}")
+            raise InputError(f"{where}: must be a list, got {data!r}")
         hints = _items(kind, len(data))
         if len(hints) != len(data):
-            raise ValueError(f"{where}: must have {len(hints)} entries, got {len(data)}")
+            raise InputError(f"{where}: must have {len(hints)} entries, got {len(data)}")
         return tuple(decode(item, hint, f"{where}[{n}]") for n, (item, hint) in enumerate(zip(data, hints)))
-    if kind in _SCALARS:
+    if get_origin(kind) is Mapping and not isinstance(data, Mapping):
+        raise InputError(f"{where}: must be an object, got {data!r}")
+    if kind in _SCALARS or get_origin(kind) is Annotated:
         return _decode_scalar(data, kind, where)
     return data
 
@@ -117,7 +111,7 @@ def decode(data: Any, kind: Any, where: str) -> Any:
 def _decode_fields(data: Any, kind: Any, where: str) -> Any:
     known = _fields(kind)
     if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: must be an object, got {data!r}")
+        raise InputError(f"{where}: must be an object, got {data!r}")
     required = [
         name
         for name, (field, _) in known.items()
@@ -126,23 +120,26 @@ def _decode_fields(data: Any, kind: Any, where: str) -> Any:
     missing = [name for name in required if name not in data]
     unknown = sorted(set(data) - set(known))
     if missing or unknown:
-        raise ValueError(f"{where}: missing fields {missing}, unknown fields {unknown}")
+        raise InputError(f"{where}: missing fields {missing}, unknown fields {unknown}")
     separator = ": " if issubclass(kind, JsonFile) else "."
     values = {name: decode(data[name], known[name][1], f"{where}{separator}{name}") for name in data}
     try:
         return kind(**values)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise InputError(f"{where}: {error}") from None
 
 
 def _decode_scalar(data: Any, kind: Any, where: str) -> Any:
+    kind, most = get_args(kind) if get_origin(kind) is Annotated else (kind, LARGEST)
     whole = isinstance(data, float) and data.is_integer()
     fits = {
         int: isinstance(data, int) or whole,
         float: isinstance(data, (int, float)),
     }.get(kind, isinstance(data, kind))
     if not fits or (isinstance(data, bool) and kind is not bool):
-        raise ValueError(f"{where}: must be {_SCALARS[kind]}, got {data!r}")
+        raise InputError(f"{where}: must be {_SCALARS[kind]}, got {data!r}")
+    if kind in (int, float) and not -most <= data <= most:
+        raise InputError(f"{where}: must be at most {most:,}, got {data!r}")
     return int(data) if kind is int else data
 
 
@@ -152,7 +149,7 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _fields(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return {field.name: (field, hints[field.name]) for field in fields(kind)}
 
 
@@ -180,5 +177,5 @@ def check_numbers(record: Any, where: str, *fields: str) -> None:
     for field in fields:
         value = getattr(record, field)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
+        if not number or not 0 <= value <= sys.float_info.max:
             raise ValueError(f"{where}: {field} must be a finite number of at least 0, got {value!r}")

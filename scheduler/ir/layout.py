@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from scheduler.ir.actions import Action, Kind
+from scheduler.ir.inputs import Microbatches
 
 # -- layouts: which layers are a stage, which ranks hold it, and what it may keep ----------------------------
 
@@ -33,7 +34,7 @@ class Layout:
 
     cuts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
-    microbatches: int
+    microbatches: Microbatches
     versions: tuple[int, ...]
     activations: tuple[int, ...]
     placement: str = "bubble"

@@ -21,6 +21,7 @@ import numpy as np
 
 from scheduler.ir.actions import Kind
 from scheduler.ir.codec import JsonFile, check_numbers
+from scheduler.ir.inputs import LARGEST, reading
 
 STARTUP = 2e-4
 """Seconds of start-up that a preset assumes: what a small message over TCP takes on commodity hosts."""
@@ -101,29 +102,29 @@ class Link(JsonFile):
         with another alpha.
         """
         values: dict[str, float] = {}
-        for word in filter(None, (word.strip().lower() for word in text.split(","))):
-            preset = _PRESET.fullmatch(word)
-            if preset:
-                bits = float(preset["number"]) * _UNITS[preset["unit"]]
-                if not bits:
-                    raise ValueError(f"link {text!r}: a link of no bits per second moves nothing")
-                values = {"alpha": STARTUP, "beta": 8 / bits, **values}
-                continue
-            key, _, number = word.partition("=")
-            if key not in ("alpha", "beta") or not number:
+        with reading(f"link {text!r}"):
+            for word in filter(None, (word.strip().lower() for word in text.split(","))):
+                preset = _PRESET.fullmatch(word)
+                if preset:
+                    bits = float(preset["number"]) * _UNITS[preset["unit"]]
+                    if not 0 < bits <= LARGEST:
+                        raise ValueError(f"{word} moves nothing, or more than {LARGEST:,} bits per second")
+                    values = {"alpha": STARTUP, "beta": 8 / bits, **values}
+                    continue
+                key, _, number = word.partition("=")
+                if key not in ("alpha", "beta") or not number:
+                    raise ValueError(
+                        f"cannot read {word!r}; write alpha=SECONDS,beta=SECONDS_PER_BYTE or 10gbit"
+                    )
+                try:
+                    values[key] = float(number)
+                except ValueError:
+                    raise ValueError(f"{key} must be a number, got {number!r}") from None
+            if set(values) != {"alpha", "beta"}:
                 raise ValueError(
-                    f"link {text!r}: cannot read {word!r}; write alpha=SECONDS,beta=SECONDS_PER_BYTE"
-                    " or 10gbit"
+                    f"needs both alpha (seconds) and beta (seconds per byte), got {sorted(values)}"
                 )
-            try:
-                values[key] = float(number)
-            except ValueError:
-                raise ValueError(f"link {text!r}: {key} must be a number, got {number!r}") from None
-        if set(values) != {"alpha", "beta"}:
-            raise ValueError(
-                f"link {text!r}: needs both alpha (seconds) and beta (seconds per byte), got {sorted(values)}"
-            )
-        return cls(**values, name=text)
+            return cls(**values, name=text)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from scheduler.ir.actions import COMPUTE, Action, Kind, format_actions, parse_actions
 from scheduler.ir.buckets import Bucket
 from scheduler.ir.codec import JsonFile, register
+from scheduler.ir.inputs import Layers
 from scheduler.ir.layout import Layout, stages_in
 from scheduler.ir.profile import Border
 
@@ -55,7 +56,7 @@ class Program(JsonFile):
     policy: str
     buckets: tuple[Bucket, ...]
     kernel: tuple[Lanes, ...]
-    layers: int
+    layers: Layers
     ranks: int = 2
     gather: str = "gradients"
     early_step: bool = False

@@ -16,6 +16,8 @@ from typing import Any
 
 from scheduler.formats.pipedream import OURS, Graph, HybridConf, read_hybrid_conf, write_graph
 from scheduler.formats.pipeline_plan import PipelinePlan
+from scheduler.ir.codec import decode
+from scheduler.ir.inputs import InputError, reading
 from scheduler.ir.link import Cluster
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import delays
@@ -63,7 +65,7 @@ def read_plan(
     instead of the file's.
     """
     if graph is None and sizes is None:
-        raise ValueError(f"{conf}: needs the partitioned graph (gpus=N.txt) or a model to read it for")
+        raise InputError(f"{conf}: needs the partitioned graph (gpus=N.txt) or a model to read it for")
     hybrid = read_hybrid_conf(conf)
     if graph is not None:
         plan = to_plan(hybrid, Graph.load(graph), **options)
@@ -84,28 +86,26 @@ def _plan(conf: HybridConf, profile: Profile, cuts: tuple[int, ...], options: di
         "schedule": "ashpipe",
         "microbatches": 1,
         "placement": "bubble",
-        "devices": range(world),
+        "devices": tuple(range(world)),
         "period": 0.0,
         "bottleneck": 0.0,
         "memory": (0,) * world,
     }
     if conf.ours and set(conf.ours) != set(REST):
-        raise ValueError(f"{conf.where}: field {OURS!r} must have {sorted(REST)}, got {sorted(conf.ours)}")
+        raise InputError(f"{conf.where}: field {OURS!r} must have {sorted(REST)}, got {sorted(conf.ours)}")
     if options:
         # The times in the file are for the schedule in the file.
         options = {"period": 0.0, "bottleneck": 0.0, **options}
-    try:
-        plan = PipelinePlan(
-            sizes=profile.sizes,
-            cuts=cuts,
-            replicas=tuple(map(len, conf.ranks)),
-            recompute=conf.recompute,
-            rank_map=conf.ranks,
-            **{**known, **conf.ours, **options},
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{conf.where}: {error}") from None
-    _check_depths(conf, plan)
+    stages = {
+        "sizes": profile.sizes,
+        "cuts": cuts,
+        "replicas": tuple(map(len, conf.ranks)),
+        "recompute": conf.recompute,
+        "rank_map": conf.ranks,
+    }
+    plan: PipelinePlan = decode({**stages, **known, **conf.ours, **options}, PipelinePlan, conf.where)
+    with reading(conf.where):
+        _check_depths(conf, plan)
     return plan if conf.ours else replace(plan, memory=memory_by_rank(program_of(plan, profile), profile))
 
 
@@ -129,7 +129,7 @@ def _depths(plan: PipelinePlan) -> tuple[int, ...]:
 def _check_depths(conf: HybridConf, plan: PipelinePlan) -> None:
     needed = _depths(plan)
     if conf.depths is not None and conf.depths != needed:
-        raise ValueError(
+        raise InputError(
             f"{conf.where}: field 'stage_to_depth_map' lets the stages be {list(conf.depths)} minibatches"
             f" ahead, schedule {plan.schedule!r} with {plan.microbatches} micro-batches a step"
             f" {list(needed)}; choose another schedule, or remove the field to train with these depths"

@@ -288,7 +288,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     target = tmp_path / "out.html"
     assert page.main([str(saved), "--html", str(target)]) == 0 and target.exists()
     for path, message in (
-        (damaged, "is no JSON"),
+        (damaged, "is not valid JSON"),
         (other, "no report"),
         (tmp_path / "none.json", "No such file"),
     ):

@@ -140,6 +140,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "scheduler.table": {"--ratios": "1", "--startups": "2e-4"},
     "scheduler.many_hosts": {"--links": "10gbe", "--per-host": "2", "--hosts": "4"},
     "tests.checker": {"--programs": lambda _: "8", "--seed": "1"},
+    "tests.fuzz": {"--mutations": "20"},
     "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.tiles": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.support.checkpoints": {"--times": lambda _: "8"},

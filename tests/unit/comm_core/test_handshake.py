@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import re
+import resource
 import secrets
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, repeat
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
@@ -16,6 +25,7 @@ from comm_core import EngineError, tcp_connections
 from comm_core.handshake import GREETING, NONCE, Member
 from tests.support.engines import on_ranks
 
+ROOT = Path(__file__).resolve().parents[3]
 HOST = "127.0.0.1"
 LONG = 3600.0  # seconds that no test waits
 
@@ -46,7 +56,7 @@ class Store(HashStore):
         if key == "address/0":
             threading.Thread(target=self.run, args=(int(value.split()[1]),)).start()
         if key == "address/1":
-            assert self.ended.wait(60)
+            assert self.ended.wait(240)
         super().set(key, value)
 
 
@@ -183,3 +193,115 @@ def test_a_store_that_has_ended_is_an_error_that_says_so() -> None:
 
     with pytest.raises(EngineError, match=r"store does not answer: recv: got 0 bytes; look for .* rank 0's"):
         tcp_connections(Ended(), 1, 2, HOST, timeout_seconds=LONG)
+
+
+# -- strangers on the port -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sends", [b"", b"x"])
+def test_a_stranger_that_does_not_prove_itself_is_closed(sends: bytes, monkeypatch: Any) -> None:
+    """Silent, or a byte now and then: neither keeps its connection."""
+    monkeypatch.setattr("comm_core.handshake.GUEST_SECONDS", 0.3)
+    ends: list[bytes] = []
+
+    def stranger(address: tuple[str, int]) -> None:
+        with socket.create_connection(address, 60) as connection:
+            read(connection, NONCE)
+            connection.settimeout(0.05)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(sends)
+                with suppress(TimeoutError):
+                    ends.append(read(connection))
+                    return
+
+    store = Store(stranger)
+    first, _ = on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=120))
+    assert ends == [b""] and first[1] is not None
+
+
+PROGRAM = """
+import os, resource, sys, time
+from comm_core import EngineError, tcp_connections
+from tests.support.engines import on_ranks
+from tests.unit.comm_core.test_handshake import HOST, Store, read
+
+def until_told(address):
+    print(address[1], flush=True)
+    sys.stdin.readline()
+
+def without_descriptors(address):
+    try:
+        while True:
+            os.dup(0)
+    except OSError:
+        until_told(address)
+"""
+
+CROWD = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+store = Store(until_told)
+first, second = on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=240))
+first[1].data.sendall(b"to rank 1")
+print(read(second[0].data, 9).decode())
+"""
+
+FULL = """
+store = Store(without_descriptors)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+before = time.process_time()
+try:
+    tcp_connections(store, 0, 2, HOST, timeout_seconds=6)
+except EngineError as error:
+    print(error)
+print(time.process_time() - before)
+"""
+
+
+@contextmanager
+def listening(program: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    """A process of its own, which runs a part of PROGRAM, and the address of its listener."""
+    command = [sys.executable, "-c", PROGRAM + program]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            yield process, (HOST, int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+@contextmanager
+def many_descriptors(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), max(hard, count)))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_999_strangers_at_256_descriptors() -> None:
+    """Silent ones and ones that send garbage, there before the last rank. They used up the descriptors of a
+    rank, whose loop then span.
+    """
+    dice = random.Random(0)
+    with many_descriptors(2048), listening(CROWD) as (process, address), ExitStack() as strangers:
+        for number in range(999):
+            stranger = strangers.enter_context(socket.create_connection(address, 240))
+            with suppress(OSError):
+                stranger.sendall(dice.randbytes(number % 200) if number % 2 else b"")
+        said, _ = process.communicate("\n", timeout=240)
+    assert process.returncode == 0 and said == "to rank 1\n"
+
+
+def test_a_rank_without_descriptors_waits_and_says_so() -> None:
+    """It takes no processor time, although the listener stays readable."""
+    with listening(FULL) as (process, address), socket.create_connection(address, 60):
+        message, seconds = process.communicate("\n", timeout=240)[0].splitlines()
+    assert re.fullmatch(
+        r"ranks \[1\] did not connect \(this process cannot accept connections: Too many open files; raise"
+        r" `ulimit -n`\) within 6 s; look for an error in the other ranks' output",
+        message,
+    )
+    assert float(seconds) < 3

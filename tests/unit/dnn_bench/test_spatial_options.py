@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from commsched.training import images
 from dnn_bench.spatial.cli import build
 from dnn_bench.spatial.models import MODELS, cifar, cut_stages, even_balance
 from dnn_bench.spatial.options import read
+from scheduler.ir.inputs import InputError
 
 
 def test_the_command_of_the_manual() -> None:
@@ -90,3 +92,21 @@ def test_cifars_files(tmp_path: Path) -> None:
     assert float(train[0][0][0, 0, 0]) == pytest.approx((1 - images.MEAN[0]) / images.DEVIATION[0])
     with pytest.raises(ValueError, match="has no data_batch"):
         cifar(tmp_path / "nothing", "train", 16)
+
+
+def test_a_crafted_file_runs_nothing(tmp_path: Path) -> None:
+    class Crafted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    for content, message in (
+        (pickle.dumps({b"data": Crafted()}), "it names "),
+        (b"not a pickle", "is no batch of CIFAR-10"),
+        (b"", "is no batch of CIFAR-10"),
+        (pickle.dumps({b"data": 3}), "is no batch of CIFAR-10"),
+        (pickle.dumps([]), "TypeError"),
+    ):
+        (tmp_path / "test_batch").write_bytes(content)
+        with pytest.raises(InputError, match=f"test_batch: .*({message})"):
+            cifar(tmp_path, "test", 16)
+    assert not (tmp_path / "ran").exists()

@@ -79,7 +79,10 @@ def test_round_trip_loses_no_digit(tmp_path: Path, name: str) -> None:
         ),
         ("node1 -- A -- " + META.format(0, 0, "-1", 0), "field 'activation_size' must be finite.*got '-1'"),
         ("node1 -- A -- " + META.format(0, 0, 0, "[1; y]"), "field 'parameter_size' must be a number"),
-        ("node1 -- A -- " + META.format(0, 0, 0, 0) + " -- stage_id=x", "field 'stage_id'.*'stage_id=x'"),
+        (
+            "node1 -- A -- " + META.format(0, 0, 0, 0) + " -- stage_id=x",
+            "field 'stage_id' must be a whole number.*got 'x'",
+        ),
         ("node1", "line 1: a node is written"),
         ("node1 -- A -- " + META.format(0, 0, 0, 0) + "\n\tnode1 -- node9", "line 2: the edge names 'node9'"),
         ("\n".join(["node1 -- A -- " + META.format(0, 0, 0, 0)] * 2), "line 2: node 'node1' stands twice"),
