@@ -44,7 +44,8 @@ ERRORS = {
     (
         "stop",
         "connections",
-    ): r"ranks \[{v}\] did not connect|store, in the process of rank {v} .* did not answer",
+    ): r"ranks \[{v}\] did not connect|rank {v} did not publish its address"
+    "|store, in the process of rank {v} .* did not answer",
     ("stop", ""): "nothing (came from|could be sent to) rank {v}",
     ("close", "optimizer"): "rank {v} has left the job",
     ("close", "connections"): "rank {v} has left the job|rank {v} is gone|store does not",
