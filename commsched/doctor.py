@@ -23,6 +23,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from commsched.errors import CommError
+from commsched.process.launch import detect_launch
 from commsched.process.network import interface_address, is_loopback
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -127,6 +129,36 @@ def extension(machine: Machine) -> Answer:
     else:
         text = f"comm_core cannot be imported: {ran.last_line}"
     return PROBLEM, text, "build it: pip install --no-build-isolation . in the checkout"
+
+
+@check("ranks")
+def ranks(machine: Machine) -> Answer:
+    """Connect the ranks of the job whose launcher has started this command as one of them."""
+    try:
+        launch = detect_launch(machine.environ, machine.environ.get("COMMSCHED_LAUNCHER", ""))
+    except CommError as error:
+        return PROBLEM, str(error), "start the command as you start your script, or unset these variables"
+    if launch.size == 1:
+        return OK, "this process is alone: no launcher has started it with others"
+    ran = machine.python(RANKS)
+    joined = re.search(r"^joined (\S+) (.*)$", ran.output, re.MULTILINE)
+    if ran.status != 0 or joined is None:
+        text = (
+            f"rank {launch.rank} of {launch.size} ({launch.launcher}) cannot join the others: {ran.last_line}"
+        )
+        return PROBLEM, text, "start the command on every rank; look at what it finds on the others"
+    nodes = json.loads(joined[2])
+    text = f"rank {launch.rank} of {launch.size} ({launch.launcher}): {by_host(nodes)}; transport {joined[1]}"
+    if 1 < len(set(nodes)) < len(nodes) and joined[1] != "tiers":
+        advice = "run the ranks of a host in one container, as one user: they share no memory, and send more"
+        return NOTE, text, advice
+    return OK, text
+
+
+def by_host(nodes: Sequence[str]) -> str:
+    """Draw the ranks of each host; `nodes` has each rank's."""
+    ranks_of = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in nodes}
+    return ", ".join(f"host {node} [{' '.join(map(str, ranks))}]" for node, ranks in ranks_of.items())
 
 
 @check("compiler")
@@ -317,6 +349,17 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else ""
 print(json.dumps({"version": torch.__version__, "cuda": cuda or "", "gpus": gpus, "nccl": nccl}))
 """
 EXTENSION = "import comm_core; print(comm_core.CUDA_BUILT)"
+RANKS = """
+import json, os
+os.environ.setdefault("COMMSCHED_START_TIMEOUT", "100")
+import commsched as hvd
+from commsched.backends.cpu import make_transport
+from commsched.collectives.carrier import carrier
+hvd.init()
+transport, _ = make_transport(None, hvd.global_process_set, 0, 100.0)
+hvd.barrier()
+print("joined", transport, json.dumps([record.node for record in carrier().meeting.records]))
+"""
 HOROVOD = "import horovod, horovod.torch; print(horovod.__version__)"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dnn_bench import models
 from dnn_bench.baselines import AS_THEY_COME, Baseline, get
@@ -25,8 +25,25 @@ from dnn_bench.runner.sets import Crew, asked
 from scheduler.ir.inputs import InputError, read_json
 
 MODELS = "mlp,vgg_tiny,resnet_tiny,bert_tiny,gpt2_tiny"
-BASELINES = "ddp,ddp_1mb,ddp_4mb,ddp_8mb,horovod,horovod_4mb,fsdp2,fsdp2_keep,zero1,wfbp,dear,pipedap,auto"
+BASELINES = (
+    "ddp,ddp_1mb,ddp_4mb,ddp_8mb,horovod,horovod_4mb,fsdp2,fsdp2_keep,hsdp,hsdp_keep,zero1,"
+    "wfbp,dear,pipedap,auto"
+)
 GIVE_UP = 1.15  # a tuned peer so much slower than the best one in two repetitions will not be the best one
+
+
+class Shape(NamedTuple):
+    """How many hosts a cluster has, and how many ranks each of them."""
+
+    hosts: int
+    per_host: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.hosts}" if self.per_host == 1 else f"{self.hosts}x{self.per_host}"
+
+    def __str__(self) -> str:
+        return f"{self.hosts} hosts" + (f" of {self.per_host} ranks" if self.per_host > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -34,16 +51,16 @@ class Wanted:
     """One cell of the table: a comparison whose report is kept in a file of its own."""
 
     model: str
-    hosts: int
+    shape: Shape
     ratio: float
     folder: Path
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.hosts} hosts, ratio {self.ratio:g}"
+        return f"{self.model}, {self.shape}, ratio {self.ratio:g}"
 
     @property
     def path(self) -> Path:
-        return self.folder / f"{self.model}_{self.hosts}hosts_{self.ratio:g}.json"
+        return self.folder / f"{self.model}_{self.shape.label}hosts_{self.ratio:g}.json"
 
     @property
     def missing(self) -> bool:
@@ -60,6 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--models", default=MODELS, metavar="A,B", help="models")
     command.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
     command.add_argument("--hosts", default="2", help="numbers of hosts")
+    command.add_argument("--per-host", default="1", metavar="N,M", help="numbers of ranks on each host")
     command.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
     command.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
     command.add_argument("--reps", type=int, default=5, help="repetitions")
@@ -92,8 +110,10 @@ def wanted(options: argparse.Namespace) -> list[Wanted]:
     """Every cell of the table; names and numbers are checked before anything starts."""
     names = [models.spelt(name.strip()) for name in options.models.split(",")]
     hosts = numbers("--hosts", options.hosts, least=2)
+    per_host = numbers("--per-host", options.per_host)
     ratios = numbers("--ratios", options.ratios, float, least=1e-9)
-    return [Wanted(m, h, r, options.out) for h in hosts for m in names for r in ratios]
+    shapes = [Shape(h, n) for h in hosts for n in per_host]
+    return [Wanted(m, shape, r, options.out) for shape in shapes for m in names for r in ratios]
 
 
 def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort) -> None:
@@ -108,16 +128,18 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
             there = f"{len(cells) - len(missing)} of {len(cells)} cells are there already"
             shown.console.print(there, highlight=False)
         watcher = Watcher(shown)
-        for (hosts, model), group in groupby(missing, key=lambda cell: (cell.hosts, cell.model)):
-            job = Job(model)
+        for (shape, model), group in groupby(missing, key=lambda cell: (cell.shape, cell.model)):
+            job, (hosts, per_host) = Job(model), shape
+            suited = [entry for entry in entries if entry.per_host <= per_host]
             with Cluster(hosts, "unlimited") as cluster, Crew() as crew:
-                compute = compute_seconds(job, hosts)
+                compute = compute_seconds(job, hosts * per_host)
                 for cell in group:
                     link = link_for(cell.ratio, compute, estimate(job).parameters, hosts)
                     number = f"[{missing.index(cell) + 1}/{len(missing)}]"
                     shown.console.print(f"{number} {cell}: {link}", markup=False, highlight=False)
                     cluster.set_link(link)
-                    report = Comparison(job, Hosts(cluster), entries, effort, watcher, crew=crew).run()
+                    place = Hosts(cluster, per_host=per_host)
+                    report = Comparison(job, place, suited, effort, watcher, crew=crew).run()
                     keep(report, cell)
                     if report["interrupted"]:
                         raise KeyboardInterrupt
@@ -162,7 +184,7 @@ def summary(folder: Path, schedule: str) -> str:
             notes.append(f"{path.name}: {schedule} was not measured, left out")
         else:
             cells.append(cell)
-    cells.sort(key=lambda cell: (cell.hosts, cell.ratio, cell.model))
+    cells.sort(key=lambda cell: (cell.shape, cell.ratio, cell.model))
     return "\n\n".join([markdown(cells), *notes])
 
 
@@ -180,7 +202,7 @@ class Cell:
     report: Report
     schedule: str
     model: str
-    hosts: int
+    shape: Shape
     ratio: float  # of communication to compute, as wanted
     rows: dict[str, Figures]  # measured ones, by name
 
@@ -202,6 +224,11 @@ class Cell:
         floors, known = self.rows.get("floor", {}).get("times"), self.report.get(bounds)
         return to_limit(self.rows[self.schedule]["times"], floors, known) if floors and known else None
 
+    def megabytes(self, name: str | None) -> str:
+        """What left each host per iteration."""
+        sent = self.rows.get(name or "", {}).get("sent")
+        return "" if sent is None else f"{sent / 1e6:.1f}"
+
     def over(self, name: str | None) -> float | None:
         """The median over repetitions, so that the machine's drift cancels."""
         if name not in self.rows:
@@ -211,7 +238,7 @@ class Cell:
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.hosts} hosts, ratio {self.ratio:g}"
+        return f"{self.model}, {self.shape}, ratio {self.ratio:g}"
 
 
 def link_for(ratio: float, compute: float, gradient_bytes: int, hosts: int) -> str:
@@ -226,20 +253,21 @@ def cell_of(report: Report, schedule: str) -> Cell | None:
     rows = {row["name"]: row for row in report["baselines"] if "time" in row}
     if schedule not in rows:
         return None
-    place = report["job"]["model"], report["place"]["ranks"], report["ratio"]
-    return Cell(report, schedule, *place, rows)
+    place = report["place"]
+    shape = Shape(place.get("hosts", place["ranks"]), place.get("per_host", 1))
+    return Cell(report, schedule, report["job"]["model"], shape, report["ratio"], rows)
 
 
-def means(cells: Sequence[Cell]) -> list[tuple[int, float, int, dict[str, float | None]]]:
-    """(hosts, ratio, models, geometric mean over the models by peer), in order."""
-    groups: dict[tuple[int, float], list[Cell]] = {}
+def means(cells: Sequence[Cell]) -> list[tuple[Shape, float, int, dict[str, float | None]]]:
+    """(hosts and their ranks, ratio, models, geometric mean over the models by peer), in order."""
+    groups: dict[tuple[Shape, float], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.hosts, cell.ratio), []).append(cell)
+        groups.setdefault((cell.shape, cell.ratio), []).append(cell)
     rows = []
-    for (hosts, ratio), group in sorted(groups.items()):
+    for (shape, ratio), group in sorted(groups.items()):
         over = {"best peer": _mean([cell.over(cell.best_peer) for cell in group])}
         over |= {name: _mean([cell.over(name) for cell in group]) for name in AS_THEY_COME}
-        rows.append((hosts, ratio, len(group), over))
+        rows.append((shape, ratio, len(group), over))
     return rows
 
 
@@ -277,7 +305,7 @@ def slowest(cells: Sequence[Cell]) -> str | None:
 Column = tuple[str, Callable[[Cell], str]]  # a header, and the text in a cell's row
 PLACE: list[Column] = [
     ("model", lambda cell: cell.model),
-    ("hosts", lambda cell: str(cell.hosts)),
+    ("hosts", lambda cell: cell.shape.label),
     ("ratio", lambda cell: f"{cell.ratio:g}"),
     ("link", lambda cell: ", ".join(sorted(set(cell.report["place"].get("links", ["none"]))))),
 ]
@@ -285,17 +313,20 @@ POLICIES = ("dear", "pipedap", "wfbp")
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """Times, ratios, means, and what the simulator's predictions are worth."""
+    """Times, bytes, ratios, means, and what the simulator's predictions are worth."""
     if not cells:
         return "no cell has been measured yet"
     name = cells[0].schedule
     peers = [f"{peer} / `{name}`" for peer in ("best peer", *(f"`{peer}`" for peer in AS_THEY_COME))]
     header = ["hosts", "ratio", "models", *peers]
     mean_rows = [
-        [hosts, f"{ratio:g}", models, *map(two, over.values())] for hosts, ratio, models, over in means(cells)
+        [shape.label, f"{ratio:g}", models, *map(two, over.values())]
+        for shape, ratio, models, over in means(cells)
     ]
     parts = [
         f"Milliseconds per iteration (in brackets: as predicted):\n\n{table(cells, times(name))}",
+        "MB that left each host per iteration (least: what the limits `wire` and `floor` exchange):\n\n"
+        + table(cells, megabytes(name)),
         f"Ratios (above 1, `{name}` is faster than the peer; limit: the larger of floor and bound):\n\n"
         + table(cells, ratios(name)),
         f"Geometric means over the models:\n\n{markdown_table(header, mean_rows)}",
@@ -324,6 +355,15 @@ def times(ours: str) -> list[Column]:
             lambda cell: f"{ms(cell.time(best))} `{best}`" if (best := cell.best_peer) else "",
         ),
         *((f"`{name}`", lambda cell, name=name: ms(cell.time(name))) for name in AS_THEY_COME),
+    ]
+
+
+def megabytes(ours: str) -> list[Column]:
+    return [
+        ("least", lambda cell: cell.megabytes("wire")),
+        (f"`{ours}`", lambda cell: cell.megabytes(ours)),
+        ("best tuned peer", lambda cell: cell.megabytes(cell.best_peer)),
+        *((f"`{name}`", lambda cell, name=name: cell.megabytes(name)) for name in AS_THEY_COME),
     ]
 
 

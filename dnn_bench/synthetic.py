@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from commsched.doctor import by_host
 from commsched.process.launch import detect_launch
 from dnn_bench import baselines, models
 from dnn_bench.baselines import require
@@ -61,6 +63,7 @@ def benchmark(trainer: Trainer, options: argparse.Namespace, log: Callable[[str]
     unit = f"{models.unit(job.model)}/sec"
     kind = "GPU" if job.device.startswith("cuda") else "CPU"
     log(f"Model: {job.model}\nBatch size: {job.rank_batch}\nNumber of {kind}s: {trainer.size}")
+    log(f"Ranks: {by_host(trainer.ranks.allgather_object(socket.gethostname()))}")
     batch = job.local_batch(trainer.rank)
     log("Running warmup...")
     timed(trainer, batch, options.num_warmup_batches)

@@ -53,6 +53,7 @@ class Baseline:
     exact: bool = True  # its parameters can be compared with one process's
     changes: dict[str, Any] = field(default_factory=dict)  # to fields of the job
     sums_rows: bool = False  # rounds a row of a sparse gradient once, not once for each of its uses
+    per_host: int = 1  # the fewest ranks on each host with which it differs from another baseline
 
     def adapt(self, job: Job) -> Job:
         """Return the job as this baseline trains it."""
@@ -73,8 +74,10 @@ def _entries() -> list[Baseline]:
         _horovod("horovod", None),
         _horovod("horovod_4mb", 4),
         replace(_horovod("horovod_sparse", None), changes=SPARSE),
-        Baseline("fsdp2", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": True}),
-        Baseline("fsdp2_keep", PEER, HERE + "peers.FSDP2", {"reshard_after_forward": False}),
+        _fsdp("fsdp2"),
+        _fsdp("fsdp2_keep"),
+        _fsdp("hsdp"),
+        _fsdp("hsdp_keep"),
         Baseline("zero1", PEER, HERE + "peers.Zero1"),
         *(
             Baseline(schedule, OURS, HERE + "peers.Commsched", {"schedule": schedule})
@@ -93,6 +96,12 @@ def _entries() -> list[Baseline]:
 
 def _ddp(name: str, size: float | None) -> Baseline:
     return Baseline(name, PEER, HERE + "peers.DDP", {"bucket_cap_mb": size})
+
+
+def _fsdp(name: str) -> Baseline:
+    by_host = name.startswith("hsdp")
+    options = {"reshard_after_forward": not name.endswith("keep"), "by_host": by_host}
+    return Baseline(name, PEER, HERE + "peers.FSDP2", options, per_host=2 if by_host else 1)
 
 
 def _auto(name: str, **options: Any) -> Baseline:
@@ -154,11 +163,18 @@ def get(name: str) -> Baseline:
     )
 
 
-def require(baseline: Baseline, job: Job | None = None) -> None:
-    """Raise `MissingPeer` if the baseline's package is not installed or its changes do not suit the model."""
+def require(baseline: Baseline, job: Job | None = None, per_host: int | None = None) -> None:
+    """Raise `MissingPeer` if the baseline's package is not installed or its changes do not suit the model, or
+    if it needs more than `per_host` ranks on each of several hosts.
+    """
     if importlib.util.find_spec(baseline.needs) is None:
         how = "; COMMSCHED_WITH_HOROVOD=1 docker/install.sh builds it" if baseline.needs == "horovod" else ""
         raise MissingPeer(f"{baseline.name} needs the package {baseline.needs}, which is not installed{how}")
+    if per_host is not None and per_host < baseline.per_host:
+        raise MissingPeer(
+            f"{baseline.name} needs at least {baseline.per_host} ranks on each of several hosts, and there is"
+            f" {per_host}; use --hosts and --per-host"
+        )
     if job is not None and baseline.changes:
         try:
             baseline.adapt(job).outline()

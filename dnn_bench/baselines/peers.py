@@ -89,12 +89,17 @@ class Zero1(DDP):
 
 
 class FSDP2(Trainer):
-    def __init__(self, job: Job, reshard_after_forward: bool = True) -> None:
-        self.reshard_after_forward = reshard_after_forward
+    """Shards over all ranks; `by_host` (HSDP) over those of a host, with all-reduces between hosts."""
+
+    def __init__(self, job: Job, reshard_after_forward: bool = True, by_host: bool = False) -> None:
+        self.reshard_after_forward, self.by_host = reshard_after_forward, by_host
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
-        mesh = init_device_mesh(self.job.device.partition(":")[0], (self.size,))
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"]) if self.by_host else self.size
+        shape = (self.size // per_host, per_host) if self.by_host else (self.size,)
+        names = ("hosts", "ranks")[-len(shape) :]
+        mesh = init_device_mesh(self.job.device.partition(":")[0], shape, mesh_dim_names=names)
         for module in [*blocks(model), model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         return model, self.job.build_optimizer(model.parameters())

@@ -118,6 +118,11 @@ class TorchRanks:
         self.rank, self.size = dist.get_rank, dist.get_world_size
         self.barrier, self.shutdown = dist.barrier, dist.destroy_process_group
 
+    def allgather_object(self, value: Any) -> list[Any]:
+        gathered = [None] * self.size()
+        dist.all_gather_object(gathered, value)
+        return gathered
+
 
 def connected(library: str, job: Job) -> Any:
     """Join the other ranks. Returns the library's module, or what looks like it for torch."""

@@ -1,8 +1,8 @@
 "use strict";
 // Puts the page together from the data.
 
-const HEADINGS = ["baseline", "ms/iter", "range", "per second", "exposed", "link", "predicted", "error", "MB",
-  "comm CPU", "/floor", "/limit", "/best peer"];
+const HEADINGS = ["baseline", "ms/iter", "range", "per second", "exposed", "link", "sent MB", "predicted", "error",
+  "RAM MB", "comm CPU", "/floor", "/limit", "/best peer"];
 
 function figures(report) {
   const table = element("table", {}, element("tr", {}, ...HEADINGS.map((text) => element("th", {}, text))));
@@ -23,7 +23,7 @@ function figures(report) {
 function cells(row) {
   const off = row.predicted ? percent(row.predicted / row.time - 1) : "";
   return [row.name, ms(row.time), `${ms(row.low)}-${ms(row.high)}`, fixed(row.throughput, 1), ms(row.exposed),
-    percent(row.utilisation), ms(row.predicted), off, fixed(row.memory / 1e6, 0), ms(row.communication_cpu),
+    percent(row.utilisation), fixed(row.sent / 1e6, 1), ms(row.predicted), off, fixed(row.memory / 1e6, 0), ms(row.communication_cpu),
     fixed(row.to_floor, 2), fixed(row.to_limit, 2), fixed(row.to_best_peer, 2)];
 }
 
@@ -31,8 +31,10 @@ function place_of({ place }) {
   return place.links ? `${place.hosts} emulated hosts, links ${links_of(place)}` : `${place.ranks} ranks on one machine`;
 }
 
+// Ranks of a host share its link.
 function links_of(place) {
-  return place.links ? [...new Set(place.links)].join(", ") : "none";
+  const shared = place.per_host > 1 ? `, each shared by ${place.per_host} ranks` : "";
+  return place.links ? [...new Set(place.links)].join(", ") + shared : "none";
 }
 
 // Of several reports, one line each: the fastest schedule and the fastest peer.

@@ -245,7 +245,7 @@ class Comparison:
             return True
         self.watcher.step(f"starting {row.name}")
         try:
-            require(ranks.baseline, self.job)
+            require(ranks.baseline, self.job, self.place.per_host)
             ranks.start()
         except MissingPeer as error:
             row.status, row.reason = MISSING, str(error)

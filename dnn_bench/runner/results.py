@@ -168,8 +168,9 @@ COLUMNS = (
     ("{unit}/s", "throughput", ".1f"),
     ("exposed", "exposed", "ms"),
     ("link", "utilisation", ".0%"),
+    ("sent MB", "megabytes_sent", ".1f"),
     ("predicted", "predicted", "ms"),
-    ("MB", "megabytes", ".0f"),
+    ("RAM MB", "megabytes", ".0f"),
     ("comm CPU", "communication_cpu", "ms"),
     ("/floor", "to_floor", ".2f"),
     ("/limit", "to_limit", ".2f"),
@@ -209,7 +210,7 @@ def title(report: dict[str, Any]) -> str:
 def cells(entry: dict[str, Any]) -> list[str]:
     if "time" not in entry:
         return [entry["status"]]
-    figures = {**entry, "megabytes": entry["memory"] / 1e6}
+    figures = {**entry, "megabytes": entry["memory"] / 1e6, "megabytes_sent": entry["sent"] / 1e6}
     others = [shown(figures.get(name), form) for _, name, form in COLUMNS]
     return [ms(entry["time"]), f"{ms(entry['low'])}-{ms(entry['high'])}", *others]
 

@@ -233,7 +233,7 @@ def test_command_line_prints_a_table_and_writes_json_and_html(tmp_path: Path) ->
     options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
     done = run_module(*command("--baseline", "ddp", *options)[2:])
     assert done.returncode == 0, done.stderr
-    for text in ("mlp_tiny, 32 per rank", "ddp", "lower bound", "ddp: Total sample/sec on 2 CPU(s): "):
+    for text in ("mlp_tiny, 32 per rank", " sent MB ", "ddp", "lower bound", "ddp: Total sample/sec on 2 CPU(s): "):
         assert text in done.stdout
     report = json.loads(files["json"].read_text())
     assert [entry["name"] for entry in report["baselines"]] == ["local", "floor", "wire", "ddp"]

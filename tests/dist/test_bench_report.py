@@ -31,7 +31,7 @@ def entry(name: str, kind: str, time: float, exposed: float, **more: Any) -> dic
     shares = {"compute": time - exposed, "overhead": 0.0, "exposed": exposed}
     ratios = {"to_floor": 1.1, "to_limit": 1.2, "to_best_peer": 1.3, "best_peer": "ddp"}
     rest = {"about": "", "status": "ok", "reason": "", "predicted": None, "trace": None, "memory": 4e8}
-    extra = {"utilisation": 0.5, "communication_cpu": 0.1}
+    extra = {"utilisation": 0.5, "communication_cpu": 0.1, "sent": 25e6}
     return {"name": name, "kind": kind, "time": time, **known, **shares, **ratios, **rest, **extra, **more}
 
 
@@ -185,6 +185,7 @@ def test_the_numbers_on_the_page(browser: Browser, tmp_path: Path) -> None:
         "91.4",
         "100",
         "50 %",
+        "25.0",
         "770",
         "10 %",
         "400",
@@ -253,14 +254,14 @@ def test_scaling_curves_of_two_reports(browser: Browser, tmp_path: Path) -> None
 def test_several_reports_begin_with_an_overview(browser: Browser, tmp_path: Path) -> None:
     given_up = report(4)
     given_up["baselines"][2]["reason"] = "timed 2 times only, at 1.50 times horovod"
-    given_up["place"]["links"] = ["1gbit"] * 4
+    given_up["place"] |= {"links": ["1gbit"] * 4, "per_host": 2}
     show(browser, tmp_path, report(2), given_up)
     rows = browser.run(
         "[...document.querySelectorAll('table.overview tr')].map((row) =>"
         " [...row.cells].map((cell) => cell.textContent))"
     )
     assert rows[1] == ["mlp", "2 emulated hosts, links 250mbit", "600", "650", "auto 700", "ddp 1234", "1.76"]
-    assert rows[2][1] == "4 emulated hosts, links 1gbit"
+    assert rows[2][1] == "4 emulated hosts, links 1gbit, each shared by 2 ranks"
     assert browser.run("document.querySelector('p.note').textContent") == (
         "ddp: timed 2 times only, at 1.50 times horovod"
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dnn_bench.cluster import Cluster
 from dnn_bench.settings import Settings
 from tests.support.launch import MARK, ROOT, carries, clean_environment
-from tests.support.needs import needs, needs_horovod
+from tests.support.needs import needs, needs_horovod, needs_root
 
 pytestmark = pytest.mark.dist
 QUICK = {"dnn": "mlp_tiny", "bs": "8", "nwarmup": "1", "niters": "2"}
@@ -32,11 +33,15 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "dist.sh"
 
 
-def dist(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def environment_of(script: Path) -> dict[str, str]:
     env = clean_environment({MARK: str(script), "VIRTUAL_ENV": sys.prefix})
     for name in ("HOSTS", "RDMA", "COMMSCHED_WITH_HOROVOD"):  # tests/run sets the last
         env.pop(name, None)
-    env |= variables
+    return env
+
+
+def dist(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = environment_of(script) | variables
     return subprocess.run(
         ["/bin/bash", str(script), *arguments],
         env=env,
@@ -64,6 +69,38 @@ def test_horovods_familiar_lines(script: Path, launcher: str, baseline: str) -> 
     assert len(re.findall(r"Iter #\d: \d+\.\d sample/sec per CPU", result.stdout)) == 2
     assert re.search(r"Total sample/sec on 2 CPU\(s\): \d+\.\d \+-\d+\.\d", result.stdout)
     assert not [p for p in psutil.process_iter() if carries(p, str(script))]
+
+
+@pytest.mark.root
+@needs_root
+@needs("ip", "tc", "sshd", "ssh")
+@pytest.mark.parametrize(
+    ("launcher", "baseline"),
+    [
+        pytest.param("mpirun", "dear", marks=needs("mpirun")),
+        pytest.param("horovodrun", "horovod", marks=[needs_horovod, pytest.mark.slow]),
+        pytest.param("horovodrun", "dear", marks=[needs_horovod, pytest.mark.slow]),
+    ],
+)
+def test_several_workers_on_each_of_several_hosts(script: Path, launcher: str, baseline: str) -> None:
+    with Cluster(2, "unlimited", ssh=True) as cluster:
+        where = {
+            "nworkers": "4",
+            "hosts": cluster.hosts_argument(2),
+            "launcher": launcher,
+            "baseline": baseline,
+        }
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        env = environment_of(script) | QUICK | where
+        text, _ = cluster.run(0, ["/bin/bash", str(script)], env, **pipes).communicate(timeout=400)
+        first, second = cluster.names
+    assert f"Ranks: host {first} [0 1], host {second} [2 3]" in text, text
+    assert re.search(r"Total sample/sec on 4 CPU\(s\): \d+\.\d \+-\d+\.\d", text), text
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ ERRORS = {
     (
         "stop",
         "connections",
-    ): r"ranks \[{v}\] did not connect|store, in the process of rank {v} .* did not answer",
+    ): r"ranks \[{v}\] did not connect|rank {v} did not publish its address"
+    "|store, in the process of rank {v} .* did not answer",
     ("stop", ""): "nothing (came from|could be sent to) rank {v}",
     ("close", "optimizer"): "rank {v} has left the job",
     ("close", "connections"): "rank {v} has left the job|rank {v} is gone|store does not",
@@ -69,7 +70,7 @@ LIMITS = {
 # A rank whom a text finds at fault. One that "gave up" has only passed the name on, unless nothing follows.
 BLAMES = re.compile(
     r"(?:nothing (?:came from|could be sent to|was heard from)|connection to|in the process of|is|look at the"
-    r" output of) rank (\d+)\b|\brank (\d+)(?: at \S+)? (?:died|is gone|has left|did not|cannot be)"
+    r" output of) rank (\d+)\b|\brank (\d+)(?: at \S+)? (?:died|is gone|is lost|has left|did not|cannot be)"
     r"|\branks \[([\d, ]+)\]"
 )
 

@@ -117,6 +117,7 @@ SIZES: dict[str, dict[str, Value]] = {
         "--models": "mlp_tiny",
         "--ratios": _first,
         "--hosts": _first,
+        "--per-host": _first,
         "--reps": "1",
         "--iters": "1",
         "--baseline": "ddp,auto",

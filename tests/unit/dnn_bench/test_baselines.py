@@ -27,6 +27,8 @@ def test_peers_limits_and_every_policy_are_there() -> None:
         "horovod",
         "fsdp2",
         "fsdp2_keep",
+        "hsdp",
+        "hsdp_keep",
         "zero1",
         "auto",
     } <= set(baselines.names())
@@ -55,6 +57,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(baselines.MissingPeer, match="horovod needs the package horovod"):
         require(baselines.get("horovod"))
+
+
+def test_a_baseline_for_several_ranks_a_host_says_so() -> None:
+    for name, per_host in (("hsdp", 2), ("hsdp", None), ("fsdp2", 1), ("hsdp_keep", 4)):
+        require(baselines.get(name), JOB, per_host)
+    with pytest.raises(baselines.MissingPeer, match="hsdp needs at least 2 ranks on each .* there is 1; use"):
+        require(baselines.get("hsdp"), JOB, 1)
 
 
 def test_the_registry_imports_no_torch() -> None:

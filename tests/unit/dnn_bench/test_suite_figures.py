@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 
 from dnn_bench import suite
-from dnn_bench.suite import Wanted, accuracy, cell_of, link_for, means, slowest
+from dnn_bench.suite import Shape, Wanted, accuracy, cell_of, link_for, means, slowest
 
 KINDS = {"local": "limit", "floor": "limit", "wire": "limit", "auto": "commsched", "dear": "commsched"}
 KINDS |= {"pipedap": "commsched", "wfbp": "commsched"}
 
 
-def report(model: str = "mlp", ratio: float = 1.0, hosts: int = 2, **times: list[float]) -> dict[str, Any]:
-    """As a comparison writes it, with the figures that the summary reads; predictions are 10 % short."""
+def report(
+    model: str = "mlp", ratio: float = 1.0, hosts: int = 2, per_host: int = 1, **times: list[float]
+) -> dict[str, Any]:
+    """As a comparison writes it, with the figures that the summary reads; predictions are 10 % short.
+
+    All send 9 MB and one for each letter of their names.
+    """
     times = {"local": [0.5], "floor": [0.8], "wire": [0.5 * ratio], **times}
     rows: list[dict[str, Any]] = [
         {
@@ -22,12 +27,13 @@ def report(model: str = "mlp", ratio: float = 1.0, hosts: int = 2, **times: list
             "kind": KINDS.get(name, "peer"),
             "time": sorted(values)[len(values) // 2],
             "times": values,
+            "sent": (9 + len(name)) * 1e6,
             "predicted": values[0] * 0.9 if KINDS.get(name) == "commsched" else None,
         }
         for name, values in times.items()
     ]
     rows.append({"name": "fsdp2", "kind": "peer", "status": "missing"})
-    place = {"ranks": hosts, "links": ["1gbit"] * hosts}
+    place = {"ranks": hosts * per_host, "hosts": hosts, "per_host": per_host, "links": ["1gbit"] * hosts}
     whole = {"job": {"model": model}, "place": place, "baselines": rows, "interrupted": False}
     bounds = {"bounds": [0.7, 7.0, 0.7], "bounds_beside": [0.9, 9.0, 0.9]}
     return {**whole, "ratio": ratio, "bound": 0.7, "bound_beside": 0.9, **bounds}
@@ -65,7 +71,7 @@ def test_the_means_are_geometric_and_per_hosts_and_ratio() -> None:
             report("mlp", ratio=2.0, ddp=[3.0], auto=[1.0]),
         )
     )
-    assert [row[:3] for row in found] == [(2, 1.0, 2), (2, 2.0, 1)]
+    assert [row[:3] for row in found] == [((2, 1), 1.0, 2), ((2, 1), 2.0, 1)]
     assert found[0][3] == {"best peer": 2.0, "horovod": None, "ddp": 2.0, "fsdp2": None}
 
 
@@ -92,11 +98,26 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
         in lines
     )
     assert cell + "| 1.00 | 1.25 | 1.11 | 1.50 | 1.80 | 2.00 |  |" in lines
+    assert cell + "| 13.0 | 13.0 | 16.0 | 16.0 | 12.0 |  |" in lines  # bytes
     assert "| 2 | 1 | 1 | 1.50 | 1.80 | 2.00 |  |" in lines
     assert "- mlp, 2 hosts, ratio 1: the link's times scatter" in lines
     assert "mlp_2hosts_2.json: interrupted, left out" in lines
-    assert not Wanted("mlp", 2, 1, tmp_path).missing
-    assert Wanted("mlp", 2, 2, tmp_path).missing and Wanted("mlp", 4, 1, tmp_path).missing
+    assert not Wanted("mlp", Shape(2), 1, tmp_path).missing
+    others = [Wanted("mlp", *other, tmp_path) for other in ((Shape(2), 2), (Shape(4), 1), (Shape(2, 4), 1))]
+    assert all(other.missing for other in others)
+
+
+def test_hosts_of_several_ranks_are_cells_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were taken for as many hosts as there are ranks."""
+    for per_host, seconds in ((1, 1.0), (4, 1.6)):
+        measured = report(per_host=per_host, ddp=[2.0], auto=[seconds])
+        Wanted("mlp", Shape(2, per_host), 1, tmp_path).path.write_text(json.dumps(measured))
+    assert suite.main(["--out", str(tmp_path), "--summary"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| 2 | 1 | 1 | 2.00 |  | 2.00 |  |" in lines and "| 2x4 | 1 | 1 | 1.25 |  | 1.25 |  |" in lines
+    assert "- least gain over the best peer: 1.25 (mlp, 2 hosts of 4 ranks, ratio 1, ddp)" in lines
 
 
 @pytest.mark.parametrize(
@@ -105,6 +126,7 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--baseline", "nobody"], "unknown baseline 'nobody'"),
         (["--models", "mlp,nothing"], "unknown model 'nothing'"),
         (["--hosts", "1"], "--hosts takes whole numbers of at least 2"),
+        (["--per-host", "0"], "--per-host takes whole numbers of at least 1"),
         (["--ratios", "0.5;1"], "--ratios takes numbers above 0"),
     ],
 )

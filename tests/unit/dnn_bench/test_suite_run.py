@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from dnn_bench import suite
 from dnn_bench.runner.compare import Effort, Watcher
-from dnn_bench.suite import Wanted
+from dnn_bench.suite import Shape, Wanted
 
 LOCAL = {"vgg_tiny": [{"name": "local", "time": 2.0}]}  # what comparisons find, where they find anything
 
@@ -38,19 +38,20 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     class FakeComparison:
         def __init__(self, job: Any, place: Any, *rest: Any, crew: Any) -> None:
-            self.model, self.hosts = job.model, place.hosts
+            self.model, self.hosts, self.per_host = job.model, place.hosts, place.per_host
+            self.names = [entry.name for entry in rest[0]]
 
         def run(self) -> dict[str, Any]:
             count[0] += 1
-            place = {"ranks": self.hosts, "links": ["1mbit"]}
+            place = {"ranks": self.hosts, "links": ["1mbit"], "per_host": self.per_host, "names": self.names}
             what = {"job": {"model": self.model}, "place": place, "baselines": LOCAL.get(self.model, [])}
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
     monkeypatch.setattr(suite, "Cluster", FakeCluster)
     monkeypatch.setattr(suite, "Comparison", FakeComparison)
-    monkeypatch.setattr(suite, "Hosts", lambda cluster: SimpleNamespace(hosts=2))
-    monkeypatch.setattr(suite, "compute_seconds", lambda job, hosts: 1.0)
+    monkeypatch.setattr(suite, "Hosts", lambda cluster, per_host: SimpleNamespace(hosts=2, per_host=per_host))
+    monkeypatch.setattr(suite, "compute_seconds", lambda job, ranks: ranks / 2)
     monkeypatch.setattr(suite, "estimate", lambda job: SimpleNamespace(parameters=1_000_000))
     return limit
 
@@ -65,7 +66,7 @@ def measure(cells: list[Wanted], capsys: pytest.CaptureFixture[str]) -> list[str
 def test_one_cluster_per_model_whose_links_change(
     interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = [Wanted(model, 2, ratio, tmp_path) for model in ("mlp", "bert_tiny") for ratio in (0.5, 1.0)]
+    cells = [Wanted(name, Shape(2), ratio, tmp_path) for name in ("mlp", "bert_tiny") for ratio in (0.5, 1.0)]
     cells[0].path.write_text(json.dumps({"interrupted": False, "baselines": []}))
     told = measure(cells, capsys)
     assert told == [
@@ -81,13 +82,28 @@ def test_one_cluster_per_model_whose_links_change(
 def test_the_next_link_fits_the_compute_that_the_comparison_found(
     interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = [Wanted(model, 2, ratio, tmp_path) for model in ("vgg_tiny", "mlp") for ratio in (0.5, 1.0)]
+    cells = [Wanted(name, Shape(2), ratio, tmp_path) for name in ("vgg_tiny", "mlp") for ratio in (0.5, 1.0)]
     assert measure(cells, capsys) == [
         "vgg_tiny, 2 hosts, ratio 0.5: 16mbit",  # for 1 s, the first look
         "vgg_tiny, 2 hosts, ratio 1: 4mbit",  # for 2 s
         "mlp, 2 hosts, ratio 0.5: 16mbit",
         "mlp, 2 hosts, ratio 1: 8mbit",
     ]
+
+
+def test_ranks_that_share_a_host_are_measured_while_all_of_them_compute(
+    interrupted_after: list[int], tmp_path: Path
+) -> None:
+    arguments = ["--models", "mlp", "--per-host", "1,4", "--ratios", "1", "--baseline", "ddp,hsdp"]
+    assert suite.main([*arguments, "--out", str(tmp_path)]) == 0
+    # Eight ranks take four times as long as two, so as many bytes may take four times as long, too.
+    assert FakeCluster.events == ["2 hosts", "8mbit", "end", "2 hosts", "2mbit", "end"]
+    kept = {path.name: json.loads(path.read_text())["place"] for path in tmp_path.iterdir()}
+    assert {name: place["per_host"] for name, place in kept.items()} == {
+        "mlp_2hosts_1.json": 1,
+        "mlp_2x4hosts_1.json": 4,
+    }
+    assert [*kept["mlp_2hosts_1.json"]["names"], "hsdp"] == kept["mlp_2x4hosts_1.json"]["names"]
 
 
 def test_an_interrupted_cell_is_kept_and_measured_again(
@@ -97,7 +113,7 @@ def test_an_interrupted_cell_is_kept_and_measured_again(
     arguments = ["--models", "mlp", "--ratios", "0.5,1,2", "--baseline", "ddp", "--out", str(tmp_path)]
     assert suite.main(arguments) == 130
     assert "the same command goes on from here" in capsys.readouterr().out
-    cells = [Wanted("mlp", 2, ratio, tmp_path) for ratio in (0.5, 1.0, 2.0)]
+    cells = [Wanted("mlp", Shape(2), ratio, tmp_path) for ratio in (0.5, 1.0, 2.0)]
     assert [cell.path.exists() for cell in cells] == [True, True, False]
     assert [cell.missing for cell in cells] == [False, True, True]
     assert FakeCluster.events[-1] == "end"

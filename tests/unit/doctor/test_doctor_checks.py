@@ -40,7 +40,7 @@ class FakeMachine(Machine):
         return found
 
     def python(self, code: str) -> Ran:
-        return self.given.get("horovod", Ran(0, "0.28.1"))
+        return self.given.get("ranks" if code == doctor.RANKS else "horovod", Ran(0, "0.28.1"))
 
     def has_package(self, name: str) -> bool:
         return "without_horovod" not in self.given
@@ -72,6 +72,7 @@ class FakeMachine(Machine):
         return 40000
 
 
+FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 SMI = {"nvidia-smi": Ran(0, "NVIDIA H100, 580.1\n")}
 Check = Callable[[Machine], Finding]
 CASES: list[tuple[Check, dict[str, Any], str, str, str]] = [
@@ -101,6 +102,29 @@ CASES: list[tuple[Check, dict[str, Any], str, str, str]] = [
         "build",
     ),
     (doctor.extension, {"extension": Ran(-11, "Segmentation fault")}, PROBLEM, "Segmentation fault", "build"),
+    (doctor.ranks, {}, OK, "alone", ""),
+    (doctor.ranks, {"environ": {"RANK": "1"}}, PROBLEM, "WORLD_SIZE is not set", "unset"),
+    (
+        doctor.ranks,
+        {"environ": FOUR, "ranks": Ran(0, 'joined tiers ["a", "b", "a", "b"]\nW: slow disk')},
+        OK,
+        "rank 2 of 4 (torchrun): host a [0 2], host b [1 3]; transport tiers",
+        "",
+    ),
+    (
+        doctor.ranks,
+        {"environ": FOUR, "ranks": Ran(0, 'joined direct ["a", "a", "b", "b"]')},
+        NOTE,
+        "host a [0 1], host b [2 3]; transport direct",
+        "in one container",
+    ),
+    (
+        doctor.ranks,
+        {"environ": FOUR, "ranks": Ran(1, "CommError: missing: [3]")},
+        PROBLEM,
+        "rank 2 of 4 (torchrun) cannot join the others: CommError: missing: [3]",
+        "every rank",
+    ),
     (doctor.compiler, {"environ": {"CXX": "clang++ -m64"}}, NOTE, "clang++ is not on PATH", "GCC 10"),
     (
         doctor.compiler,
