@@ -7,8 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # Raised by 200 for links as resources (360 lines), one home for what tiles refuse or gather (130), the table
-# of many hosts (150) and time-outs of the launcher's store (25).
-BUDGET = 49_900
+# of many hosts (150) and time-outs of the launcher's store (25). Raised by 179 for files and options within
+# bounds (170) and strangers on the port of a rank (50).
+BUDGET = 50_079
 
 
 def test_the_product_keeps_to_its_budget() -> None:
