@@ -75,9 +75,9 @@ def read(path: Path) -> ResultTable:
             for name in numeric:
                 with reading(f"drawn row {number}, column {name}"):
                     number_in(row, name)
-        for key in {"line", "from"} & set(about):
+        for key in ("line", "from"):
             with reading(f"# {key}"):
-                float(about[key])
+                float(about.get(key, 0))
     return table
 
 

@@ -12,7 +12,7 @@ from tests import fuzz
 
 @pytest.mark.parametrize("name", fuzz.PARSERS)
 def test_mutations_give_an_object_or_a_clear_error(name: str) -> None:
-    wrong = list(fuzz.problems(name, 300, seed=1))
+    wrong = list(fuzz.problems(name, 200, seed=1))
     assert not wrong, "\n".join(wrong[:3])
 
 

@@ -83,7 +83,7 @@ def test_a_place_in_a_place() -> None:
         with reading("a file"), reading("row 3"):
             float("x")
     with pytest.raises(InputError, match=r"^a file: KeyError: 'ranks'$"), reading("a file"):
-        _ = {}["ranks"]
+        _ = dict[str, int]()["ranks"]
     with pytest.raises(InputError, match=r"^a file: wrong$"), reading("a file"):
         raise InputError("a file: wrong")
 
