@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # Raised by 200 for links as resources (360 lines), one home for what tiles refuse or gather (130), the table
-# of many hosts (150) and time-outs of the launcher's store (25); and by 71 for suites of several ranks a host,
+# of many hosts (150) and time-outs of the launcher's store (25); by 71 for suites of several ranks a host,
 # HSDP and the ranks by host (113).
 BUDGET = 49_971
 
