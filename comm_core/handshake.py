@@ -18,7 +18,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from errno import EINPROGRESS, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from functools import partial
@@ -34,23 +34,29 @@ NONCE = 32  # bytes of a challenge, and of a proof
 GREETING = struct.Struct("32sIIII")  # nonce, from rank, to rank, number of ranks, 1: keepalive connection
 
 
-def none_lost() -> str:
+Lost = Callable[[Sequence[int]], str]
+"""Return why another rank is lost, or why one of these ranks has left and will not connect; "" if none is."""
+
+
+def none_lost(awaited: Sequence[int]) -> str:
     return ""
 
 
 class Waiting:
-    """Limits this rank's wait for the others. `lost` returns why another rank is lost, "" if none is."""
+    """Limits this rank's wait for the others."""
 
-    def __init__(self, rank: int, seconds: float, lost: Callable[[], str]) -> None:
+    def __init__(self, rank: int, seconds: float, lost: Lost) -> None:
         self.rank, self.seconds, self.lost = rank, seconds, lost
         self._deadline = time.monotonic() + seconds
 
-    def next(self, peer: int, late: str) -> float:
+    def next(self, peer: int, late: str, awaited: Sequence[int] = ()) -> float:
         """Return how many seconds to wait before the next call.
 
-        Raise if a rank is lost. After the time limit raise with the text `late` about `peer`.
+        Raise if a rank is lost, or if one of the `awaited` ranks, which have not connected yet, has left. (A
+        rank that has connected may leave: what it has sent can still be read.) After the time limit raise
+        with the text `late` about `peer`.
         """
-        reason = self.lost()
+        reason = self.lost(awaited)
         if reason:
             raise EngineError(reason, kind="peer_lost", rank=self.rank)
         left = self._deadline - time.monotonic()
@@ -166,7 +172,7 @@ def accept_all(
         try:
             while missing:
                 ranks = sorted({peer for peer, _ in missing})
-                pause = waiting.next(ranks[0], f"ranks {ranks} did not connect{refused}")
+                pause = waiting.next(ranks[0], f"ranks {ranks} did not connect{refused}", ranks)
                 # The listener last: a guest that has answered must not be closed to make room.
                 for key, _ in sorted(selector.select(pause), key=lambda event: event[0].data is None):
                     if key.data is None:

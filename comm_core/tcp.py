@@ -18,7 +18,7 @@ from torch.distributed import DistError, Store
 from comm_core import _C
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
-from comm_core.handshake import Member, Waiting, accept_all, dial, none_lost
+from comm_core.handshake import Lost, Member, Waiting, accept_all, dial, none_lost
 
 HOST_TIMEOUT = 25.0
 _PROBES = 4  # unanswered ones after which a host is lost
@@ -64,14 +64,14 @@ def tcp_channel(
     address: str | None = None,
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
-    lost: Callable[[], str] = none_lost,
+    lost: Lost = none_lost,
 ) -> _C.TcpChannel:
     """Connect this rank to all others. Each of the `size` ranks must call, with the same `store`.
 
     Wrap a shared store in a PrefixStore, so that no two channels use the same keys. `address` is where the
     other ranks reach this one; by default the address from which this rank reaches the store's host. The
-    channel fails once a host's kernel has not answered for `host_timeout_seconds`. `lost` is polled
-    while this rank waits for the others: the wait ends with the reason that it returns, if it is not "".
+    channel fails once a host's kernel has not answered for `host_timeout_seconds`. `lost` is polled with the
+    ranks that have not connected yet; the wait for them ends with the reason that it returns, if any.
     """
     connections = tcp_connections(store, rank, size, address, timeout_seconds, host_timeout_seconds, lost)
     return _C.TcpChannel(rank, descriptors(connections))
@@ -92,7 +92,7 @@ def tcp_connections(
     address: str | None = None,
     timeout_seconds: float = 300.0,
     host_timeout_seconds: float = HOST_TIMEOUT,
-    lost: Callable[[], str] = none_lost,
+    lost: Lost = none_lost,
     star: bool = False,
 ) -> list[TcpConnection | None]:
     """Connect like `tcp_channel()`, but return sockets: one connection for each rank, None for this one.
@@ -170,7 +170,7 @@ def _connect_all(
 
 def _published(store: Store, key: str, peer: int, waiting: Waiting) -> bytes:
     while not _ask(waiting, store.check, [key]):
-        time.sleep(waiting.next(peer, f"rank {peer} did not publish its address"))
+        time.sleep(waiting.next(peer, f"rank {peer} did not publish its address", [peer]))
     return _ask(waiting, store.get, key)
 
 

@@ -47,6 +47,7 @@ class FailureMonitor:
         self._ranks: weakref.WeakKeyDictionary[Abortable, frozenset[int]] = weakref.WeakKeyDictionary()
         self._probes: weakref.WeakKeyDictionary[Abortable, Probe] = weakref.WeakKeyDictionary()
         self._lost: dict[int, str] = {}
+        self._left: dict[int, str] = {}
         self._reports: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -78,13 +79,22 @@ class FailureMonitor:
             self._lost.setdefault(rank, reason)
             self._wake((rank, reason))
 
-    def lost(self, ranks: Iterable[int]) -> str:
-        """Return why the first of ``ranks`` (of the job) that is lost is lost, "" if none is."""
-        return next((self._lost[rank] for rank in ranks if rank in self._lost), "")
+    def note_left(self, rank: int, reason: str) -> None:
+        """Note that a rank has left the job in order. Aborts nothing: what it has sent may still be read."""
+        self._left.setdefault(rank, reason)
+
+    def lost(self, ranks: Iterable[int], awaited: Iterable[int] = ()) -> str:
+        """Return why the first of ``ranks`` (of the job) that is lost is lost, "" if none is.
+
+        Also why the first of those has left that are ``awaited``: they would have to make a connection yet.
+        """
+        lost = [self._lost[rank] for rank in ranks if rank in self._lost]
+        return next(iter(lost + [self._left[rank] for rank in awaited if rank in self._left]), "")
 
     def begin_job(self) -> None:
         """Forget the lost ranks of an earlier job of this process: the new one's have the same numbers."""
         self._lost.clear()
+        self._left.clear()
 
     def close(self) -> None:
         """End the thread: returning from C++ while the interpreter shuts down would abort the process."""
@@ -139,5 +149,5 @@ def _abort(waiter: Abortable, reason: str) -> None:
 
 _monitor = FailureMonitor()
 register, unregister, report = _monitor.register, _monitor.unregister, _monitor.report
-lost, begin_job = _monitor.lost, _monitor.begin_job
+note_left, lost, begin_job = _monitor.note_left, _monitor.lost, _monitor.begin_job
 atexit.register(_monitor.close)

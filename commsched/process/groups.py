@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -52,16 +51,20 @@ def connected(
 ) -> Any:
     """Call ``comm_core.tcp_channel`` or ``tcp_connections`` for these ranks of the job. Collective.
 
-    `name` must be new. The wait for the others ends when the failure monitor learns that one is lost.
+    `name` must be new. The wait ends when the failure monitor learns that one of them is lost, or that one
+    whose connection is missing has left.
     """
     place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
-    lost = partial(failure_monitor.lost, ranks)
+
+    def lost(awaited: Iterable[int]) -> str:
+        return failure_monitor.lost(ranks, [ranks[other] for other in awaited])
+
     try:
         return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
     except RuntimeError as error:
         where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
         hint = "GLOO_SOCKET_IFNAME names the network interface to use"
-        reason = lost()
+        reason = lost(range(len(ranks)))
         raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
 
 

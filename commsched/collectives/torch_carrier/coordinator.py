@@ -128,6 +128,7 @@ class Coordinator(threading.Thread):
         self._negotiator = Negotiator(self._size, timeout, time.monotonic, warning)
         self._connections = dict(enumerate(connections))
         self._ranks: dict[Any, int] = {}  # of both connections
+        self._left: list[tuple[int, str]] = []  # who has left in order, and why, before the others are told
         for rank, ends in self._connections.items():
             self._ranks.update({end: rank for end in (ends.messages, ends.keepalive) if end is not None})
 
@@ -147,6 +148,10 @@ class Coordinator(threading.Thread):
             rank = self._ranks.get(ready)
             if rank is not None:  # None: an earlier connection in this loop has dropped the rank
                 self._read(rank, ready is self._connections[rank].keepalive)
+        if self._left:
+            # Now: if rank 0 has left, its process, and this thread with it, may end at any moment.
+            self._send([(list(self._connections), {"type": "left", "ranks": self._left})])
+            self._left = []
         self._send(self._negotiator.expire())
 
     def _read(self, rank: int, keepalive: bool) -> None:
@@ -175,8 +180,7 @@ class Coordinator(threading.Thread):
         elif kind == "bye":
             reason = f"rank {rank} has left the job (its script ended or called shutdown())"
             self._drop(rank, reason, alarm=False)
-            if rank == 0:  # this coordinator may end with its process at any moment
-                self._send([(list(self._connections), {"type": "farewell", "message": reason})])
+            self._left.append((rank, reason))
 
     def _drop(self, rank: int, reason: str, alarm: bool) -> None:
         ends = self._connections.pop(rank)

@@ -233,8 +233,11 @@ class OperationQueue:
                 failure_monitor.report(message["rank"], message["message"])
         elif kind == "waits":
             print(f"commsched: rank {self._meeting.launch.rank}: {message['message']}", file=sys.stderr)
-        elif kind == "farewell":
-            self._without_rank_0, self._rank_0_left = message["message"], True
+        elif kind == "left":
+            for rank, reason in message["ranks"]:
+                failure_monitor.note_left(rank, reason)
+                if rank == 0:
+                    self._without_rank_0, self._rank_0_left = reason, True
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:

@@ -8,6 +8,27 @@ import pytest
 from commsched.collectives.torch_carrier.coordinator import Coordinator, RankConnection, send
 
 
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_every_rank_is_told_who_has_left(leaving: int) -> None:
+    """Only rank 0's leave was told: others waited in vain for new connections to a rank that had left."""
+    pairs = [Pipe() for _ in range(3)]
+    coordinator = Coordinator([RankConnection(end) for _, end in pairs], 30.0)
+    coordinator.start()
+    ranks = [RankConnection(end) for end, _ in pairs]
+    send(ranks[leaving].messages, {"type": "bye"})
+    staying = [line for rank, line in enumerate(ranks) if rank != leaving]
+    for line in staying:
+        assert line.messages.poll(100), "it is not told"
+        reason = f"rank {leaving} has left the job (its script ended or called shutdown())"
+        assert line.receive() == {"type": "left", "ranks": [[leaving, reason]]}
+    for line in staying:
+        send(line.messages, {"type": "bye"})
+    coordinator.join(100)
+    assert not coordinator.is_alive()
+    for line in ranks:
+        line.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_in_the_coordinator_fails_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, repeat
 from pathlib import Path
@@ -22,7 +22,7 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from comm_core import EngineError, tcp_connections
-from comm_core.handshake import GREETING, NONCE, Member
+from comm_core.handshake import GREETING, NONCE, Member, none_lost
 from tests.support.engines import on_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,8 +161,38 @@ def test_a_lost_rank_ends_each_wait(waits_for: str) -> None:
         store = rank_0_at(silent) if waits_for == "answer" else HashStore()
         rank = 0 if waits_for == "connection" else 1
         with pytest.raises(EngineError, match=r"^rank 5 of the job died$") as caught:
-            tcp_connections(store, rank, 2, HOST, timeout_seconds=LONG, lost=lambda: next(polls))
+            tcp_connections(store, rank, 2, HOST, timeout_seconds=LONG, lost=lambda awaited: next(polls))
     assert caught.value.kind == "peer_lost"
+
+
+@pytest.mark.parametrize("waits_for", ["address", "connection"])
+def test_a_rank_that_has_left_ends_the_wait_for_its_connection(waits_for: str) -> None:
+    rank = 0 if waits_for == "connection" else 1
+    with pytest.raises(EngineError, match=rf"^rank \[{1 - rank}\] has left the job$") as caught:
+        left = lambda awaited: f"rank {[*awaited]} has left the job" if awaited else ""  # noqa: E731
+        tcp_connections(HashStore(), rank, 2, HOST, timeout_seconds=LONG, lost=left)
+    assert caught.value.kind == "peer_lost"
+
+
+def test_a_rank_that_has_connected_may_leave_before_the_others_have() -> None:
+    """What it has sent is there to be read."""
+    left, store = threading.Event(), HashStore()
+
+    def lost(awaited: Sequence[int]) -> str:
+        return "rank 1 has left" if left.is_set() and 1 in awaited else ""
+
+    def connect(rank: int) -> object:
+        if rank == 2:
+            assert left.wait(60)
+        ends = tcp_connections(
+            store, rank, 3, HOST, timeout_seconds=60, lost=lost if rank == 0 else none_lost, star=True
+        )
+        if rank == 1:
+            left.set()
+        return ends
+
+    first, *_ = on_ranks(3, connect)
+    assert first[0] is None and None not in first[1:]
 
 
 def test_a_rank_that_gives_up_closes_the_connections_that_it_has() -> None:
@@ -176,7 +206,7 @@ def test_a_rank_that_gives_up_closes_the_connections_that_it_has() -> None:
         return read(connection.data)
 
     def rank_0() -> EngineError:
-        lost = lambda: "rank 2 died" if connected.is_set() else ""  # noqa: E731
+        lost = lambda awaited: "rank 2 died" if connected.is_set() else ""  # noqa: E731
         with pytest.raises(EngineError, match="rank 2 died") as caught:
             tcp_connections(store, 0, 3, HOST, timeout_seconds=60, lost=lost, star=True)
         return caught.value

@@ -56,6 +56,20 @@ def test_lost_ranks_can_be_asked_for_until_the_next_job_begins(monitor: FailureM
     assert monitor.lost([0, 1]) == ""
 
 
+def test_a_rank_that_has_left_ends_only_waits_for_its_connection(monitor: FailureMonitor) -> None:
+    """What it has sent may still be read, so nothing is aborted."""
+    waiter = Waiter()
+    monitor.register(waiter, (1, 2))
+    monitor.note_left(1, "rank 1 has left the job")
+    assert monitor.lost([0, 1, 2]) == monitor.lost([0, 1, 2], [0, 2]) == ""
+    assert monitor.lost([0, 1, 2], [2, 1]) == "rank 1 has left the job"
+    monitor.report(2, "rank 2 died")
+    assert waiter.aborted.wait(PATIENCE) and [reason for reason, _ in waiter.reasons] == ["rank 2 died"]
+    assert monitor.lost([0, 1, 2], [1]) == "rank 2 died"
+    monitor.begin_job()
+    assert monitor.lost([0, 1, 2], [1]) == ""
+
+
 def test_the_detector_does_not_wait_for_the_abort(monitor: FailureMonitor) -> None:
     """An abort may take locks that the detector's thread holds."""
     held = threading.Lock()
