@@ -12,10 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+LONGEST = 30 * 86400.0  # seconds: threads and stores do not take any number
+LAST_PORT = 65535
 
-def _setting(variable: str, default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
-    """Return a dataclass field that is read from `variable`; empty `choices` allow any value."""
-    return field(default=default, metadata={"variable": variable, "doc": doc, "choices": choices})
+
+def _setting(
+    variable: str, default: Any, doc: str, choices: tuple[str, ...] = (), most: float = LONGEST
+) -> Any:
+    """Return a dataclass field that is read from `variable`; empty `choices` allow any value up to `most`."""
+    metadata = {"variable": variable, "doc": doc, "choices": choices, "most": most}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,10 @@ class Settings:
         "COMMSCHED_MASTER_ADDR", "", "address of rank 0, for launchers that do not provide it (rarely needed)"
     )
     master_port: int = _setting(
-        "COMMSCHED_MASTER_PORT", 0, "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR"
+        "COMMSCHED_MASTER_PORT",
+        0,
+        "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR",
+        most=LAST_PORT,
     )
     transport: str = _setting(
         "COMMSCHED_TRANSPORT",
@@ -70,11 +79,18 @@ class Settings:
         "COMMSCHED_LOG_EVERY",
         0,
         "rank 0 prints what communication costs every so many steps; unset or 0: never",
+        most=2**53,
     )
     metrics_port: int = _setting(
         "COMMSCHED_METRICS_PORT",
         0,
         "each rank serves its metrics to Prometheus on this port plus its local rank; unset or 0: none",
+        most=LAST_PORT,
+    )
+    metrics_address: str = _setting(
+        "COMMSCHED_METRICS_ADDRESS",
+        "127.0.0.1",
+        "address on which ranks serve metrics; 0.0.0.0: all of the host, for anybody who reaches it",
     )
     nccl_register: str = _setting(
         "COMMSCHED_NCCL_REGISTER",
@@ -89,7 +105,7 @@ class Settings:
         return min(60.0, self.timeout / 10)
 
 
-def _parse(variable: str, text: str, default: Any) -> Any:
+def _parse(variable: str, text: str, default: Any, most: float) -> Any:
     """Convert `text` to the type of `default`."""
     if isinstance(default, str):
         return text
@@ -97,8 +113,8 @@ def _parse(variable: str, text: str, default: Any) -> Any:
         value = float(text) if isinstance(default, float) else int(text)
     except ValueError:
         raise ValueError(f"{variable} must be a number, but is {text!r}") from None
-    if value < 0 or (value == 0 and isinstance(default, float)):
-        raise ValueError(f"{variable} must be positive, but is {text!r}")
+    if not 0 <= value <= most or (value == 0 and isinstance(default, float)):
+        raise ValueError(f"{variable} must be positive and at most {most:.0f}, but is {text!r}")
     return value
 
 
@@ -110,7 +126,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         text = environ.get(variable, "").strip()
         if not text:
             continue
-        value = _parse(variable, text, item.default)
+        value = _parse(variable, text, item.default, item.metadata["most"])
         if choices and value not in choices:
             raise ValueError(f"{variable} must be one of {', '.join(filter(None, choices))}, but is {text!r}")
         values[item.name] = value

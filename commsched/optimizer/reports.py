@@ -22,7 +22,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from comm_core import OPS, Traffic, link_gate
 from commsched.backends.ranks import Ranks
@@ -273,12 +275,44 @@ _open: dict[int, Endpoint] = {}  # by port: the optimizers of a process share on
 _lock = threading.RLock()
 
 
+class _Scrape(WSGIRequestHandler):
+    timeout = 10.0  # seconds without a byte of a client's request
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves a few clients at a time and refuses others, so that silent ones cost the job no descriptors."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(16)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # a client that is silent or gone
+
+
 class Endpoint:
     """An HTTP server that shows the latest figures of each optimizer. Its threads compute nothing."""
 
-    def __init__(self, port: int, rank: int) -> None:
+    def __init__(self, port: int, rank: int, address: str) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError:
             raise ValueError(
                 "COMMSCHED_METRICS_PORT is set, but prometheus_client is not installed;"
@@ -289,12 +323,14 @@ class Endpoint:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            self._server = make_server(address, port, make_wsgi_app(registry), _Server, _Scrape)
         except OSError as error:
             raise ValueError(
-                f"rank {rank} cannot serve its metrics on port {port} (COMMSCHED_METRICS_PORT plus its local"
-                f" rank): {error}; choose other ports"
+                f"rank {rank} cannot serve its metrics on {address}, port {port} (COMMSCHED_METRICS_ADDRESS,"
+                f" COMMSCHED_METRICS_PORT plus its local rank): {error}; choose others"
             ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def add(self) -> int:
         """Return the number under which a new optimizer shows its figures."""
@@ -329,12 +365,12 @@ class Endpoint:
         yield from families.values()
 
 
-def endpoint(port: int, rank: int) -> tuple[Endpoint, int]:
+def endpoint(port: int, rank: int, address: str = "127.0.0.1") -> tuple[Endpoint, int]:
     """Return this process's endpoint on ``port``, and the number of a new optimizer there."""
     with _lock:
         while True:
             if port not in _open:
-                _open[port] = Endpoint(port, rank)
+                _open[port] = Endpoint(port, rank, address)
             shared = _open[port]
             number = shared.add()
             if _open.get(port) is shared:  # not closed by the last optimizer, freed by the collector just now
@@ -350,7 +386,9 @@ class StepReports:
         self._steps, self._shown = 0, 0.0
         self._endpoint: Endpoint | None = None
         if settings.metrics_port:
-            self._endpoint, self._number = endpoint(settings.metrics_port + local_rank, ranks.rank)
+            self._endpoint, self._number = endpoint(
+                settings.metrics_port + local_rank, ranks.rank, settings.metrics_address
+            )
         self._predicting: threading.Thread | None = None
         self._owner = os.getpid()
 

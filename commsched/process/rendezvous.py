@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from commsched.env import settings
+from commsched.env import LAST_PORT, settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor, mpi_bootstrap
 from commsched.process.launch import Launch
@@ -30,6 +30,7 @@ from commsched.process.network import (
     is_loopback,
     own_addresses,
 )
+from scheduler.ir.inputs import InputError, whole
 
 Publish = Callable[[dict[str, Any] | None], dict[str, Any]]
 """Broadcasts rank 0's contact data: rank 0 passes it, the others pass None; returns it on every rank."""
@@ -126,7 +127,7 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
     if not options.master_addr and launch.address:
         address, port = launch.address, launch.port
     elif not options.master_addr:
-        address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+        address, port = os.environ.get("MASTER_ADDR", ""), _port("MASTER_PORT")
         prefix = ""
     if not address or not port:
         raise CommError(
@@ -144,8 +145,16 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
 
 def launcher_server() -> KeyValueServer | None:
     """Return horovodrun's key-value server; None under other launchers and under horovodrun with MPI."""
-    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT"))
-    return KeyValueServer(address, int(port), settings().start_timeout) if address and port else None
+    address, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), _port("HOROVOD_GLOO_RENDEZVOUS_PORT")
+    return KeyValueServer(address, port, settings().start_timeout) if address and port else None
+
+
+def _port(variable: str) -> int:
+    """Return the port that a launcher has set; 0 for none."""
+    try:
+        return whole(os.environ.get(variable) or "0", variable, LAST_PORT)
+    except InputError as error:
+        raise CommError(f"{error}; set it on every rank to the same free port of rank 0's host") from None
 
 
 def _publisher(launch: Launch) -> Publish:

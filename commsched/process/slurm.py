@@ -13,6 +13,7 @@ from commsched.errors import CommError
 RANK, SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its own steps, such as the batch script, from here on
+MOST = 100_000  # nodes of a job, and tasks of a node
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that kernels give to outgoing connections
 
 
@@ -60,6 +61,7 @@ def hosts(text: str) -> list[str]:
         names = [""]
         for outside, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
             endings = [outside] if outside else _numbers(inside, text)
+            _check_count(len(found) + len(names) * len(endings), text)
             names = [name + ending for name in names for ending in endings]
         found += names
     return found
@@ -67,14 +69,15 @@ def hosts(text: str) -> list[str]:
 
 def _numbers(text: str, whole: str) -> list[str]:
     """`01-03,7` as 01, 02, 03, 7."""
-    found = []
+    found: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", part.strip(), re.ASCII)
         if match is None:
             raise CommError(
                 f"{whole!r} is no list of hosts as Slurm writes them: [{text}] is no list of numbers"
             )
         first, last = match[1], match[2] or match[1]
+        _check_count(len(found) + int(last) - int(first), whole)
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
 
@@ -83,11 +86,18 @@ def tasks_per_node(text: str) -> list[int]:
     """`2(x3),1` as 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,15})(?:\(x(\d{1,15})\))?", part.strip(), re.ASCII)
         if match is None:
             raise CommError(f"SLURM_TASKS_PER_NODE must look like '2(x3),1', but is {text!r}")
+        _check_count(max(int(match[1]), len(found) + int(match[2] or 1)), text)
         found += [int(match[1])] * int(match[2] or 1)
     return found
+
+
+def _check_count(count: int, text: str) -> None:
+    if count > MOST:
+        shown = text if len(text) < 200 else f"{text[:200]}..."
+        raise CommError(f"Slurm's {shown!r} stands for more than {MOST} nodes or tasks of a node")
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
@@ -97,7 +107,7 @@ def _first(environ: Mapping[str, str], *names: str) -> str:
 def number(environ: Mapping[str, str], *names: str) -> int:
     """Return the first of these variables that is set, as a number."""
     text = _first(environ, *names)
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise CommError(
             f"{' or '.join(names)} (set by srun) must be a whole number, but is {text!r}; start the script "
             "with srun, or set COMMSCHED_LAUNCHER=none to run it alone"

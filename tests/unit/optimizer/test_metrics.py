@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import sys
+import threading
 import urllib.request
 from collections import deque
 from types import SimpleNamespace
@@ -224,13 +226,33 @@ def test_the_optimizers_of_a_process_share_one_port() -> None:
     held.close()
 
 
+def test_silent_clients_cost_the_job_little_and_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They held a thread and a descriptor each, for ever, and could come from anywhere."""
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr("commsched.optimizer.reports._Scrape.timeout", 2.0)
+    held = HeldPort()
+    served, number = endpoint(held.number, 0)
+    served.show(number, {"exposed": 0.5})
+    assert served._server.server_address[0] == "127.0.0.1"
+    threads = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", held.number), timeout=60) for _ in range(200)]
+    refused = [client for client in silent if select.select([client], [], [], 0.05)[0]]
+    assert len(refused) >= 200 - 16 and threading.active_count() <= threads + 16
+    for client in silent:
+        assert client.recv(1) == b"", "each is closed"
+        client.close()
+    assert "commsched_exposed_seconds" in page_of(held.number)
+    served.remove(number)
+    held.close()
+
+
 def test_a_taken_port_is_named() -> None:
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"rank 1 cannot serve its metrics on port {port}"):
+        with pytest.raises(ValueError, match=f"rank 1 cannot serve its metrics on 127.0.0.1, port {port}"):
             endpoint(port, 1)
 
 

@@ -148,6 +148,11 @@ def test_a_batch_script_runs_alone():
         ({"SLURM_LOCALID": "2"}, "slurm gave local rank 2 of 2"),
         ({"SLURM_STEP_NODELIST": "gpu[02-03"}, "a bracket has no partner"),
         ({"SLURM_STEP_NODELIST": "gpu[a-b]"}, "no list of numbers"),
+        # These took all memory.
+        ({"SLURM_STEP_NODELIST": "gpu[1-99999999999]"}, "stands for more than 100000 nodes"),
+        ({"SLURM_STEP_NODELIST": "a[1-1000]b[1-1000]"}, "stands for more than 100000 nodes"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999)"}, "stands for more than 100000 nodes"),
+        ({"SLURM_LOCALID": "²"}, "SLURM_LOCALID .* must be a whole number, but is '²'"),
     ],
 )
 def test_slurm_variables_that_cannot_be(changed, message):

@@ -4,8 +4,9 @@ import socket
 
 import pytest
 
+from commsched.errors import CommError
 from commsched.process.network import first_reachable, is_loopback, own_addresses
-from commsched.process.rendezvous import Record, _disagreement, _reachable_address
+from commsched.process.rendezvous import Record, _disagreement, _reachable_address, launcher_server
 
 
 def record(rank, size=2, own="10.0.0.1", master="10.0.0.1"):
@@ -50,6 +51,15 @@ def test_own_addresses(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard0")
     with pytest.raises(RuntimeError, match="nosuchcard0"):
         own_addresses(one_host=False)
+
+
+@pytest.mark.parametrize("port", ["70000", "-1", "http", "1" * 5000])
+def test_a_wrong_port_is_named(monkeypatch, port):
+    """It was a type error, from within torch."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
+    with pytest.raises(CommError, match="_PORT must be a whole number, at most 65,535, got"):
+        launcher_server()
 
 
 def test_rank_0_does_not_answer():
