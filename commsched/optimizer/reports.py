@@ -286,6 +286,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Serves a few clients at a time and refuses others, so that silent ones cost the job no descriptors."""
 
     daemon_threads = True
+    request_queue_size = 128  # where it is full, a client tries again only after a second
 
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(16)
