@@ -22,7 +22,7 @@ from textwrap import wrap
 from typing import Any
 
 from dnn_bench.command_line import one_line_errors, parser
-from scheduler.ir.inputs import InputError, read_text, reading
+from scheduler.ir.inputs import LARGEST, InputError, read_text, reading
 
 REQUIRED = ("title", "command", "unit", "label", "bars", "axis")
 
@@ -83,7 +83,10 @@ def read(path: Path) -> ResultTable:
 
 def number_in(row: dict[str, str], column: str) -> float:
     """Return a number of a row, not a number where the row has none."""
-    return float(row[column] or "nan")
+    value = float(row[column] or "nan")
+    if abs(value) > LARGEST:
+        raise InputError(f"must be at most {LARGEST:,}, got {value:g}")
+    return value
 
 
 def draw(table: ResultTable, path: Path) -> None:
