@@ -24,7 +24,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from commsched.errors import CommError
-from commsched.process.launch import detect_launch
+from commsched.process.launch import by_host, detect_launch
 from commsched.process.network import interface_address, is_loopback
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -153,12 +153,6 @@ def ranks(machine: Machine) -> Answer:
         advice = "run the ranks of a host in one container, as one user: they share no memory, and send more"
         return NOTE, text, advice
     return OK, text
-
-
-def by_host(nodes: Sequence[str]) -> str:
-    """Draw the ranks of each host; `nodes` has each rank's."""
-    ranks_of = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in nodes}
-    return ", ".join(f"host {node} [{' '.join(map(str, ranks))}]" for node, ranks in ranks_of.items())
 
 
 @check("compiler")

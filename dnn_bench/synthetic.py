@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from commsched.doctor import by_host
-from commsched.process.launch import detect_launch
+from commsched.process.launch import by_host, detect_launch
 from dnn_bench import baselines, models
 from dnn_bench.baselines import require
 from dnn_bench.baselines.trainer import Job, Trainer, check_fit

@@ -366,7 +366,7 @@ class Endpoint:
         yield from families.values()
 
 
-def endpoint(port: int, rank: int, address: str = "127.0.0.1") -> tuple[Endpoint, int]:
+def endpoint(port: int, rank: int, address: str = Settings.metrics_address) -> tuple[Endpoint, int]:
     """Return this process's endpoint on ``port``, and the number of a new optimizer there."""
     with _lock:
         while True:

@@ -56,15 +56,19 @@ def connected(
     """
     place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
 
+    told = ""  # why the wait has ended
+
     def lost(awaited: Iterable[int]) -> str:
-        return failure_monitor.lost(ranks, [ranks[other] for other in awaited])
+        nonlocal told
+        told = failure_monitor.lost(ranks, [ranks[other] for other in awaited])
+        return told
 
     try:
         return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
     except RuntimeError as error:
         where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
         hint = "GLOO_SOCKET_IFNAME names the network interface to use"
-        reason = lost(range(len(ranks)))
+        reason = told or failure_monitor.lost(ranks)
         raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
 
 

@@ -6,7 +6,7 @@ Does not import torch, so that the command line starts fast.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,6 +152,12 @@ def detect_launch(environ: Mapping[str, str], wanted: str = "") -> Launch:
     launch = _read_slurm(environ) if launcher == "slurm" else _read(environ, launcher)
     _check(launch)
     return launch
+
+
+def by_host(nodes: Sequence[str]) -> str:
+    """Draw the ranks of each host; `nodes` has each rank's."""
+    ranks_of = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in nodes}
+    return ", ".join(f"host {node} [{' '.join(map(str, ranks))}]" for node, ranks in ranks_of.items())
 
 
 def _check(launch: Launch) -> None:

@@ -156,7 +156,7 @@ class Training:
         return self.epochs
 
     def _epoch(self, loader: DataLoader[Any], asked: Callable[[], bool]) -> None:
-        number, start = self.sampler.epoch, time.perf_counter()
+        number, start, leaves = self.sampler.epoch, time.perf_counter(), False
         label, shown = f"epoch {number + 1}/{self.settings.epochs}", self.pipeline.rank == 0
         with progress(label, len(self.sampler), self.sampler.position, shown) as advance:
             for batch in loader:

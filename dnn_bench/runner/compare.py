@@ -75,7 +75,12 @@ def chosen(text: str) -> list[Baseline]:
     named = [name.strip() for name in text.split(",") if name.strip()]
     wanted = baselines.names() if text == "all" else named
     entries = [baselines.get(name) for name in [*LIMITS, *wanted]]
-    return list({entry.name: entry for entry in entries}.values())
+    found: dict[str, Baseline] = {}
+    for entry in entries:
+        if found.setdefault(entry.name, entry) != entry:
+            folder = entry.name.partition("@")[2]
+            raise ValueError(f"two checkouts lie in folders called {folder}: rename one of them")
+    return list(found.values())
 
 
 def check_writable(path: Path) -> None:

@@ -12,6 +12,7 @@ from dnn_bench import baselines
 from dnn_bench.baselines import reference, require
 from dnn_bench.baselines.peers import blocks
 from dnn_bench.baselines.trainer import Job, check_fit, estimate
+from dnn_bench.runner.compare import chosen
 from scheduler import policies
 
 JOB = Job("mlp_tiny", batch=16)
@@ -45,6 +46,17 @@ def test_names_in_any_case_and_any_bucket_size() -> None:
 def test_a_checkout_without_the_built_extension_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="auto@.*needs a checkout with a built extension.*setup.py"):
         baselines.get(f"auto@{tmp_path}")
+
+
+def test_two_checkouts_in_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """The second took the place of the first without a word."""
+    for parent in "ab":
+        extension = tmp_path / parent / "same" / "comm_core" / "_C.so"
+        extension.parent.mkdir(parents=True)
+        extension.touch()
+    with pytest.raises(ValueError, match="two checkouts lie in folders called same"):
+        chosen(f"auto@{tmp_path}/a/same,auto@{tmp_path}/b/same")
+    assert [entry.name for entry in chosen("auto,auto")][-1:] == ["auto"]
 
 
 @pytest.mark.parametrize("name", ["dpp", "ddp_0mb", "ddp_xmb", ""])
