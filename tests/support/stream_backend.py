@@ -22,19 +22,24 @@ CUTS = [[(0, 0, 24), (1, 0, 64)], [(1, 64, 200), (2, 0, 10)]]
 
 
 class Alike:
-    """RS and AG as if the other rank had the same values, run by torch on the current stream."""
+    """RS and AG as if the other rank had the same values, run by torch on the current stream.
+
+    ``in_place``: what is reduced is gathered. Else the bucket's memory is free after the RS, and another
+    bucket may get its address.
+    """
 
     name = "alike"
 
-    def __init__(self, scales: bool) -> None:
-        self.scales = scales
+    def __init__(self, scales: bool, in_place: bool) -> None:
+        self.scales, self._in_place = scales, in_place
         self._theirs: dict[int, torch.Tensor] = {}  # the other rank's shards, by bucket
 
     def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
         factor = SIZE * (postscale if self.scales else 1.0)
         mine, other = bucket.view(SIZE, -1)
         mine.mul_(factor)
-        self._theirs[bucket.data_ptr()] = other * factor
+        if self._in_place:
+            self._theirs[bucket.data_ptr()] = other * factor
         other.fill_(float("nan"))  # it is the other rank's
 
     def all_gather(self, bucket: torch.Tensor) -> None:
@@ -67,7 +72,7 @@ class OneRank:
     ) -> None:
         ranks = OneProcess(emulated_ranks(SIZE))
         host = EngineBackend(ranks, "alone", comm_core.PythonTransport(HostLink(ranks, None)), 20.0)
-        self.backend = StreamBackend(host, device or Device(torch.device("cpu")), Alike(scales))
+        self.backend = StreamBackend(host, device or Device(torch.device("cpu")), Alike(scales, not sharded))
         self.dtype, self.scaling, self.cuts, self.sharded = dtype, scaling, cuts, sharded
         self.order = [(op, b) for op in ("RS", "AG") for b in range(len(cuts))] if order is None else order
         self.install()
