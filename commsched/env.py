@@ -70,6 +70,12 @@ class Settings:
         "transport of the optimizer's buckets: direct, ring, tiers, gloo, horovod, stream or plain; unset or"
         " auto: chosen for the device and the hosts",
     )
+    wait_for_plan: str = _setting(
+        "COMMSCHED_WAIT_FOR_PLAN",
+        "",
+        "1: training waits while a plan is searched, so that the same step always has it",
+        ("", "1"),
+    )
     timeline: str = _setting(
         "COMMSCHED_TIMELINE",
         "",

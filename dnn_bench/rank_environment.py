@@ -10,10 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Variables for every rank: its threads, and this checkout importable."""
+    """Variables for every rank: its threads, this checkout importable, the plan at a known step."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path not in ("", str(ROOT))]
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
+    path = os.pathsep.join([str(ROOT), *others])
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "COMMSCHED_WAIT_FOR_PLAN": "1"}
 
 
 def rank_variables(

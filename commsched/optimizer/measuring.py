@@ -300,6 +300,11 @@ class StepTimes:
         """Return whether the first steps needed much less compute than was measured."""
         return self._compute is not None and disturbed(compute, self._compute)
 
+    @property
+    def are_settled(self) -> bool:
+        """Whether some steps have been taken since the last plan."""
+        return self._count > SETTLE
+
     def may_replan_at_once(self) -> bool:
         """Return whether another forward order may start a new plan now.
 

@@ -14,8 +14,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -527,54 +529,90 @@ def whole_buckets(
 # -- the child process ---------------------------------------------------------------------------------------
 
 # The compiler that a policy needs would stay in the training process's memory, so the policy runs in a child
-# process.
+# process. Training need not wait for it: a thread does.
 
 _FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
 # Uses this very package, wherever it lies and whatever lies in the current folder.
 _CODE = f"""
-import sys
+import os, sys
 sys.path.insert(0, {_FOLDER!r})
+os.nice(5)  # the training beside it comes first
 from scheduler.policies.prediction import serve
 serve()
 """
 
 
-def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
+class Child:
+    """A process that answers one request of ``scheduler.policies.prediction``."""
+
+    def __init__(self, *request: Any) -> None:
+        # The search uses one processor; other jobs may share the host.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._said = b""
+        self._thread = threading.Thread(
+            target=self._talk, args=(pickle.dumps(request),), name="commsched-plan", daemon=True
+        )
+        self._thread.start()
+
+    def _talk(self, request: bytes) -> None:
+        try:
+            self._said, _ = self._process.communicate(request, timeout=settings().timeout)
+        except (OSError, ValueError, subprocess.SubprocessError):
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``answer`` returns at once."""
+        return not self._thread.is_alive()
+
+    def answer(self) -> Any:
+        """Return or raise what the process answered; ``SubprocessError`` where it failed."""
+        self._thread.join()
+        if self._process.returncode or not self._said:
+            raise subprocess.SubprocessError(f"it ended with status {self._process.returncode}")
+        answer = pickle.loads(self._said)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._thread.join()
+
+
+def plan_in_child(
+    profile: Profile, link: Link, policy: str, options: Mapping[str, Any], child: Child | None = None
+) -> Program:
     """Return or raise what ``policies.plan`` does, from a child process if the policy needs a compiler.
 
-    Policies without a compiler, also the user's own, run here.
+    Policies without a compiler, also the user's own, run here. ``child`` has been asked already.
     """
-    if policies.needs_compiler(policy):
-        answer = _answer_of_child("plan", profile, link, policy, dict(options))
+    if child is not None or policies.needs_compiler(policy, options):
+        answer = _answer_of_child("plan", profile, link, policy, dict(options), child=child)
         if answer is not None:
             assert isinstance(answer, Program)
             return answer
     return policies.plan(profile, link, policy, **options)
 
 
-def _answer_of_child(*request: Any) -> Any:
+def _answer_of_child(*request: Any, child: Child | None = None) -> Any:
     """Return or raise a child's answer; None where this process must do the work itself: the compiler is
     loaded already, or no child can be started.
     """
-    if "numba" in sys.modules:
+    if child is None and "numba" in sys.modules:
         return None
     try:
-        # The search uses one processor; other jobs may share the host.
-        child = subprocess.run(
-            [sys.executable, "-c", _CODE],
-            input=pickle.dumps(request),
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=settings().timeout,
-            check=True,
-        )
+        return (child or Child(*request)).answer()
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the planning process failed, so this training process does its work: %s", error)
         return None
-    answer = pickle.loads(child.stdout)
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
 
 
 # -- a plan --------------------------------------------------------------------------------------------------
@@ -704,6 +742,7 @@ def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> 
 
 # -- the planner ---------------------------------------------------------------------------------------------
 
+_LEAST_BUCKETS = 4  # of a plan that is made without a search
 _UNGROUPED = 8 << 20  # bytes of a bucket of parameters that are in none of the user's groups
 
 
@@ -743,6 +782,8 @@ class Planner:
             share = (share + 1) / 2  # parameters travel as they are
         self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))), share)
         self.link = self._timed_link.link
+        self._child: Child | None = None  # rank 0's, which makes the plan for ``_wanted``
+        self._wanted: tuple[Profile, list[int]] | None = None
 
     @property
     def adapts(self) -> bool:
@@ -794,18 +835,54 @@ class Planner:
             return self._agreed(*self.model.fitted(self.given, order), self.policy)
         return self._agreed(self.model.guess(order, self.link), list(order), "sequential")
 
-    def better(self, profile: Profile, order: Sequence[int]) -> Plan:
-        """Return the plan for measured times."""
-        return self._agreed(profile, list(order), self.policy)
+    def begin(self, profile: Profile, order: Sequence[int]) -> bool:
+        """Have the plan for measured times made; return whether that takes a while. ``finish`` returns it.
 
-    def _agreed(self, profile: Profile, order: list[int], policy: Any) -> Plan:
+        Only searches take a while, in a process beside the training.
+        """
+        self.close()
+        self._wanted = profile, list(order)
+        policy = self.policy
+        if self.ranks.rank == 0 and isinstance(policy, str) and not settings().wait_for_plan:
+            with suppress(OSError, ValueError):  # ``finish`` meets them again
+                options = self._options_for(*self._wanted, policy)
+                if policies.needs_compiler(policy, options):
+                    self._child = Child("plan", profile, self.link, policy, options)
+        return bool(self.ranks.share(self._child is not None))
+
+    def meanwhile(self) -> Plan:
+        """Return a plan without a search: every RS under the backward, every AG under the next forward."""
+        assert self._wanted is not None
+        profile, order = self._wanted
+        size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
+        return self._agreed(profile, order, "dear", bucket_bytes=size)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the plan that ``begin`` has had made is there: only rank 0 knows."""
+        return self._child is not None and self._child.has_ended
+
+    def finish(self) -> Plan:
+        """Return the plan that ``begin`` has had made."""
+        assert self._wanted is not None
+        child, self._child = self._child, None
+        return self._agreed(*self._wanted, self.policy, child)
+
+    def close(self) -> None:
+        """End the child process, if there is one. Not collective."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop()
+
+    def _agreed(
+        self, profile: Profile, order: list[int], policy: Any, child: Child | None = None, **more: Any
+    ) -> Plan:
+        """Return rank 0's plan on all ranks. ``more``: options for what the user leaves open."""
         plan: Any = None
         if self.ranks.rank == 0:
             try:
-                given = self._options_for(profile, order)
-                if self._asked.row_sparse is True and policy == "optimal":
-                    given = {**given, "keep_parts": True}
-                program = plan_in_child(profile, self.link, policy, given)
+                options = {**more, **self._options_for(profile, order, policy)}
+                program = plan_in_child(profile, self.link, policy, options, child)
                 layers = (-1, *order)
                 if not _has_parts(program, profile):
                     profile = profile.whole()
@@ -822,8 +899,12 @@ class Planner:
             self.model = self.model.sent_whole()
         return plan
 
-    def _options_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
+    def _options_for(self, profile: Profile, order: Sequence[int], policy: Any) -> dict[str, Any]:
         """Return the policy's options; with the user's groups or owners, the buckets are given."""
+        parts = {"keep_parts": True} if self._asked.row_sparse is True and policy == "optimal" else {}
+        return {**self._buckets_for(profile, order), **parts}
+
+    def _buckets_for(self, profile: Profile, order: Sequence[int]) -> dict[str, Any]:
         if self.groups is None and self.owners is None:
             return self.options
         options = {key: value for key, value in self.options.items() if key != "bucket_bytes"}

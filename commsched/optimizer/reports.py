@@ -160,7 +160,10 @@ def log_metrics(optimizer: Any, writer: Any, step: int) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``."""
+    """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``.
+
+    ``searching``: a better one is being searched, and training uses this one meanwhile.
+    """
 
     policy: str
     plan: str
@@ -172,6 +175,7 @@ class Explanation:
     link: str
     profile_source: str
     bound: float
+    searching: bool
     quantised: tuple[str, ...]  # by bucket: to what its gradients are quantised, int8, fp8 or ""
     metrics: Metrics
     program: Program
@@ -185,6 +189,8 @@ class Explanation:
             str(self.metrics),
             f"no schedule is below {milliseconds(self.bound)}",
         ]
+        if self.searching:
+            lines[0] += ", while a better plan is searched"
         for number, (size, names) in enumerate(self.buckets):
             whole = sum(self.by_rows.get(name, 0) for name in names)
             corrects = bool(names) and names[0] in self.tied
@@ -225,6 +231,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         link=str(link),
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
+        searching=session.searches,
         quantised=tuple(code if model.quantises(b.group) else "" for b in program.buckets),
         metrics=metrics_of(session.times, plan, session.backend.ranks),
         program=program,

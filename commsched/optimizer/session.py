@@ -1,10 +1,11 @@
 """All that one ``DistributedOptimizer`` owns on more than one rank: round, hooks and plans; when it measures.
 
-The first iterations communicate after the backward and are timed. Then rank 0 plans, and every rank checks
-and installs the plan between two iterations. Compute is slower beside traffic (it shares processors and
-memory with it), so the first iterations of that plan are timed too, without their waits, and a second plan is
-made from those times. In the flags of every round the ranks vote whether the step has become so much slower
-or faster that a new plan is due, so that no rank decides alone. Soon after the second plan one rank's vote is
+The first iterations communicate after the backward and are timed. Then rank 0 has a plan searched, in a
+process beside the training, which goes on under a plan that needs no search. Compute is slower beside traffic
+(it shares processors and memory with it), so the first iterations of the searched plan are timed too, without
+their waits, and a second plan is made from those times. In the flags of every round the ranks vote: rank 0
+when its plan has been found, so that all install it between the same two iterations, and each rank when the
+step has become so much slower or faster that a new plan is due. Soon after the second plan one rank's vote is
 enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
 
 Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Parameters that are added,
@@ -80,6 +81,7 @@ class _Parts:
     process: int
     backend: Backend
     round: Round | None = None
+    planner: Planner | None = None
     hooks: Hooks | None = None
     timeline: Timeline | None = None
     reports: StepReports | None = None
@@ -96,6 +98,8 @@ class _Parts:
             steps.append(self.reports.close)
         if self.hooks is not None:
             steps.append(self.hooks.remove)
+        if self.planner is not None:
+            steps.append(self.planner.close)
         if orderly and self.round is not None:
             steps.append(self.round.leave)
         steps.append(lambda: self.backend.close(orderly))
@@ -112,7 +116,7 @@ class _Parts:
                 " applied, so parameters lack it",
                 stacklevel=2,
             )
-        self.round = self.hooks = self.timeline = self.reports = None
+        self.round = self.planner = self.hooks = self.timeline = self.reports = None
 
 
 class Session:
@@ -156,7 +160,7 @@ class Session:
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
-        self.planner = Planner(model, backend, options, self._owners)
+        self.planner = self._parts.planner = Planner(model, backend, options, self._owners)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
         after = options.predivide / (1 if options.sums else ranks.size)
@@ -195,6 +199,8 @@ class Session:
         self._made_for = _kinds(params)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
+        self.searches = False  # whether a plan for ``profile`` is being searched, beside the training
+        self._measure_next = False  # whether the first iterations under that plan are timed
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
         self._repeats = REPEATS
 
@@ -265,6 +271,7 @@ class Session:
         if any(under_way) and not optimizer._skip:
             before.require_sent()
         self.mode.finish_all()
+        self.planner.close()
         self.hooks.remove()
         before.close()
         trained = _trained(optimizer)
@@ -317,16 +324,24 @@ class Session:
             self._outlived = False
         elif self._measuring is not None:
             self._take_sample(self._measuring)
-        elif self._adapts:
+        elif self.searches:
+            if self._has_majority():
+                self._finish_plan()
+            else:
+                self.round.vote = self.backend.ranks.size if self.planner.is_ready else 0
+        elif self._adapts and self.times.are_settled:  # before, votes for the plan may still arrive
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()
             every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
             self.round.vote = every or int(self.times.has_drifted())
-            if 2 * self.round.votes > self.backend.ranks.size:
+            if self._has_majority():
                 self.times.patience *= 2
                 self._repeats -= 1
                 self._start_measuring()
+
+    def _has_majority(self) -> bool:
+        return 2 * self.round.votes > self.backend.ranks.size
 
     def _nobody_joined(self) -> bool:
         """Return whether all ranks can make a new plan: the flags of the last round say so."""
@@ -404,10 +419,24 @@ class Session:
             profile = model.guess(self.order, self.planner.link)
         else:
             profile = self._profile(rows, source)
+        self._measure_next = bool(rows) and self.backend.watch().sees_waits
+        self._plan_for(profile)
+        if self.searches:
+            self.install(self.planner.meanwhile())
+
+    def _plan_for(self, profile: Profile) -> None:
         self.profile = profile
-        self.install(self.planner.better(profile, self.order))
-        if rows and self.backend.watch().sees_waits:
-            self._measuring = Measuring(alone=False)
+        self.searches = self.planner.begin(profile, self.order)
+        if not self.searches:
+            self._finish_plan()
+
+    def _finish_plan(self) -> None:
+        self.searches, self.round.vote = False, 0
+        self.round.settle()
+        self.install(self.planner.finish())
+        if self._measure_next:
+            self._measure_next, self._measuring = False, Measuring(alone=False)
+            self._watch_next()
 
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
         return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
@@ -432,7 +461,7 @@ class Session:
             self._repeats -= 1
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:
-            self.install(self.planner.better(profile, self.order))
+            self._plan_for(profile)
         else:
             self.plan = replace(self.plan, profile=profile)
             self.times.restart()

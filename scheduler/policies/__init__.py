@@ -9,7 +9,7 @@ and returns a data-parallel ``Program``. A policy of a user's own is called as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ _PUBLISHED = ("sequential", "wfbp", "mgwfbp", "bytescheduler", "dear", "pipedap"
 _OWN = {**dict.fromkeys(_PUBLISHED, "published"), "optimal": "optimal"}
 _ALL_REDUCE = {"wfbp", "mgwfbp", "bytescheduler"}  # no place between RS and AG for the update of shards
 _LIGHT = {"sequential", "wfbp", "mgwfbp"}  # plan without the search's kernels
+_LIGHT_IF_TOLD = {"dear"}  # so does this one where the caller gives the buckets or their size
 _ADDED: dict[str, Policy] = {}
 
 
@@ -39,9 +40,10 @@ def register(name: str, policy: Policy) -> None:
     _ADDED[name] = policy
 
 
-def needs_compiler(name: str) -> bool:
+def needs_compiler(name: str, options: Mapping[str, Any]) -> bool:
     """Return whether this policy, one of the package's own, loads the compiler of the search's kernels."""
-    return _key(name) in set(_OWN) - _LIGHT
+    told = any(options.get(option) is not None for option in ("buckets", "bucket_bytes"))
+    return _key(name) in set(_OWN) - _LIGHT - (_LIGHT_IF_TOLD if told else set())
 
 
 def get(name: str) -> Policy:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.env import settings
+from commsched.optimizer import planner
 from scheduler.ir.profile import Layer, Profile
 from tests.support.cases import Me
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, release, seeded, terms_of
@@ -62,6 +67,19 @@ def assert_same_steps(
         assert mine.keys() == theirs.keys(), f"{what}, step {step}: other gradients are None"
         for name in mine:
             assert torch.equal(mine[name], theirs[name]), f"{what}, step {step}: {name} differs"
+
+
+@contextmanager
+def searching(seconds: float) -> Iterator[None]:
+    """Plans are searched beside the training, for so long."""
+    before = os.environ.pop("COMMSCHED_WAIT_FOR_PLAN", "")
+    settings.cache_clear()
+    try:
+        with patch.object(planner, "_CODE", f"import time; time.sleep({seconds})\n{planner._CODE}"):
+            yield
+    finally:
+        os.environ["COMMSCHED_WAIT_FOR_PLAN"] = before
+        settings.cache_clear()
 
 
 class Twin:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,7 +18,8 @@ from commsched.optimizer import measuring, round as rounds
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch
-from tests.support.reference_run import Twin
+from tests.support.reference_run import Twin, momentum, searching
+from tests.support.uneven import GATHERS
 
 
 class Clock:
@@ -66,8 +68,8 @@ class Stack(nn.Module):
         return x
 
 
-def adapting(me: Me) -> Twin:
-    return Twin(me, Stack, schedule="auto", planned=False, bucket_mb=0.0005, lag=0.0)
+def adapting(me: Me, **options: Any) -> Twin:
+    return Twin(me, Stack, schedule="auto", planned=False, bucket_mb=0.0005, lag=0.0, **options)
 
 
 def profiles_until(twin: Twin, steps: range, change: Callable[[Profile, Profile], bool]) -> int:
@@ -115,6 +117,48 @@ def what_was_measured_beside_another_program_is_measured_again(me: Me) -> None:
     assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
     train(twin, range(step + 1, step + 12))
     twin.end(must_have_waited=False)
+
+
+@case(ranks=(2, 3))
+def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
+    """All ranks take the plan at the same step, and both gathers are exact before and after."""
+    for gather in GATHERS:
+        with searching(0.5):
+            twin = adapting(me, gather=gather)
+            session, step, meanwhile = twin.optimizer._session, 0, []
+            while session._measuring is not None or session.searches:
+                if session.searches:
+                    meanwhile.append(step)
+                train(twin, range(step, step + 1))
+                step += 1
+                assert step < 5000, "no plan was taken"
+            assert len(meanwhile) > 2 and session.plan.program.policy == "optimal", (meanwhile, session.plan)
+            assert me.everybody(f"{step} {meanwhile}") == [f"{step} {meanwhile}"] * me.size
+            train(twin, range(step, step + 5))
+            twin.end(must_have_waited=False)
+
+
+@case(ranks=(2,))
+def a_search_ends_with_what_it_is_for(me: Me) -> None:
+    """Other parameters need another plan; a closed optimizer needs none."""
+
+    def some(model: nn.Module) -> torch.optim.Optimizer:
+        model.layers[1].requires_grad_(False)
+        return momentum(model)
+
+    with searching(1000.0):
+        twin = adapting(me, make=some)
+        session = twin.optimizer._session
+        train(twin, range(8))
+        assert session.searches
+        children = [session.planner._child]
+        twin.both(lambda m: m.layers[1].requires_grad_(True))
+        train(twin, range(8, 16))
+        assert session.searches
+        children.append(session.planner._child)
+        twin.end(must_have_waited=False)
+        assert [child is None for child in children] == [me.rank > 0] * 2
+        assert all(child.has_ended for child in children if child), "a search goes on"
 
 
 @case()

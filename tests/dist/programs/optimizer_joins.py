@@ -15,7 +15,7 @@ from torch import nn
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, fingerprint, release, seeded, terms_of, values
-from tests.support.reference_run import momentum
+from tests.support.reference_run import momentum, searching
 from tests.support.small_models import mlp64, words64
 from tests.support.uneven import GATHERS, Pair, mean_loss, rows
 
@@ -95,6 +95,23 @@ def plans_change_while_ranks_have_joined(me: Me) -> None:
         session._start_measuring()
         epoch(me, pair, 50, [3 + 9 * (rank == 0) for rank in range(me.size)])
         pair.end(f"{gather}, planned anew")
+
+
+@case(ranks=(2, 3))
+def a_plan_that_is_searched_comes_after_a_join(me: Me) -> None:
+    """Rank 0, which has the plan searched, joins meanwhile; the others take it at the same step."""
+    for gather in GATHERS:
+        with searching(0.5):
+            pair = Pair(planned=False, schedule="auto", bucket_mb=None, gather=gather)
+            session, step = pair.optimizer._session, 0
+            while session._measuring is not None or session.searches:
+                epoch(me, pair, step, [5] + [10] * (me.size - 1))
+                step += 10
+                assert step < 5000, "no plan was taken"
+            assert session.plan.program.policy == "optimal", session.plan
+            hashes = me.everybody(session.plan.program.hash)
+            assert len(set(hashes)) == 1, hashes
+            pair.end(gather)
 
 
 @case(ranks=(2, 3))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import release, seeded
-from tests.support.reference_run import assert_same_steps, bits, bits_of_steps, momentum
+from tests.support.reference_run import assert_same_steps, bits, bits_of_steps, momentum, searching
 
 STEPS, ORDINARY = 16, 8
 Train = Callable[[Me, nn.Module, Any, int], None]
@@ -92,6 +92,8 @@ def corrected_gradients_have_the_bits_of_whole_ones(me: Me) -> None:
     for make in (momentum, adamw):
         compare(me, make, once, make.__name__)
     compare(me, momentum, once, "small buckets", bucket_mb=0.002)
+    with searching(1000.0):
+        compare(me, momentum, once, "while a plan is searched")
 
 
 @case(ranks=(2, 3), slow=(4,))

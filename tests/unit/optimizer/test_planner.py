@@ -18,13 +18,13 @@ PROFILE = profiles.shipped("resnet50")
 
 def test_a_policy_of_the_users_own_is_called_here(monkeypatch):
     monkeypatch.setattr(policies, "_ADDED", {})
-    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setattr(planner, "Child", lambda *a: pytest.fail("a child was started"))
     policies.register("mine", lambda profile, link, **options: policies.plan(profile, link, "wfbp"))
     assert plan_in_child(PROFILE, LINK, "mine", {}).policy == "wfbp"
 
 
 def test_no_child_is_started_where_the_compiler_is_loaded(monkeypatch):
-    monkeypatch.setattr(planner.subprocess, "run", lambda *a, **k: pytest.fail("a child was started"))
+    monkeypatch.setattr(planner, "Child", lambda *a: pytest.fail("a child was started"))
     importlib.import_module("numba")
     assert plan_in_child(PROFILE, LINK, "dear", {}).policy == "dear"
 
@@ -45,7 +45,7 @@ def test_the_answer_of_a_child_is_the_plan(monkeypatch, tmp_path):
 
 def test_the_answer_of_a_child_is_the_error(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="bucket"):
-        ask("dear", monkeypatch, tmp_path, bucket_bytes=-1)
+        ask("pipedap", monkeypatch, tmp_path, bucket_bytes=-1)
 
 
 @pytest.mark.thorough
@@ -61,14 +61,16 @@ sys.exit("numba" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_which_policies_need_the_compiler(name):
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in policies.names()), ("dear", {"bucket_bytes": 4 << 20})]
+)
+def test_which_policies_need_the_compiler(name, options):
     code = f"""
 import sys
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
-policies.plan(profiles.shipped("resnet50"), Link(1e-4, 8e-9), {name!r})
-assert ("numba" in sys.modules) == policies.needs_compiler({name!r})
+policies.plan(profiles.shipped("resnet50"), Link(1e-4, 8e-9), {name!r}, **{options})
+assert ("numba" in sys.modules) == policies.needs_compiler({name!r}, {options})
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
