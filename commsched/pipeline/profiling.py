@@ -73,7 +73,8 @@ def profile(
             _once(stages, chain.arguments(batch[0]), batch[1], loss, times)
             _once(stages, chain.arguments(half[0]), half[1], loss, halves)
     sent = chain.layer_sizes(size=types.rs_bytes)
-    measured = zip(chain.names, chain.sizes, sent, times, halves, strict=True)
+    summed = chain.layer_sizes(size=lambda p: types.sum_type(p.dtype).itemsize * p.numel())
+    measured = zip(chain.names, chain.sizes, sent, summed, times, halves, strict=True)
     layers = [_layer(*row, rows_of(half, "its half") / rows) for row in measured]
     seconds = 0.0 if optimizer is None else _update(model, optimizer, repeat, types)
     per_byte = seconds / max(1, sum(chain.sizes))
@@ -95,16 +96,18 @@ def _accumulating(model: nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
-def _layer(name: str, size: int, sent: int, times: _Times, fewer: _Times, part: float) -> Layer:
-    """``sent``: bytes of an RS; ``fewer``: the times with ``part`` of the rows."""
+def _layer(
+    name: str, size: int, sent: int, summed: int, times: _Times, fewer: _Times, part: float
+) -> Layer:
+    """``sent``: bytes of an RS; ``summed``: of gradients; ``fewer``: the times with ``part`` of the rows."""
     forward, backward, inputs_only = map(_median, (times.forward, times.backward, times.inputs_only))
     weights = max(0.0, backward - inputs_only) if size else 0.0
     fixed = 1.0  # of a single row, nothing can be saved
     if part < 1 and forward + backward > 0:
         ratio = (_median(fewer.forward) + _median(fewer.backward)) / (forward + backward)
         fixed = min(1.0, max(0.0, (ratio - part) / (1 - part)))
-    share = sent / size if size else 1.0
-    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed, rs_share=share)
+    shares = {"rs_share": sent / size, "grad_share": summed / size} if size else {}
+    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed, **shares)
 
 
 def _median(values: list[float]) -> float:
