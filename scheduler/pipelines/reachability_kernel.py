@@ -42,7 +42,8 @@ def stage_seconds(
 
     ``table`` holds sums up to each layer: forward, backward, bytes, activations, update, (a border's bytes),
     what of the compute stays where a replica has fewer rows, what traffic takes from it, the bytes that
-    replicas exchange, the update of whole parameters, and the bytes of gradients. ``ring`` is start-up and seconds per byte of one message.
+    replicas exchange, the update of whole parameters, and the bytes of gradients. ``ring`` is start-up and
+    seconds per byte of one message.
     """
     forward = table[0, last] - table[0, first]
     backward = table[1, last] - table[1, first]
