@@ -360,6 +360,22 @@ def everyones(
     return values
 
 
+def from_first(
+    lane: Lane,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    send: Callable[[Lane, int, Any], list[Pending]] = send_tree,
+    receive: Callable[[Lane, int], Any] = receive_tree,
+) -> Any:
+    """The value of the first of ``ranks``, on each of them; the others' are not read."""
+    if rank != ranks[0]:
+        return receive(lane, ranks[0])
+    for sent in [part for peer in ranks[1:] for part in send(lane, peer, value)]:
+        sent.wait()
+    return value
+
+
 # -- the mailbox: activations forward, gradients backward ----------------------------------------------------
 
 # Shapes are agreed on when they first occur: the first message of a kind brings a description with it, after
