@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from commsched.process.network import HeldPort
 from dnn_bench import fork_server
 from dnn_bench.baselines import MissingPeer
 from dnn_bench.cluster import CONGESTION, Cluster, ClusterError
 from dnn_bench.command_line import one_line_errors, parser
 from dnn_bench.fork_server import Forked, ForkServer, Output
-from dnn_bench.rank_environment import HeldPort, environment, rank_variables
+from dnn_bench.rank_environment import environment, rank_variables
 
 Process = subprocess.Popen[Any] | Forked
 LAUNCHED = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")

@@ -1,9 +1,8 @@
-"""The environment of a rank: how it finds the others, and the port on which they meet."""
+"""The environment of a rank: how it finds the others."""
 
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,21 +30,3 @@ def rank_variables(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-
-
-class HeldPort:
-    """A TCP port of this machine that no other process is given while this object lives.
-
-    Ranks need seconds to start. A port that is looked up and released may be another process's by then. This
-    one stays bound. It does not listen, and both sides allow the reuse of addresses (torch's stores do), so a
-    rank can listen on it all the same.
-    """
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number = int(self._socket.getsockname()[1])
-
-    def close(self) -> None:
-        self._socket.close()

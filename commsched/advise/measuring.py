@@ -27,7 +27,7 @@ from commsched.collectives.job import global_process_set, local_size
 from commsched.optimizer.hooks import forward_order, owners
 from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 from commsched.optimizer.planner import Model, TimedLink
-from commsched.process.network import held_port
+from commsched.process.network import HeldPort
 from scheduler.ir.link import Link, TwoTierLink
 
 # Larger messages show the link's rate; none may take longer than this many seconds.
@@ -241,8 +241,8 @@ def _constructor_observed(made: Callable[[DistributedDataParallel], None]) -> It
 
 def _join_commsched(ddp: DistributedDataParallel) -> None:
     """Start commsched's runtime beside the script's group, which may hold the launcher's port. Collective."""
-    with held_port() as port:
-        contact: list[Any] = [(os.environ.get("MASTER_ADDR", "127.0.0.1"), port)]
+    with HeldPort() as port:
+        contact: list[Any] = [(os.environ.get("MASTER_ADDR", "127.0.0.1"), port.number)]
         dist.broadcast_object_list(contact, src=0)
         os.environ["COMMSCHED_MASTER_ADDR"], os.environ["COMMSCHED_MASTER_PORT"] = map(str, contact[0])
         commsched.init()

@@ -69,18 +69,14 @@ def closed_text(rank: int) -> str:
     )
 
 
-class EngineBackend(Backend):
-    """The engine of one optimizer over one transport."""
+class EngineBuckets:
+    """Buckets of an optimizer or of a pipeline's stage, on an engine over one transport."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, ranks: Ranks, name: str, transport: Any, timeout: float) -> None:
-        self.ranks, self.name, self.timeout, self._transport = ranks, name, timeout, transport
-        self.uneven_parts = name != "horovod"
-        self.by_rows = isinstance(transport, comm_core.DirectTransport)
+    def __init__(self, rank: int, size: int, transport: Any, timeout: float) -> None:
+        self._rank, self.timeout, self._transport = rank, timeout, transport
         self._outside = 0  # all-gathers outside of the steps
         with engine_errors_as_comm_errors:
-            self.engine = comm_core.Engine(transport, ranks.rank, ranks.size, timeout)
+            self.engine = comm_core.Engine(transport, rank, size, timeout)
 
     def install(self, work: StepWork) -> None:
         engine, gathered, scaling = self.engine, work.gathered, work.scaling
@@ -140,18 +136,6 @@ class EngineBackend(Backend):
         except comm_core.EngineError as error:
             raise CommError(str(error)) from None
 
-    def step_ended(self) -> None:
-        pass
-
-    def updates_issued(self) -> None:
-        pass
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, mark: float) -> float:
-        return mark
-
     def mark_updated(self, bucket: int) -> None:
         with engine_errors_as_comm_errors:
             self.engine.mark_updated(bucket)
@@ -167,6 +151,36 @@ class EngineBackend(Backend):
         ends = [end * numbers for end in ends]
         with engine_errors_as_comm_errors:
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
+
+    def events(self, clear: bool = True) -> npt.NDArray[Any]:
+        return self.engine.events(clear)
+
+    def failure(self) -> str | None:
+        return self.engine.error()
+
+    def abort(self, reason: str) -> None:
+        self.engine.abort(reason)
+
+    def close(self, orderly: bool = True) -> None:
+        self.engine.close(closed_text(self._rank))
+
+
+class EngineBackend(EngineBuckets, Backend):
+    """The engine of one optimizer over one transport."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: Ranks, name: str, transport: Any, timeout: float) -> None:
+        super().__init__(ranks.rank, ranks.size, transport, timeout)
+        self.ranks, self.name = ranks, name
+        self.uneven_parts = name != "horovod"
+        self.by_rows = isinstance(transport, comm_core.DirectTransport)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def seconds(self, mark: float) -> float:
+        return mark
 
     def exchange_seconds(self, size: int) -> float:
         return self._seconds(self._transport, size)
@@ -207,21 +221,6 @@ class EngineBackend(Backend):
                 transport.all_gather(data)
                 seconds.append((time.monotonic() - start) / 2)
         return median(seconds)
-
-    def events(self, clear: bool = True) -> npt.NDArray[Any]:
-        return self.engine.events(clear)
-
-    def failure(self) -> str | None:
-        return self.engine.error()
-
-    def abort(self, reason: str) -> None:
-        self.engine.abort(reason)
-
-    def close(self, orderly: bool = True) -> None:
-        self.engine.close(
-            f"rank {self.ranks.rank}: the optimizer is closed, and its connections with it: make a new"
-            " DistributedOptimizer to train on"
-        )
 
 
 def asked_transport(name: str | None) -> str:

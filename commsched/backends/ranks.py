@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -30,6 +30,19 @@ from commsched.collectives.operations import (
 )
 from commsched.collectives.private_groups import PrivateObjects
 from commsched.errors import CommError
+
+
+class Members(Protocol):
+    """Ranks that share buckets: those of an optimizer, or the replicas of a pipeline's stage."""
+
+    rank: int
+    size: int
+
+    def all_values(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective."""
+
+    def add_up(self, tensor: torch.Tensor, name: str) -> None:
+        """Replace a tensor by its sum over the ranks. Collective."""
 
 
 class Ranks:

@@ -110,6 +110,7 @@ class Carrier(ABC):
     name: str
     launch: Launch
     meeting: Meeting
+    _sets: dict[int, Any]  # the registered process sets by id
 
     @classmethod
     @abstractmethod
@@ -135,6 +136,12 @@ class Carrier(ABC):
     @abstractmethod
     def process_set_ranks(self, set_id: int) -> list[int]:
         """Return the sorted ranks of a process set; ``ValueError`` if it is not registered."""
+
+    def _set(self, set_id: int) -> Any:
+        try:
+            return self._sets[set_id]
+        except KeyError:
+            raise ValueError(f"process set {set_id} is not registered; known: {sorted(self._sets)}") from None
 
     @abstractmethod
     def start(self, collective: Collective) -> int:

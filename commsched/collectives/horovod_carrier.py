@@ -85,7 +85,7 @@ class HorovodCarrier(Carrier):
         self.launch = launch
         self._names = OperationNames()
         self._join: JoinHandle | None = None
-        self._sets: dict[int, Any] = {0: self._horovod.global_process_set}
+        self._sets = {0: self._horovod.global_process_set}
         found = (self._horovod.rank(), self._horovod.size())
         if found != (self.launch.rank, self.launch.size):
             raise CommError(
@@ -138,12 +138,6 @@ class HorovodCarrier(Carrier):
 
     def process_set_ranks(self, set_id: int) -> list[int]:
         return list(range(self.launch.size)) if set_id == 0 else list(self._set(set_id).ranks)
-
-    def _set(self, set_id: int) -> Any:
-        try:
-            return self._sets[set_id]
-        except KeyError:
-            raise ValueError(f"process set {set_id} is not registered; known: {sorted(self._sets)}") from None
 
     def start(self, collective: Collective) -> int:
         kind = f"{'grouped_' * collective.grouped}{collective.kind}"

@@ -15,7 +15,7 @@ from commsched.collectives.carrier import carrier
 from commsched.collectives.job import init, rank, size
 from commsched.collectives.operations import broadcast_object
 from commsched.errors import CommError
-from commsched.process.network import held_port
+from commsched.process.network import HeldPort
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def joined() -> Iterator[None]:
     if size() == 1 or distributed.is_initialized() or carrier().launch.launcher == "torchrun":
         yield
         return
-    with held_port() as port:
-        variables = _torchrun_variables(port)
+    with HeldPort() as port:
+        variables = _torchrun_variables(port.number)
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:

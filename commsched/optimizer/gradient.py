@@ -23,7 +23,7 @@ from torch import nn
 
 from comm_core import alias_of, changed_rows, move_out, shares_storage, storage_holders
 from commsched.backends.interface import Backend
-from commsched.backends.ranks import Ranks
+from commsched.backends.ranks import Members
 from commsched.optimizer.buckets import Buffers, Slice
 from commsched.optimizer.pending import can_pend, clear_raw_grad, raw_grad, set_raw_grad
 
@@ -326,7 +326,7 @@ class Residuals:
         self,
         params: Mapping[int, nn.Parameter],
         group: int,
-        ranks: Ranks,
+        ranks: Members,
         scale: float,
         of_sums: bool,
         state: Callable[[], OptimizerState],

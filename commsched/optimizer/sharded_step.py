@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from comm_core import shares_storage, storage_holders
 from commsched.backends.interface import Backend
+from commsched.backends.ranks import Members
 from commsched.collectives.operations import broadcast_object
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers
@@ -116,6 +117,7 @@ class ShardedStep(StepMode):
             factor = self.shards.factor  # of a round whose gradients are here
         self.shards = Shards(
             self._optimizer,
+            self._optimizer._base,
             self.round.gradients,
             self._buffers,
             self.ranks,
@@ -528,7 +530,7 @@ class ShardedStep(StepMode):
         self.round.settle()
         if self.round.state is State.SENT:
             self._wait_all_reduced()  # the engine must not need the connections: it waits for the update then
-        return self.shards.gathered_state(self.ranks.all_values, self.backend.gather_now)
+        return self.shards.gathered_state(self.backend.gather_now)
 
     def keep_shards(self) -> None:
         """Put the state of whole parameters into the optimizer, on every rank. Collective."""
@@ -703,14 +705,18 @@ class Shards:
     def __init__(
         self,
         optimizer: Any,
+        base: type[Optimizer],
         gradients: Sequence[Gradient],
         buffers: Buffers,
-        ranks: Any,
+        ranks: Members,
         masters: bool,
         overlapping: set[int],
         attempt: Callable[..., None],
     ) -> None:
-        """``attempt``: runs a part of an update, and keeps what it raises."""
+        """``base``: the class whose step updates the parts, with the optimizer's settings. ``attempt``: runs
+        a part of an update, and keeps what it raises.
+        """
+        self._base = base
         self._optimizer, self._ranks, self._masters = optimizer, ranks, masters
         self._attempt = attempt
         self.gradients = gradients
@@ -785,7 +791,8 @@ class Shards:
         optimizer = self._optimizer
         members = [(part.gradient.param, part.leaf) for part in parts if used[part.gradient.number]]
         if frozen:
-            order = {id(p): place for place, p in enumerate(optimizer._every_param())}
+            every = (p for group in optimizer.param_groups for p in group["params"])
+            order = {id(p): place for place, p in enumerate(every)}
             members = sorted([*members, *zip(frozen, frozen)], key=lambda member: order[id(member[0])])
         for part in parts:
             if used[part.gradient.number]:
@@ -796,7 +803,7 @@ class Shards:
             self._scale((leaf.grad for _, leaf in members), factor)
             # A new view each time: GradScaler leaves its scale on a fused optimizer for one step only.
             # Where it raises, the weights travel as they are: the other ranks wait for them.
-            self._attempt(OptimizerView(optimizer, optimizer._base, self.state).step, groups)
+            self._attempt(OptimizerView(optimizer, self._base, self.state).step, groups)
             self._zero_skipped_momentum(fresh)
         for part in parts:
             if part.leaf.grad is not None and part.master is not None:
@@ -892,11 +899,9 @@ class Shards:
                 described[part.gradient.number] = dict(self.state.get(part.leaf, {}))
         return described
 
-    def gathered_state(
-        self, all_values: Callable[[Any], list[Any]], all_gather: Callable[..., None]
-    ) -> dict[nn.Parameter, dict[str, Any]]:
+    def gathered_state(self, all_gather: Callable[..., None]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the state of whole parameters, on every rank. Collective."""
-        rows = all_values(self.described_state())
+        rows = self._ranks.all_values(self.described_state())
         params = [gradient.param for gradient in self.gradients]
         full: dict[nn.Parameter, dict[str, Any]] = {}
         wanted: defaultdict[tuple[str, torch.dtype], set[int]] = defaultdict(set)
@@ -974,12 +979,29 @@ def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
 
-def load_unrounded(optimizer: Any, load: Callable[[], None]) -> None:
-    """Load a state dict whose tensors keep their type; torch alone rounds them to the parameters' type."""
+def state_dict_with(optimizer: Any, base: type[Optimizer], whole: OptimizerState) -> dict[str, Any]:
+    """Return the state dict that ``base`` makes of the optimizer, with the state of whole parameters."""
+    own = optimizer.__dict__["state"]
+    optimizer.__dict__["state"] = whole
+    try:
+        return base.state_dict(optimizer)
+    finally:
+        optimizer.__dict__["state"] = own
+
+
+def load_state_dict_of(
+    optimizer: Any, base: type[Optimizer], state_dict: dict[str, Any], masters: bool
+) -> None:
+    """Load a state dict as ``base`` does. With ``masters`` its tensors keep their type, where torch alone
+    rounds them to the parameters' type.
+    """
+    if not masters:
+        base.load_state_dict(optimizer, state_dict)
+        return
     given: dict[str, Any] = {}
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
     try:
-        load()
+        base.load_state_dict(optimizer, state_dict)
     finally:
         hook.remove()
     names = chain.from_iterable(group["params"] for group in given["param_groups"])

@@ -29,7 +29,7 @@ from commsched.optimizer.gradient import is_zero
 from commsched.optimizer.pending import clear_as_accessed, ordinary
 from commsched.optimizer.planner import Options
 from commsched.optimizer.session import Session
-from commsched.optimizer.sharded_step import ShardedStep, load_unrounded
+from commsched.optimizer.sharded_step import ShardedStep, load_state_dict_of, state_dict_with
 from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
 
@@ -374,12 +374,7 @@ class DistributedMethods(Optimizer):
 
         With ``gather="parameters"``, ``Compression.int8`` or ``fp8`` every rank must call: each has a part.
         """
-        whole, own = self._whole_state(), self.__dict__["state"]
-        self.__dict__["state"] = whole
-        try:
-            return self._base.state_dict(self)
-        finally:
-            self.__dict__["state"] = own
+        return state_dict_with(self, self._base, self._whole_state())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let copies and pickles be plain optimizers of the wrapped class."""
@@ -387,11 +382,8 @@ class DistributedMethods(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
-        load = partial(self._base.load_state_dict, self, state_dict)
-        if self._session is not None and self._options.master_weights:
-            load_unrounded(self, load)
-        else:
-            load()
+        masters = self._session is not None and self._options.master_weights
+        load_state_dict_of(self, self._base, state_dict, masters)
         if self._session is not None and not self._closed:
             self._session.mode.take_state()
 

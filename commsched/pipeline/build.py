@@ -18,7 +18,7 @@ from commsched.collectives.compression import Compression
 from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
-from commsched.pipeline.messages import Fabric, Lane, receive_tree, send_tree
+from commsched.pipeline.messages import Fabric, Lane, everyones, from_first
 from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, Tie, of_parameters
 from commsched.pipeline.stage import GradientTypes, Loss, Stage
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
@@ -189,7 +189,7 @@ def check(
 
 def agree(fabric: Fabric, lane: Lane, mine: str) -> None:
     """Raises ``CommError`` on every rank unless all have the same text."""
-    everyone = StageRanks(lane, fabric.rank, range(fabric.size)).all_values(mine)
+    everyone = everyones(lane, fabric.rank, range(fabric.size), mine)
     others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if others:
         listed = "; ".join(f"rank {rank} has {everyone[rank]}" for rank in others[:4])
@@ -213,29 +213,18 @@ def fill(
     """
     agree(fabric, lane, f"program {program.hash}, layers of {chain.sizes} bytes, {options}")
     layout = program.layout
-    random, pending = torch.get_rng_state(), []
-    if fabric.rank == 0:
-        pending = [p for peer in range(1, fabric.size) for p in send_tree(lane, peer, random)]
-    else:
-        random = receive_tree(lane, 0)
+    random = from_first(lane, fabric.rank, range(fabric.size), torch.get_rng_state())
     mine = [layout.layers(number, len(chain)) for number in layout.held_by(fabric.rank)]
     chain.fill(mine, random, device)
-    for sent in pending:
-        sent.wait()
 
 
 def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:
     """Replicas start with their first rank's weights and buffers."""
-    pending = []
     for number, stage in stages.items():
         ranks = layout.members(number)
-        if fabric.rank == ranks[0]:
-            mine = stage.module.state_dict()
-            pending += [p for peer in ranks[1:] for p in send_tree(lane, peer, mine)]
-        else:
-            stage.load(receive_tree(lane, ranks[0]))
-    for sent in pending:
-        sent.wait()
+        state = from_first(lane, fabric.rank, ranks, stage.module.state_dict())
+        if fabric.rank != ranks[0]:
+            stage.load(state)
 
 
 # -- the stages of one rank, with what steps them ------------------------------------------------------------

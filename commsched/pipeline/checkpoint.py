@@ -22,10 +22,9 @@ from commsched.pipeline.messages import (
     Fabric,
     Lane,
     Leaf,
+    from_first,
     receive_object,
-    receive_tree,
     send_object,
-    send_tree,
 )
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
@@ -263,24 +262,14 @@ class FullState:
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in state.items() if key not in held}
 
-    @property
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.fabric.size) if peer != self.fabric.rank]
-
     def state_dict(self) -> dict[str, Tensor]:
         self.newest()
         found = {key: value.clone() for key, value in self.spare.items()}
-        pending = []
         for number, owner in enumerate(self.owners):
-            if owner == self.fabric.rank:
-                state = self.stages[number].module.state_dict()
-                mine = {key: value.detach().clone() for key, value in state.items()}
-                pending += [p for peer in self._peers for p in send_tree(self.lane, peer, mine)]
-            else:
-                mine = receive_tree(self.lane, owner)
-            found.update(mine)
-        for sent in pending:
-            sent.wait()
+            state = self.stages[number].module.state_dict() if owner == self.fabric.rank else {}
+            mine = {key: value.detach().clone() for key, value in state.items()}
+            others = [rank for rank in range(self.fabric.size) if rank != owner]
+            found.update(from_first(self.lane, self.fabric.rank, [owner, *others], mine))
         return {key: found[key] for key in self.keys}
 
     def save(self, folder: str | Path) -> None:
@@ -292,15 +281,13 @@ class FullState:
             if owner == self.fabric.rank:
                 state = self.stages[number].module.state_dict()
                 mine[number] = save_shard(folder, state | (self.spare if number == 0 else {}), number, count)
-        pending = []
         if self.fabric.rank:
-            pending = send_object(self.lane, 0, mine)
+            for sent in send_object(self.lane, 0, mine):
+                sent.wait()
         else:
-            for peer in self._peers:
+            for peer in range(1, self.fabric.size):
                 mine |= receive_object(self.lane, peer)
             save_index(folder, [mine[number] for number in range(count)])
-        for sent in pending:
-            sent.wait()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

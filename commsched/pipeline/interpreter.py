@@ -21,7 +21,7 @@ from torch import Tensor
 from commsched.channels import Pending
 from commsched.errors import CommError
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
-from commsched.pipeline.messages import Fabric, in_words, receive_object, receive_tree, send_object, send_tree
+from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind, last_gradient, position
@@ -392,17 +392,12 @@ class Evaluation:
         """Replicas take the running statistics of their first one, which the saved model has too. Mirrored
         ones keep their own.
         """
-        pending = []
         for number, stage in () if self.layout.mirror else self.stages.items():
-            ranks = self.layout.members(number)
-            if len(ranks) == 1 or not (mine := dict(stage.module.named_buffers())):
-                continue
-            if self.rank == ranks[0]:
-                pending += [p for peer in ranks[1:] for p in send_tree(self._lane, peer, mine)]
-            else:
-                stage.load_buffers(receive_tree(self._lane, ranks[0]))
-        for sent in pending:
-            sent.wait()
+            ranks, mine = self.layout.members(number), dict(stage.module.named_buffers())
+            if len(ranks) > 1 and mine:
+                first = from_first(self._lane, self.rank, ranks, mine)
+                if self.rank != ranks[0]:
+                    stage.load_buffers(first)
 
     def _forget(self) -> None:
         exchange = self.exchange

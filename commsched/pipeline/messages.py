@@ -344,6 +344,38 @@ def receive_object(lane: Lane, peer: int) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
+def everyones(
+    lane: Lane,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    send: Callable[[Lane, int, Any], list[Pending]] = send_object,
+    receive: Callable[[Lane, int], Any] = receive_object,
+) -> list[Any]:
+    """Every rank's value, in the order of ``ranks``; all of them must call."""
+    pending = [part for peer in ranks if peer != rank for part in send(lane, peer, value)]
+    values = [value if peer == rank else receive(lane, peer) for peer in ranks]
+    for sent in pending:
+        sent.wait()
+    return values
+
+
+def from_first(
+    lane: Lane,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    send: Callable[[Lane, int, Any], list[Pending]] = send_tree,
+    receive: Callable[[Lane, int], Any] = receive_tree,
+) -> Any:
+    """The value of the first of ``ranks``, on each of them; the others' are not read."""
+    if rank != ranks[0]:
+        return receive(lane, ranks[0])
+    for sent in [part for peer in ranks[1:] for part in send(lane, peer, value)]:
+        sent.wait()
+    return value
+
+
 # -- the mailbox: activations forward, gradients backward ----------------------------------------------------
 
 # Shapes are agreed on when they first occur: the first message of a kind brings a description with it, after

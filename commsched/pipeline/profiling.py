@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from commsched.collectives.compression import Compression
 from commsched.pipeline.build import checked_wire
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.factory import keep_freed_memory
-from commsched.pipeline.messages import Fabric, Lane, receive_object, send_object
+from commsched.pipeline.messages import Fabric, Lane, from_first, receive_object, send_object
 from commsched.pipeline.reduction import ReplicaBuckets, StageRanks
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
 from commsched.pipeline.stage import GradientTypes, Loss, Stage
@@ -73,7 +74,9 @@ def profile(
             _once(stages, chain.arguments(batch[0]), batch[1], loss, times)
             _once(stages, chain.arguments(half[0]), half[1], loss, halves)
     sent = chain.layer_sizes(size=types.rs_bytes)
-    measured = zip(chain.names, chain.sizes, sent, times, halves, strict=True)
+    summed = chain.layer_sizes(size=lambda p: types.sum_type(p.dtype).itemsize * p.numel())
+    sizes = zip(chain.sizes, sent, summed, strict=True)
+    measured = zip(chain.names, sizes, times, halves, strict=True)
     layers = [_layer(*row, rows_of(half, "its half") / rows) for row in measured]
     seconds = 0.0 if optimizer is None else _update(model, optimizer, repeat, types)
     per_byte = seconds / max(1, sum(chain.sizes))
@@ -95,16 +98,19 @@ def _accumulating(model: nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
-def _layer(name: str, size: int, sent: int, times: _Times, fewer: _Times, part: float) -> Layer:
-    """``sent``: bytes of an RS; ``fewer``: the times with ``part`` of the rows."""
+def _layer(name: str, sizes: tuple[int, int, int], times: _Times, fewer: _Times, part: float) -> Layer:
+    """``sizes``: bytes of the parameters, of an RS, and of the gradients; ``fewer``: the times with ``part``
+    of the rows.
+    """
+    size, sent, summed = sizes
     forward, backward, inputs_only = map(_median, (times.forward, times.backward, times.inputs_only))
     weights = max(0.0, backward - inputs_only) if size else 0.0
     fixed = 1.0  # of a single row, nothing can be saved
     if part < 1 and forward + backward > 0:
         ratio = (_median(fewer.forward) + _median(fewer.backward)) / (forward + backward)
         fixed = min(1.0, max(0.0, (ratio - part) / (1 - part)))
-    share = sent / size if size else 1.0
-    return Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed, rs_share=share)
+    layer = Layer(name, forward, backward, size, times.output_bytes, weights, fixed=fixed)
+    return replace(layer, rs_share=sent / size, grad_share=summed / size) if size else layer
 
 
 def _median(values: list[float]) -> float:
@@ -132,11 +138,8 @@ def message_link(fabric: Fabric, largest: float | None = None) -> Link:
             _exchange(lane, 1 - fabric.rank, size)
             seconds.append(time.perf_counter() - start)
         times.append(statistics.median(seconds))
-    found = fit(sizes, times) if fabric.rank == 0 else None
-    told = [p for peer in range(1, fabric.size) for p in send_object(lane, peer, found)] if found else []
-    link: Link = found or receive_object(lane, 0)
-    for sent in told:
-        sent.wait()
+    mine = fit(sizes, times) if fabric.rank == 0 else None
+    link: Link = from_first(lane, fabric.rank, range(fabric.size), mine, send_object, receive_object)
     return link
 
 

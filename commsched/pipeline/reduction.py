@@ -12,19 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commsched.backends.cpu import EngineBackend
+from commsched.backends.cpu import EngineBuckets
 from commsched.backends.interface import Scaling, StepWork
-from commsched.backends.ranks import Ranks
 from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import OptimizerState, Residuals
 from commsched.optimizer.planner import BLOCK
 from commsched.optimizer.sharded_step import ShardView
-from commsched.pipeline.messages import Lane, receive_object, receive_tree, send_object, send_tree, to_host
+from commsched.pipeline.messages import Lane, everyones, receive_tree, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.program import Program, delays
@@ -33,7 +32,7 @@ _HOST = torch.device("cpu")  # where messages travel from, also of stages on GPU
 
 
 class StageRanks:
-    """The ranks of one stage, as the optimizer package's backend, shards and residuals need them."""
+    """The ranks of one stage, as the optimizer package's shards and residuals need them (``Members``)."""
 
     def __init__(self, lane: Lane, rank: int, ranks: Sequence[int]) -> None:
         self._lane, self._here, self._ranks = lane, rank, ranks
@@ -41,12 +40,7 @@ class StageRanks:
 
     def all_values(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
-        peers = [rank for rank in self._ranks if rank != self._here]
-        pending = [p for peer in peers for p in send_object(self._lane, peer, value)]
-        values = [value if rank == self._here else receive_object(self._lane, rank) for rank in self._ranks]
-        for sent in pending:
-            sent.wait()
-        return values
+        return everyones(self._lane, self._here, self._ranks, value)
 
     def add_up(self, tensor: Tensor, name: str) -> None:
         """Replaces a tensor by its sum over the ranks."""
@@ -130,12 +124,12 @@ class ReplicaBuckets:
         slots = sorted(self.layout.slots.items())
         quantised = {place: parameters[place] for place, slot in slots if slot.group in blocks}
         # Whatever is gathered travels as it is, so no sums are rounded.
-        self.residuals = Residuals(quantised, min(blocks, default=0), cast(Ranks, ranks), 1.0, False, state)
+        self.residuals = Residuals(quantised, min(blocks, default=0), ranks, 1.0, False, state)
         self.residuals.install(self.sums)
         self._before: list[Tensor] = []  # the residuals with which this period's sums began
         order, scaling = [*reductions, *plan[len(buckets) :]], Scaling(wire_dtype=stage.types.wire)
         lost = self.residuals.by_bucket()
-        self.backend = EngineBackend(cast(Ranks, ranks), "direct", transport, timeout)
+        self.backend = EngineBuckets(ranks.rank, size, transport, timeout)
         self.backend.install(StepWork(order, self.sums, [flags], self.gathered, scaling, lost))
         self.begun = -1
         self._marked: set[int] = set()
@@ -314,27 +308,20 @@ class Replicas:
             for place, total, count in zip(self.dense, sums, used.tolist(), strict=True):
                 result[place] = total if count else None
         if self.sparse:
-            everyone = self._everyones([grads[place] for place in self.sparse])
-            for number, place in enumerate(self.sparse):
-                leaf = stage.versions.newest.leaves[place]
-                result[place] = _sum_of_any([mine[number] for mine in everyone], leaf)
+            mine = [_sendable(grads[place]) for place in self.sparse]
+            ranks = [rank for host in self.hosts for rank in host]
+            everyone = everyones(self.lane, self.rank, ranks, mine, send_tree, receive_tree)
+            for place, *same in zip(self.sparse, *everyone, strict=True):
+                result[place] = _sum_of_any(same, stage.versions.newest.leaves[place])
         return result
 
-    def _everyones(self, grads: Sequence[Tensor | None]) -> list[list[Any]]:
-        """Every rank's gradients, the sparse ones as pairs of indices and values."""
-        mine: list[Any] = []
-        for grad in grads:
-            if grad is not None and grad.is_sparse:
-                grad = grad.coalesce()
-                mine.append((grad.indices(), grad.values()))
-            else:
-                mine.append(grad)
-        ranks = [rank for host in self.hosts for rank in host]
-        pending = [p for peer in ranks if peer != self.rank for p in send_tree(self.lane, peer, mine)]
-        found = [mine if rank == self.rank else receive_tree(self.lane, rank) for rank in ranks]
-        for sent in pending:
-            sent.wait()
-        return found
+
+def _sendable(grad: Tensor | None) -> Any:
+    """The gradient; of a sparse one, its indices and values."""
+    if grad is None or not grad.is_sparse:
+        return grad
+    grad = grad.coalesce()
+    return grad.indices(), grad.values()
 
 
 def checked_dense(grad: Tensor) -> Tensor:

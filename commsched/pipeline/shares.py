@@ -75,17 +75,14 @@ class Shares(dict[int, Share]):
         self._checked: Share | None = None
 
     def take(self, period: int, batch: Any, local: bool) -> None:
-        """The rows of a batch that every rank has, or of this rank's part of one."""
+        """The rows of a batch that every rank has, or of this rank's part of one; ``ValueError`` where a
+        replica would get none.
+        """
         if local:
             self._local(period, batch)
         else:
-            self._whole(period, batch)
-
-    # Batches that every rank has
-
-    def _whole(self, period: int, batch: Any) -> None:
-        """Takes the rows of a batch; ``ValueError`` where a replica would get none."""
-        self._take(period, Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch)))
+            share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
+            self._take(period, share)
 
     def _take(self, period: int, share: Share) -> Share:
         # An evaluation (period -1) leaves out micro-batches without rows.

@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
@@ -31,7 +30,15 @@ from torch.optim import Optimizer
 
 from commsched.optimizer.buckets import Buffers, Layout
 from commsched.optimizer.gradient import Gradient
-from commsched.optimizer.sharded_step import HALVES, KEY, Shards, ShardView, load_unrounded, total_norm
+from commsched.optimizer.sharded_step import (
+    HALVES,
+    KEY,
+    Shards,
+    ShardView,
+    load_state_dict_of,
+    state_dict_with,
+    total_norm,
+)
 from commsched.pipeline.chain import reads
 from commsched.pipeline.messages import Fabric, NoLane, from_host, to_host
 from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, summed_over
@@ -208,20 +215,19 @@ class Stepped(Update):
             here = self.buckets.sums_on(self.stage.device)
             for place in self.buckets.places:
                 gradients[place].place(here)
-        # The user's optimizer as shards see a wrapped one: with its class, which they step.
-        stepper = type(type(optimizer).__name__, (), {"_base": type(optimizer)})()
-        stepper.__dict__ = optimizer.__dict__
         shards = Shards(
-            stepper, gradients, here, self._ranks, self._masters, set(), lambda do, *given: do(*given)
+            optimizer,
+            type(optimizer),
+            gradients,
+            here,
+            StageRanks(NoLane(), 0, [0]) if self.buckets is None else self.buckets.ranks,
+            self._masters,
+            set(),
+            lambda do, *given: do(*given),
         )
         shards.whole_parts = [self._whole(g) for g in gradients if g.view is None]
         shards.take_state(optimizer.state)
         return shards
-
-    @property
-    def _ranks(self) -> StageRanks:
-        """The ranks among which the state is spread."""
-        return StageRanks(NoLane(), 0, [0]) if self.buckets is None else self.buckets.ranks
 
     def _whole(self, gradient: Gradient) -> WholePart:
         parameter = gradient.param
@@ -319,25 +325,17 @@ class Stepped(Update):
         self.finish()
         self.settle()  # the engine must not use the connections of what is gathered here
         gather = (lambda *_: None) if buckets is None else buckets.backend.gather_now
-        whole = shards.gathered_state(self._ranks.all_values, gather)
+        whole = shards.gathered_state(gather)
         whole = whole if buckets is None else buckets.residuals.added_to(whole)
-        own = optimizer.state
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        optimizer.state = own | {p: whole[p] for p in members if p in whole}
-        try:
-            return type(optimizer).state_dict(optimizer)
-        finally:
-            optimizer.state = own
+        whole = optimizer.state | {p: whole[p] for p in members if p in whole}
+        return state_dict_with(optimizer, type(optimizer), whole)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes this rank's parts of the state of whole parameters; every rank of the stage must call."""
         optimizer, shards = self.optimizer, self.shards
         assert optimizer is not None and shards is not None
-        load = partial(type(optimizer).load_state_dict, optimizer, state)
-        if self._masters:
-            load_unrounded(optimizer, load)
-        else:
-            load()
+        load_state_dict_of(optimizer, type(optimizer), state, self._masters)
         if self.buckets is not None:
             self.settle()
             self.buckets.residuals.load()

@@ -9,8 +9,7 @@ import struct
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from commsched.errors import CommError
 
@@ -18,17 +17,28 @@ _SIOCGIFADDR = 0x8915
 _POLL_SECONDS = 0.05
 
 
-@contextmanager
-def held_port() -> Iterator[int]:
-    """Yield a free port that no other process is given within this context.
+class HeldPort:
+    """A TCP port of this host that no other process is given until ``close()``; a context manager.
 
-    A socket stays bound to it without listening. Both sides allow the reuse of addresses (torch's stores do),
-    so a store can listen on it all the same.
+    Ranks need seconds to start. A port that is looked up and released may be another process's by then. This
+    one stays bound. It does not listen, and both sides allow the reuse of addresses (torch's stores do), so a
+    store can listen on it all the same.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        yield int(held.getsockname()[1])
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("", 0))
+        self.number = int(self._socket.getsockname()[1])
+
+    def __enter__(self) -> HeldPort:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def interface_address(name: str) -> str | None:

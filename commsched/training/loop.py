@@ -23,6 +23,7 @@ import commsched
 from commsched.collectives.carrier import carrier
 from commsched.pipeline import Chain, Job, Pipeline
 from commsched.pipeline.job import Data
+from commsched.pipeline.shares import most_replicas
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.pipelines.schedules import bundle_ranks, bundle_ranks_across
 
@@ -300,8 +301,7 @@ class Decay:
 
 def _least(pipeline: Pipeline) -> int:
     """The rows of a step in which every replica has one of every micro-batch."""
-    layout = pipeline.layout
-    return layout.microbatches * max(layout.replicas(stage) for stage in range(layout.stages))
+    return pipeline.layout.microbatches * most_replicas(pipeline.layout)
 
 
 class _TestRows(Sampler[list[int]]):

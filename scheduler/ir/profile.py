@@ -19,6 +19,7 @@ class Layer:
 
     ``rs_share``: bytes that the RS of a stage's replicas moves for each byte of the parameters: 2 where
     bfloat16 parameters have float32 sums, less than 1 where gradients travel in a narrower type.
+    ``grad_share``: bytes of the gradient in memory for each byte of the parameters, 2 for such sums.
     """
 
     name: str
@@ -31,13 +32,14 @@ class Layer:
     fixed: float = 0.0
     needed_by: int = -1
     rs_share: float = 1.0
+    grad_share: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
         check_numbers(
             self, where, "forward", "backward", "bytes", "activation_bytes", "weight_backward", "fixed"
         )
-        check_numbers(self, where, "rs_share")
+        check_numbers(self, where, "rs_share", "grad_share")
         for field in ("bytes", "activation_bytes", "group"):
             if int(getattr(self, field)) != getattr(self, field):
                 raise ValueError(f"{where}: {field} must be a whole number, got {getattr(self, field)!r}")

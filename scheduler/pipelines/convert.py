@@ -113,11 +113,10 @@ def expecting(plan: PipelinePlan, profile: Profile, cluster: Cluster) -> Pipelin
     """The same plan with period, bottleneck and memory as simulated on this cluster."""
     program = program_of(plan, profile)
     report = examine(program, profile, cluster.at(plan.devices))
-    assert program.pipeline is not None
-    seconds = []
-    for stage, replicas in zip(stages_of(profile, program.pipeline), plan.replicas, strict=True):
+    sharded, seconds = program.layout.reduction == "scatter", []
+    for stage, replicas in zip(stages_of(profile, program.layout), plan.replicas, strict=True):
         work = plan.microbatches * stage.seconds(stage.forward + stage.backward, replicas)
-        seconds.append(work + stage.step(replicas, sharded=True))
+        seconds.append(work + stage.step(replicas, sharded))
     return replace(plan, period=report.period, bottleneck=max(seconds), memory=report.memory)
 
 

@@ -306,13 +306,13 @@ class PartitionInput:
 
     def kept(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
         """By stage, counted from the end on from 1: how often its weights' bytes are needed (all versions,
-        the gradient, and what the optimizer keeps), and micro-batches in flight.
+        and what the optimizer keeps), and micro-batches in flight.
         """
         stages = positions * self.virtual
         if self.cluster.memory is None:
             return np.zeros(stages + 1), np.zeros(stages + 1, np.int64)
         layout = generate(self.schedule, positions, self.microbatches, **self.options).layout
-        copies = [0.0, *(versions + 1 + self.state for versions in layout.versions[::-1])]
+        copies = [0.0, *(versions + self.state for versions in layout.versions[::-1])]
         # Fewer further on would be no error, but the search needs counts that do not fall.
         in_flight = np.maximum.accumulate([0, *layout.activations[::-1]])
         return np.maximum.accumulate(copies), in_flight.astype(np.int64)
@@ -472,27 +472,30 @@ class StageSearch:
 
 def table_of(profile: Profile, sharded: bool, replicas: int = 1) -> np.ndarray:
     """Sums over all layers before each one: forward, backward, bytes, activations, update; in row 5 the bytes
-    that cross the border before it; then again sums, of the fixed part of the compute, of what traffic takes
-    and of the bytes that replicas exchange. ``sharded``: each steps a part of the parameters. ``replicas``:
-    of one of so many replicas of every layer, which then are single devices.
+    that cross the border before it; then again sums, of the fixed part of the compute, of what traffic takes,
+    of the bytes that replicas exchange, of the update that each replica makes by itself, and of gradients.
+    ``sharded``: each steps a part of the parameters. ``replicas``: of one of so many replicas of every layer,
+    which then are single devices.
     """
     layers = profile.layers
     parts = [layer.fixed + (1 - layer.fixed) / replicas for layer in layers]
     activations = [layer.activation_bytes / replicas for layer in layers]
     exchanged = [layer.exchanged(sharded) for layer in layers]
     traffic = [size * profile.traffic_per_byte for size in exchanged]
-    sent = (replicas - 1) / replicas
+    sent, updates = (replicas - 1) / replicas, [layer.bytes * profile.update_per_byte for layer in layers]
     columns = [
         [layer.forward * part for layer, part in zip(layers, parts)],
         [layer.backward * part for layer, part in zip(layers, parts)],
         [layer.bytes for layer in layers],
         activations,
-        [la.bytes * profile.update_per_byte / replicas + sent * t for la, t in zip(layers, traffic)],
+        [sharded * seconds / replicas + sent * t for seconds, t in zip(updates, traffic)],
         [layer.fixed * (layer.forward + layer.backward) for layer in layers],
         traffic,
         exchanged,
+        [(not sharded) * seconds for seconds in updates],
+        [layer.bytes * layer.grad_share for layer in layers],
     ]
-    sums = np.zeros((9, len(layers) + 1))
-    sums[[0, 1, 2, 3, 4, 6, 7, 8], 1:] = np.cumsum(np.array(columns, float), axis=1)
+    sums = np.zeros((11, len(layers) + 1))
+    sums[[0, 1, 2, 3, 4, 6, 7, 8, 9, 10], 1:] = np.cumsum(np.array(columns, float), axis=1)
     sums[5, 1:] = activations
     return sums

@@ -41,8 +41,9 @@ def stage_seconds(
     backward does not hide.
 
     ``table`` holds sums up to each layer: forward, backward, bytes, activations, update, (a border's bytes),
-    what of the compute stays where a replica has fewer rows, what traffic takes from it, and the bytes that
-    replicas exchange. ``ring`` is start-up and seconds per byte of one message.
+    what of the compute stays where a replica has fewer rows, what traffic takes from it, the bytes that
+    replicas exchange, the update of whole parameters, and the bytes of gradients. ``ring`` is start-up and
+    seconds per byte of one message.
     """
     forward = table[0, last] - table[0, first]
     backward = table[1, last] - table[1, first]
@@ -52,7 +53,7 @@ def stage_seconds(
     part = fixed + (1.0 - fixed) / replicas
     sync = (replicas - 1) * (2.0 * ring[0] + ring[1] * exchanged / replicas)
     exposed = max(0.0, sync - backward * part)
-    update = (table[4, last] - table[4, first]) / replicas
+    update = (table[4, last] - table[4, first]) / replicas + table[9, last] - table[9, first]
     update += (replicas - 1) / replicas * (table[7, last] - table[7, first])
     work = whole + forward if again else whole
     return batches * work * part + exposed + update
@@ -63,7 +64,7 @@ def stage_memory(
     table: np.ndarray, first: int, last: int, replicas: int, again: bool, copies: float, batches: int
 ) -> float:
     """Bytes of a stage on one of its devices: ``copies`` of its weights, ``batches`` in flight."""
-    weights = copies * (table[2, last] - table[2, first])
+    weights = copies * (table[2, last] - table[2, first]) + table[10, last] - table[10, first]
     activations = table[3, last] - table[3, first]
     if again:
         return weights + (batches * table[5, first] + activations) / replicas

@@ -58,13 +58,11 @@ class Problem:
     def groups(self) -> tuple[int, ...]:
         return tuple(layer.group for layer in self.profile.layers)
 
-    def fuse(
-        self, limit: float | None, first: float | None = None, part: float | None = None
-    ) -> tuple[Bucket, ...]:
+    def fuse(self, limit: float | None, first: float | None = None) -> tuple[Bucket, ...]:
         """Buckets of about ``limit`` bytes; None is one for each layer."""
         if limit is None:
             return one_per_layer(self.profile.sizes, self.groups)
-        return fuse_by_bytes(self.profile.sizes, limit, first, part, self.groups)
+        return fuse_by_bytes(self.profile.sizes, limit, first, groups=self.groups)
 
     def candidates(self, sizes: Sequence[float | None] = LADDER) -> list[tuple[Bucket, ...]]:
         """The caller's buckets, or those of the caller's size, or one set for each of ``sizes``."""

@@ -23,8 +23,9 @@ Wires = Links | Cluster
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Seconds and bytes of one stage on one rank without replicas. ``kept``: activations between forward and
-    backward; ``inputs``, ``outputs``: what crosses its borders. ``backward`` includes ``weight`` and, where
+    """Seconds and bytes of one stage on one rank without replicas. ``bytes``: of its parameters;
+    ``gradients``: of their gradients in memory; ``kept``: of activations between forward and backward;
+    ``inputs``, ``outputs``: what crosses its borders. ``backward`` includes ``weight`` and, where
     the stage recomputes, a second forward. ``fixed``: the part of these seconds that stays with fewer rows.
     ``traffic``: what sending all that its replicas exchange in a step takes from the computation.
     """
@@ -33,6 +34,7 @@ class Stage:
     backward: float
     weight: float
     bytes: int
+    gradients: float
     kept: int
     working: int
     inputs: int
@@ -73,6 +75,7 @@ def _stage(profile: Profile, layout: Layout, number: int) -> Stage:
         backward=sum(layer.backward for layer in layers) + (forward if again else 0.0),
         weight=sum(layer.weight_backward for layer in layers),
         bytes=size,
+        gradients=sum(layer.bytes * layer.grad_share for layer in layers),
         kept=inputs if again else activations,
         working=activations if again else 0,
         inputs=inputs,
@@ -223,4 +226,4 @@ def stage_bytes(stage: Stage, versions: int, activations: int, share: float = 1.
     """Bytes of one stage on one rank for these numbers of weight versions and micro-batches, with the
     gradient.
     """
-    return stage.bytes * (versions + 1) + stage.kept * activations * share
+    return stage.bytes * versions + stage.gradients + stage.kept * activations * share

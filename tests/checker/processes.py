@@ -114,7 +114,7 @@ def run_described(programs: Sequence[Any], ranks: int, source: Path) -> Iterator
 
 def _launch(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failure | None]:
     """Run programs until one fails; yield how each failed."""
-    from dnn_bench.rank_environment import HeldPort
+    from commsched.process.network import HeldPort
     from tests.support.launch import start_ranks
 
     port = HeldPort()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.documented_commands import ROOT
 from tests.support.launch import clean_environment
 from tests.support.needs import needs
@@ -60,7 +59,7 @@ def run_pods(folder: Path, commands: list[list[str]], variables: list[dict[str, 
 
 @pytest.mark.slow
 def test_pytorchjob_with_torchrun(tmp_path: Path) -> None:
-    with closing(HeldPort()) as port:
+    with HeldPort() as port:
         common = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port.number)}
         pods = [common | {"PET_NODE_RANK": str(rank)} for rank in range(2)]
         lines = run_pods(tmp_path, [command("torchrun")] * 2, pods)
@@ -69,7 +68,7 @@ def test_pytorchjob_with_torchrun(tmp_path: Path) -> None:
 
 def test_pytorchjob_without_torchrun(tmp_path: Path) -> None:
     """Each pod is a host of its own."""
-    with closing(HeldPort()) as port:
+    with HeldPort() as port:
         common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port.number)}
         pods = [common | {"RANK": str(rank)} for rank in range(2)]
         lines = run_pods(tmp_path, [[sys.executable, "script.py"]] * 2, pods)

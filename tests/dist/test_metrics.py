@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.documented_commands import blocks
 from tests.support.launch import RankResult, run_ranks
 
@@ -62,7 +62,7 @@ def train() -> None:
 def two_ports() -> Iterator[int]:
     """The first of two neighbouring ports that no other process is given (`HeldPort`)."""
     while True:
-        with closing(HeldPort()) as first, socket.socket() as second:
+        with HeldPort() as first, socket.socket() as second:
             second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 second.bind(("127.0.0.1", first.number + 1))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from commsched.process.network import HeldPort
 from dnn_bench.launch import end, spawn_rank
-from dnn_bench.rank_environment import HeldPort
 from scheduler.formats.pipedream import Graph
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.pipelines.convert import write_files

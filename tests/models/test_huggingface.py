@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.cases import check, parameters
 from tests.support.documented_commands import blocks
 from tests.support.launch import PATIENCE, clean_environment, launcher_command

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.documented_commands import blocks
 from tests.support.launch import clean_environment
 

@@ -31,7 +31,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.launch import Ranks, start_ranks
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from tests.support.launch import PATIENCE, ROOT, clean_environment, launcher_command
 
 EXAMPLES = ROOT / "examples"

@@ -38,8 +38,9 @@ from types import TracebackType
 
 import psutil
 
+from commsched.process.network import HeldPort
 from dnn_bench.launch import Process, popen, spawn_rank
-from dnn_bench.rank_environment import HeldPort, environment, rank_variables
+from dnn_bench.rank_environment import environment, rank_variables
 from tests.support.needs import skip_without_horovod
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -125,7 +125,8 @@ EngineError EngineCore::located(EngineError error, const OpTag& tag) const {
     text += "; is rank " + std::to_string(error.peer) + " alive, and has it come to the same step? The time-out is " +
             std::to_string(timeout_) + " s";
   } else if (error.kind == ErrorKind::peer_lost) {
-    text += "; look at the output of rank " + std::to_string(error.peer) + " for why it ended";
+    const std::string advice = "; look at the output of rank " + std::to_string(error.peer) + " for why it ended";
+    if (text.find(advice) == std::string::npos) text += advice;  // a relayed error has it already
   }
   EngineError result(error.kind, text, error.peer);
   result.rank = transport_->rank();

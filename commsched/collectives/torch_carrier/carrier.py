@@ -32,7 +32,7 @@ class TorchCarrier(Carrier):
     def __init__(self, launch: Launch, publish: Publish | None = None) -> None:
         self.launch = launch
         self.meeting = meet(launch, publish)
-        self._sets: dict[int, list[int]] = {0: list(range(launch.size))}
+        self._sets = {0: list(range(launch.size))}
         self._queue = OperationQueue(self.meeting, self._sets)
         self._names = OperationNames()
         self._handles: dict[int, Operation] = {}
@@ -73,10 +73,8 @@ class TorchCarrier(Carrier):
         return self.synchronize(self._submit(Operation(kind, "", 0, ranks=ranks)))
 
     def process_set_ranks(self, set_id: int) -> list[int]:
-        try:
-            return self._sets[set_id]
-        except KeyError:
-            raise ValueError(f"process set {set_id} is not registered; known: {sorted(self._sets)}") from None
+        ranks: list[int] = self._set(set_id)
+        return ranks
 
     def start(self, collective: Collective) -> int:
         kind, tensors = collective.kind, tuple(collective.tensors)

@@ -68,6 +68,16 @@ def test_the_others_hear_which_rank_ended_and_why() -> None:
         assert "the disk of rank 2 is full" in str(error)
 
 
+def test_an_error_that_is_passed_on_says_once_where_to_look() -> None:
+    first, second = channels(2)
+    engine, leaving = engine_over(first, 0, 2), DirectTransport(second, 1, 2)
+    advice = "look at the output of rank 1 for why it ended"
+    leaving.abort(f"the connection to rank 1 is lost; {advice}")
+    error = failure(lambda: run_step(engine, [0]))
+    engine.close()
+    assert (error.kind, error.peer) == ("peer_lost", 1) and str(error).count(advice) == 1
+
+
 def test_a_farewell_writes_nothing_into_the_buffer_that_is_gathered_in_place() -> None:
     """Its text was received into the parameters, which an emergency checkpoint then saved."""
     first, second = channels(2)

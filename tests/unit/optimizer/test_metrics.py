@@ -23,7 +23,7 @@ from commsched.env import Settings
 from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
 from commsched.optimizer.planner import Plan
 from commsched.optimizer.reports import Metrics, StepReports, endpoint, metrics_of
-from dnn_bench.rank_environment import HeldPort
+from commsched.process.network import HeldPort
 from scheduler import policies
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile

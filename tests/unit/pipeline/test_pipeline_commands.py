@@ -210,7 +210,7 @@ def test_a_jobs_profile_says_what_its_replicas_send(tmp_path: Path, capsys: Any)
     words = ["profile", "--job", f"{__name__}:halved", "--rows", "12", "--repeat", "1"]
     assert main([*words, "-o", str(file)]) == 0
     made = Profile.load(file)
-    assert [layer.rs_share for layer in made.layers] == [2.0, 2.0]
+    assert [(layer.rs_share, layer.grad_share) for layer in made.layers] == [(2.0, 2.0)] * 2
     before = Profile(made.name, tuple(replace(layer, rs_share=1.0) for layer in made.layers))
     # Where only traffic takes time, RS takes two of three parts of it, and took one of two.
     slow = Cluster.flat(2, Link(0.0, 1.0))

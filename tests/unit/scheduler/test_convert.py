@@ -192,6 +192,11 @@ def test_what_files_of_others_may_take(tmp_path: Path) -> None:
     # Three layers of 3 ms on two replicas.
     assert PipelinePlan.load(out).bottleneck == pytest.approx(4.5e-3)
     assert PipelinePlan.load(out).period == pytest.approx(4.5e-3)
+    # 24 bytes of a stage: replicas share their update, and those of a bundle each make all of it.
+    updated = replace(Graph.load(graph).profile("gpus=3"), update_per_byte=1e-3)
+    for schedule, update in (("ashpipe", 12e-3), ("bundle", 24e-3)):
+        found = expecting(replace(plan, schedule=schedule), updated, free)
+        assert found.bottleneck == pytest.approx(4.5e-3 + update)
 
 
 @pytest.mark.parametrize(

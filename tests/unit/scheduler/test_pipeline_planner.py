@@ -42,6 +42,7 @@ def model(layers: int, seed: int = 0) -> Profile:
                 activation_bytes=int(random.integers(1, 30)),
                 fixed=float(random.uniform(0, 0.6)),
                 rs_share=float(random.choice([0.5, 1.0, 2.0])),
+                grad_share=float(random.choice([1.0, 2.0])),
             )
             for number in range(layers)
         ),
@@ -59,7 +60,8 @@ def least_bottleneck(
 ) -> float:
     """By trying everything; written from the planner's description, not from its arrays."""
     layers, best = profile.layers, math.inf
-    for stages in range(1, min(len(layers), cluster.size) + 1):
+    most = 2 if schedule == "bundle" else cluster.size
+    for stages in range(1, min(len(layers), most) + 1):
         for inner in combinations(range(1, len(layers)), stages - 1):
             cuts = [0, *inner, len(layers)]
             for replicas in product(range(1, cluster.size + 1), repeat=stages):
@@ -105,14 +107,16 @@ def stage_time(
     versions, in_flight = layout.versions[stage], layout.activations[stage]
     held = inputs * in_flight + activations if again else activations * in_flight
     limit = min(cluster.memory[device : device + replicas]) if cluster.memory else math.inf
-    if size * (versions + 1 + state) + held / replicas > limit:
+    gradients = sum(layer.bytes * layer.grad_share for layer in layers)
+    if size * (versions + state) + gradients + held / replicas > limit:
         return math.inf
     forward, backward = sum(la.forward for la in layers), sum(la.backward for la in layers)
     stays = sum(la.fixed * (la.forward + la.backward) for la in layers) / (forward + backward)
     part = stays + (1 - stays) / replicas
     seconds = count * (forward * (2 if again else 1) + backward) * part
-    seconds += profile.update_per_byte * size / replicas
-    exchanged = sum(layer.bytes * (layer.rs_share + 1) for layer in layers)  # RS and AG
+    bundle = schedule == "bundle"  # whose replicas step whole parameters, and all-reduce
+    seconds += profile.update_per_byte * size / (1 if bundle else replicas)
+    exchanged = sum(layer.bytes * (layer.rs_share + (layer.rs_share if bundle else 1)) for layer in layers)
     seconds += profile.traffic_per_byte * exchanged * (replicas - 1) / replicas
     level = cluster.level(device, device + replicas - 1)
     sync = (replicas - 1) * (2 * level.alpha + level.beta * exchanged / replicas)
@@ -126,9 +130,10 @@ def stage_time(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("zero_bubble", 3)])
+@pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("zero_bubble", 3), ("bundle", 1)])
 def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
-    profile = model(4 + seed % 4, seed)
+    """Of a bundle, each replica makes the whole update, which the planner had divided among them."""
+    profile = replace(model(4 + seed % 4, seed), update_per_byte=0.2)
     clusters = [Cluster.flat(3, Link(0.1, 0.05)), two_levels()]
     for cluster in clusters:
         found = PartitionInput(profile, cluster, schedule, count).search(9).best()
@@ -152,6 +157,17 @@ def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int,
                 assert wanted == math.inf
             else:
                 assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
+
+
+def test_gradients_of_masters_take_their_own_memory() -> None:
+    """Those of bfloat16 weights are float32. The planner and a plan's memory counted them in bfloat16."""
+    half = Profile("half", tuple(Layer(str(n), 1.0, 2.0, 100, 10) for n in range(4)))
+    whole = replace(half, layers=tuple(replace(layer, grad_share=2.0) for layer in half.layers))
+    plans = [partition(each, Cluster.flat(2, Link(0.0, 0.0)), "1f1b", max_stages=1) for each in (half, whole)]
+    assert [plan.memory[0] for plan in plans] == [820, 1220]  # replicas keep 20 bytes of activations
+    with pytest.raises(ValueError, match="fits into the memory"):
+        partition(whole, Cluster.flat(2, Link(0.0, 0.0), 900), "1f1b", max_stages=1)
+    assert partition(half, Cluster.flat(2, Link(0.0, 0.0), 900), "1f1b", max_stages=1).memory == (820, 820)
 
 
 def test_seven_layers_four_devices() -> None:
