@@ -92,6 +92,13 @@ class Settings:
         "127.0.0.1",
         "address on which ranks serve metrics; 0.0.0.0: all of the host, for anybody who reaches it",
     )
+    compare_every: int = _setting(
+        "COMMSCHED_COMPARE_EVERY",
+        100,
+        "ranks compare their optimizers' settings and parameters in the first step, and then every so many"
+        " steps; 0: never",
+        most=2**53,
+    )
     nccl_register: str = _setting(
         "COMMSCHED_NCCL_REGISTER",
         "",

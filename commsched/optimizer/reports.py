@@ -29,9 +29,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from comm_core import OPS, Traffic, link_gate
 from commsched.backends.ranks import Ranks
 from commsched.collectives.compression import block_code
+from commsched.collectives.private_groups import hosts_of
 from commsched.env import Settings
 from commsched.optimizer.measuring import StepTimes, Watch
 from commsched.optimizer.planner import SHARE, Plan
+from commsched.process.launch import by_host
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -166,6 +168,7 @@ class Explanation:
     plan: str
     hash: str
     transport: str
+    hosts: tuple[int, ...]  # by rank, numbered; empty where the launcher's facts contradict each other
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
     by_rows: Mapping[str, int]  # parameters of which only touched rows travel, and their bytes in memory
     tied: tuple[str, ...]  # of these, those of which the head's part travels first, then rows that correct it
@@ -180,6 +183,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"plan {self.hash}, {len(self.buckets)} buckets over transport {self.transport}",
+            *([f"ranks: {by_host([str(host) for host in self.hosts])}"] if self.hosts else []),
             f"link {self.link}; times: {self.profile_source}",
             f"order: {self.plan}",
             str(self.metrics),
@@ -217,6 +221,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         plan=program.plan,
         hash=program.hash,
         transport=session.backend.name,
+        hosts=_hosts(session.backend.ranks),
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
@@ -233,6 +238,13 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
     if show:
         print(explanation)
     return explanation
+
+
+def _hosts(ranks: Ranks) -> tuple[int, ...]:
+    try:
+        return tuple(hosts_of(ranks.process_set))
+    except ValueError:
+        return ()
 
 
 @dataclass(frozen=True)
