@@ -48,9 +48,7 @@ from commsched.optimizer.reports import few
 Settings = dict[tuple[int, str], Any]
 """Hyperparameters by group, counted among those with trained parameters, and name."""
 
-_FEW = (
-    4096  # elements of each parameter in a later digest: all of a large table would take longer than a step
-)
+_FEW = 4096  # elements of each parameter in later digests: all of a large table take longer than a step
 _CHUNK = 1 << 20  # elements: torch makes a copy of 8 bytes an element to sum integers
 _SHORT = 16  # elements of a tensor that counts as a setting
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -149,7 +147,7 @@ def settings_of(optimizer: Any, gradients: Sequence[Gradient]) -> Settings:
     return {
         (place, key): _plain(group.get(key))
         for place, group in enumerate(groups)
-        for key in optimizer.defaults
+        for key in getattr(optimizer, "defaults", ())
     }
 
 
@@ -184,8 +182,8 @@ def _sum_of_bits(param: torch.Tensor, turn: int | None) -> torch.Tensor:
         stride = max(1, len(flat) // _FEW)
         flat = flat[turn % stride :: stride]
     whole = _WHOLE[flat.element_size()]
-    chunks = [(part != part, part.view(whole)) for part in flat.split(_CHUNK)]
-    return torch.stack([bits.masked_fill(nan, 0).sum() for nan, bits in chunks]).sum()
+    sums = [part.view(whole).masked_fill(part != part, 0).sum() for part in flat.split(_CHUNK)]
+    return torch.stack(sums).sum()
 
 
 # -- what differs --------------------------------------------------------------------------------------------

@@ -1144,7 +1144,7 @@ class Round:
     def finish_step(self, stepped: bool = True) -> None:
         """End the step, also one that was left out: later gradients belong to the next one. IDLE."""
         with self.lock:
-            self.stepped, self.state, self._passes = stepped, State.IDLE, 0
+            self.stepped, self.state, self._passes, self.due = stepped, State.IDLE, 0, False
             self.backend.step_ended()
 
     def keep_values(self) -> None:

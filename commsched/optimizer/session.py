@@ -308,8 +308,8 @@ class Session:
     def compare(self) -> None:
         """Compare the ranks in a step whose round is due for it: see ``agreement``. Collective."""
         now = self.round
+        now.due = False
         with now.lock:
-            now.due = False
             now.wait_for_flags()
         if len(set(now.digests)) > 1 and not self.backend.ranks.joined:
             self._agreement.compare(now.number, now.gradients, self.plan.program.early_step)
