@@ -32,7 +32,7 @@ class Settings:
         "COMMSCHED_TIMEOUT",
         1800.0,
         "seconds that a rank waits for another one that runs before it raises CommError; after a tenth of"
-        " that, at most a minute, it says for whom it waits",
+        " that, at most 30 s, it says for whom it waits and in what",
     )
     start_timeout: float = _setting(
         "COMMSCHED_START_TIMEOUT", 300.0, "seconds within which all ranks must start and find each other"
@@ -108,8 +108,8 @@ class Settings:
 
     @property
     def warning(self) -> float:
-        """Seconds after which a rank that waits says so (the engine's channel has the same rule)."""
-        return min(60.0, self.timeout / 10)
+        """Seconds after which a rank that waits says so (the engine's channels have the same rule)."""
+        return min(30.0, self.timeout / 10)
 
 
 def _parse(variable: str, text: str, default: Any, most: float) -> Any:

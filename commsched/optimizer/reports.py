@@ -57,6 +57,9 @@ def few(names: Sequence[str]) -> str:
 # -- what communication costs --------------------------------------------------------------------------------
 
 
+_MUCH = 0.1  # of a step: a rank that waits so much less than all others computes for longer
+
+
 @dataclass(frozen=True)
 class Metrics:
     """Times in seconds: medians over the last steps, None before there are any.
@@ -94,10 +97,19 @@ class Metrics:
         return known | {f"wait_of_rank_{rank}": wait for rank, wait in enumerate(self.waits)}
 
     @property
+    def awaited(self) -> int | None:
+        """The rank whose compute the others wait for; None unless each waits a tenth of a step longer."""
+        if self.step is None or len(self.waits) < 2:
+            return None
+        least, others = sorted(self.waits)[:2]
+        return self.waits.index(least) if others - least > _MUCH * self.step else None
+
+    @property
     def line(self) -> str:
         """The figures in one line, for logs."""
         each = "/".join(f"{wait * 1e3:.1f}" for wait in self.waits)
         waits = f", waits of ranks {each} ms" if each else ""
+        waits += "" if self.awaited is None else f" (for the compute of rank {self.awaited})"
         return (
             f"commsched: step {milliseconds(self.step)}, exposed communication {milliseconds(self.exposed)}"
             f" (predicted {milliseconds(self.predicted_exposed)}, DDP {milliseconds(self.ddp_exposed)}),"
@@ -116,7 +128,9 @@ class Metrics:
             ("sent per step", megabytes(self.bytes), "", ""),
             ("link rate", f"{megabytes(self.link_rate)}/s", "", ""),
         ]
-        rows += [(f"wait of rank {rank}", milliseconds(wait), "", "") for rank, wait in enumerate(self.waits)]
+        for rank, wait in enumerate(self.waits):
+            told = "the others wait for its compute" if rank == self.awaited else ""
+            rows.append((f"wait of rank {rank}", milliseconds(wait), "", told))
         head = f"policy {self.policy}, rank {self.rank} of {self.ranks}, medians of {self.steps} steps"
         lines = (f"{what:24}{ours:>14}{plan:>14}{ddp:>16}".rstrip() for what, ours, plan, ddp in rows)
         return "\n".join([head, *lines])
