@@ -32,7 +32,7 @@ class Settings:
         "COMMSCHED_TIMEOUT",
         1800.0,
         "seconds that a rank waits for another one that runs before it raises CommError; after a tenth of"
-        " that, at most a minute, it says for whom it waits",
+        " that, at most 30 s, it says for whom it waits and in what",
     )
     start_timeout: float = _setting(
         "COMMSCHED_START_TIMEOUT", 300.0, "seconds within which all ranks must start and find each other"
@@ -98,6 +98,13 @@ class Settings:
         "127.0.0.1",
         "address on which ranks serve metrics; 0.0.0.0: all of the host, for anybody who reaches it",
     )
+    compare_every: int = _setting(
+        "COMMSCHED_COMPARE_EVERY",
+        100,
+        "ranks compare their optimizers' settings and parameters in the first step, and then every so many"
+        " steps; 0: never",
+        most=2**53,
+    )
     nccl_register: str = _setting(
         "COMMSCHED_NCCL_REGISTER",
         "",
@@ -107,8 +114,8 @@ class Settings:
 
     @property
     def warning(self) -> float:
-        """Seconds after which a rank that waits says so (the engine's channel has the same rule)."""
-        return min(60.0, self.timeout / 10)
+        """Seconds after which a rank that waits says so (the engine's channels have the same rule)."""
+        return min(30.0, self.timeout / 10)
 
 
 def _parse(variable: str, text: str, default: Any, most: float) -> Any:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,7 @@ from commsched.optimizer.hooks import forward_order, owners
 from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 from commsched.optimizer.planner import Model, TimedLink
 from commsched.process.network import HeldPort
-from scheduler.ir.link import Link, TwoTierLink
+from scheduler.ir.link import Link
 
 # Larger messages show the link's rate; none may take longer than this many seconds.
 _LARGE = (2 << 20, 4 << 20, 8 << 20)
@@ -71,10 +70,7 @@ def _link(backend: Backend, model_bytes: int) -> tuple[Link, float]:
     shares = backend.ranks.all_values((busy, _has_free_cores()))
     on_gpu = backend.device.type != "cpu"
     slowdown = slowdown_of([share for share, _ in shares], on_gpu or all(free for _, free in shares))
-    link = timed.refined(operations)
-    if isinstance(link, TwoTierLink):  # all hosts have as many ranks; DDP's ring passes through all of them
-        link = replace(link, members=(local_size(), backend.ranks.size // local_size()))
-    return link, slowdown
+    return timed.refined(operations), slowdown
 
 
 def _has_free_cores() -> bool:

@@ -18,8 +18,6 @@ from commsched.process.rendezvous import Meeting, launcher_server, meet
 if TYPE_CHECKING:
     from types import ModuleType
 
-_STALL_WARNING_SECONDS = 60
-
 
 def load_horovod() -> ModuleType:
     """Return ``horovod.torch.mpi_ops``; ``CommError`` says whether Horovod is missing or broken."""
@@ -68,8 +66,8 @@ class HorovodCarrier(Carrier):
             )
         # By default Horovod only warns about an absent rank and waits for ever.
         seconds = max(2, int(settings().timeout))
-        warning = str(min(_STALL_WARNING_SECONDS, seconds // 2))
-        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", warning)
+        warning = max(1, int(settings().warning))  # whole seconds, 0 would be never
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warning))
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")

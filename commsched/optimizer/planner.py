@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 import scheduler
 from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.compression import block_code
+from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from commsched.optimizer.buckets import Layout, build_layout
 from commsched.optimizer.measuring import Sample
@@ -722,7 +723,10 @@ class TimedLink:
         if not self._tiers:
             return link
         inside, between = self._tiers
-        return TwoTierLink(link.alpha, link.beta, link.name, link.error, inside, between)
+        ranks = self._backend.ranks
+        hosts = len(set(hosts_of(ranks.process_set)))  # all of them have as many ranks
+        members = (ranks.size // hosts, hosts)
+        return TwoTierLink(link.alpha, link.beta, link.name, link.error, inside, between, members=members)
 
 
 def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:
@@ -755,7 +759,9 @@ class Planner:
         backend: Backend,
         asked: Options,
         owners: Sequence[int] | None = None,
+        rule: str = "",
     ) -> None:
+        """``rule``: what updates the parameters, for the agreement."""
         self.model, self.owners = model, owners
         self.backend, self.ranks, self._asked = backend, backend.ranks, asked
         self.schedule = schedule = asked.schedule
@@ -771,8 +777,8 @@ class Planner:
         self.heads: dict[int, nn.Module] = {}  # the other owners of tied embeddings
         self.ranks.agree("the model's parameters", model.fingerprint, "build the same model on every rank")
         agreed = (
-            f"schedule={schedule if isinstance(schedule, str) else schedule.hash}, {sorted(options.items())},"
-            f" row_sparse={asked.row_sparse}, wire_dtype={asked.wire_dtype}"
+            f"optimizer {rule}, schedule={schedule if isinstance(schedule, str) else schedule.hash},"
+            f" {sorted(options.items())}, row_sparse={asked.row_sparse}, wire_dtype={asked.wire_dtype}"
         )
         self.ranks.agree(
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"

@@ -29,9 +29,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from comm_core import OPS, Traffic, link_gate
 from commsched.backends.ranks import Ranks
 from commsched.collectives.compression import block_code
+from commsched.collectives.private_groups import hosts_of
 from commsched.env import Settings
 from commsched.optimizer.measuring import StepTimes, Watch
 from commsched.optimizer.planner import SHARE, Plan
+from commsched.process.launch import by_host
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
 
@@ -53,6 +55,9 @@ def few(names: Sequence[str]) -> str:
 
 
 # -- what communication costs --------------------------------------------------------------------------------
+
+
+_MUCH = 0.1  # of a step: a rank that waits so much less than all others computes for longer
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,19 @@ class Metrics:
         return known | {f"wait_of_rank_{rank}": wait for rank, wait in enumerate(self.waits)}
 
     @property
+    def awaited(self) -> int | None:
+        """The rank whose compute the others wait for; None unless each waits a tenth of a step longer."""
+        if self.step is None or len(self.waits) < 2:
+            return None
+        least, others = sorted(self.waits)[:2]
+        return self.waits.index(least) if others - least > _MUCH * self.step else None
+
+    @property
     def line(self) -> str:
         """The figures in one line, for logs."""
         each = "/".join(f"{wait * 1e3:.1f}" for wait in self.waits)
         waits = f", waits of ranks {each} ms" if each else ""
+        waits += "" if self.awaited is None else f" (for the compute of rank {self.awaited})"
         return (
             f"commsched: step {milliseconds(self.step)}, exposed communication {milliseconds(self.exposed)}"
             f" (predicted {milliseconds(self.predicted_exposed)}, DDP {milliseconds(self.ddp_exposed)}),"
@@ -114,7 +128,9 @@ class Metrics:
             ("sent per step", megabytes(self.bytes), "", ""),
             ("link rate", f"{megabytes(self.link_rate)}/s", "", ""),
         ]
-        rows += [(f"wait of rank {rank}", milliseconds(wait), "", "") for rank, wait in enumerate(self.waits)]
+        for rank, wait in enumerate(self.waits):
+            told = "the others wait for its compute" if rank == self.awaited else ""
+            rows.append((f"wait of rank {rank}", milliseconds(wait), "", told))
         head = f"policy {self.policy}, rank {self.rank} of {self.ranks}, medians of {self.steps} steps"
         lines = (f"{what:24}{ours:>14}{plan:>14}{ddp:>16}".rstrip() for what, ours, plan, ddp in rows)
         return "\n".join([head, *lines])
@@ -169,6 +185,7 @@ class Explanation:
     plan: str
     hash: str
     transport: str
+    hosts: tuple[int, ...]  # by rank, numbered; empty where the launcher's facts contradict each other
     buckets: tuple[tuple[int, tuple[str, ...]], ...]
     by_rows: Mapping[str, int]  # parameters of which only touched rows travel, and their bytes in memory
     tied: tuple[str, ...]  # of these, those of which the head's part travels first, then rows that correct it
@@ -184,6 +201,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"plan {self.hash}, {len(self.buckets)} buckets over transport {self.transport}",
+            *([f"ranks: {by_host([str(host) for host in self.hosts])}"] if self.hosts else []),
             f"link {self.link}; times: {self.profile_source}",
             f"order: {self.plan}",
             str(self.metrics),
@@ -223,6 +241,7 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         plan=program.plan,
         hash=program.hash,
         transport=session.backend.name,
+        hosts=_hosts(session.backend.ranks),
         buckets=tuple(
             (b.bytes, tuple(dict.fromkeys(names[p.layer] for p in b.pieces))) for b in program.buckets
         ),
@@ -240,6 +259,13 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
     if show:
         print(explanation)
     return explanation
+
+
+def _hosts(ranks: Ranks) -> tuple[int, ...]:
+    try:
+        return tuple(hosts_of(ranks.process_set))
+    except ValueError:
+        return ()
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ class State(Enum):
 class FlagPlaces(NamedTuple):
     """Where the flags of a round, after one for each parameter, hold the votes for a new plan; by rank
     STEPPED and so on; the samples that weighted losses have counted, and how many ranks with gradients
-    counted none; by rank how long it waited in its latest step. ``size``: of all flags.
+    counted none; by rank how long it waited in its latest step; by rank a digest of what must be the same on
+    all ranks, 0 in most rounds. ``size``: of all flags.
     """
 
     votes: int
@@ -136,12 +137,14 @@ class FlagPlaces(NamedTuple):
     samples: int
     unweighted: int
     waits: int
+    digests: int
     size: int
 
     @classmethod
     def of(cls, params: int, ranks: int) -> FlagPlaces:
         after = params + 1 + ranks
-        return cls(params, params + 1, after, after + 1, after + 2, after + 2 + ranks)
+        digests = after + 2 + ranks
+        return cls(params, params + 1, after, after + 1, after + 2, digests, digests + ranks)
 
 
 class _EndOfBackward:
@@ -243,6 +246,9 @@ class Round:
         self._counted = False  # the backward that runs is that of a weighted loss
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
+        self.digest_of: Callable[[int, Sequence[Gradient]], int] = lambda number, gradients: 0
+        self.due = False  # the step of this round compares the ranks, by the digests of all of them
+        self.digests: list[int] = []
 
         # Times.
         self.watch: Watch | None = None
@@ -463,6 +469,10 @@ class Round:
         for place in storages_held([alias for _, alias in slots], [1] * len(slots)):
             slots[place][0].free()
         self.flags.zero_()
+        # Before an update inside of this backward; those of earlier steps are complete.
+        digest = 0 if self.joined else self.digest_of(self.number, self.gradients)
+        self.flag[self.places.digests : self.places.size][self.ranks.own] = digest
+        self.due = digest != 0
         self.backend.begin_step()
         self.state = State.FILLING
         self.mode.round_begun()
@@ -700,7 +710,7 @@ class Round:
         if self.apart and (flag[: places.votes] >= LATE).any() and self.has_company():
             state += CROWDED
         flag[places.steps : places.samples][own] = state
-        flag[places.waits :][own] = self.waited
+        flag[places.waits : places.digests][own] = self.waited
         self.stepped, self.samples = False, 0
         self.backend.mark_ready(self.flags_bucket)
 
@@ -837,7 +847,8 @@ class Round:
         self.used = used = flags[: places.votes + 1]
         by_rank = flags[places.steps : places.samples]
         some_joined, self.ranks.joined = bool(self.ranks.joined), _ranks_with(JOINED, by_rank)
-        self.waits_of_ranks.append(flags[places.waits :])
+        self.waits_of_ranks.append(flags[places.waits : places.digests])
+        self.digests = flags[places.digests :]
         self.raised = _ranks_with(RAISED, by_rank)
         self._check_raised()
         self._check_steps(by_rank, some_joined)
@@ -1133,7 +1144,7 @@ class Round:
     def finish_step(self, stepped: bool = True) -> None:
         """End the step, also one that was left out: later gradients belong to the next one. IDLE."""
         with self.lock:
-            self.stepped, self.state, self._passes = stepped, State.IDLE, 0
+            self.stepped, self.state, self._passes, self.due = stepped, State.IDLE, 0, False
             self.backend.step_ended()
 
     def keep_values(self) -> None:

@@ -38,6 +38,7 @@ from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.optimizer.agreement import Agreement, rule_of
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
@@ -142,6 +143,7 @@ class Session:
         self._frozen_steps = 0
         self._outlived = False  # the plan, by parameters that have been frozen for long
         ranks = self.backend.ranks
+        self._agreement = Agreement(self._optimizer, ranks)
         self._begin(params, options)
         file = settings().timeline
         self._timeline = Timeline(file, ranks.rank, ranks.size) if file else None
@@ -160,7 +162,8 @@ class Session:
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
-        self.planner = self._parts.planner = Planner(model, backend, options, self._owners)
+        rule = rule_of(optimizer, params)
+        self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
         after = options.predivide / (1 if options.sums else ranks.size)
@@ -186,6 +189,7 @@ class Session:
         )
         self.round.apart = bool(self.planner.sparse)
         self.round.has_company = partial(_has_company, ranks)
+        self.round.digest_of = self._agreement.digest
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)
@@ -308,6 +312,15 @@ class Session:
         return (self._measuring is not None and self._measuring.alone) or self.hooks.compiled
 
     # -- one iteration ---------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Compare the ranks in a step whose round is due for it: see ``agreement``. Collective."""
+        now = self.round
+        now.due = False
+        with now.lock:
+            now.wait_for_flags()
+        if len(set(now.digests)) > 1 and not self.backend.ranks.joined:
+            self._agreement.compare(now.number, now.gradients, self.plan.program.early_step)
 
     def after_step(self) -> None:
         """Time the step that is about to return, and plan again where that is due."""

@@ -130,6 +130,8 @@ class DistributedMethods(Optimizer):
         session.round.mark("enter")
         if not self._skip:
             session.round.require_sent()
+        if session.round.due:
+            session.compare()
         session.mode.step(self, session.synchronous)
         session.after_step()
         session.round.raise_failed()
@@ -144,6 +146,8 @@ class DistributedMethods(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._synchronize()
+            if self._session is not None and self._session.round.due:
+                self._session.compare()
             return loss
 
         result = self._update(reduced)

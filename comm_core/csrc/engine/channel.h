@@ -25,8 +25,10 @@ struct MessageTag {
 };
 
 inline std::string describe(const MessageTag& tag) {
-  return std::string(op_name(static_cast<Op>(tag.op))) + " of bucket " + std::to_string(tag.bucket) + " (step " +
-         std::to_string(tag.step) + ", position " + std::to_string(tag.position) + " of the plan)";
+  const std::string place = static_cast<int32_t>(tag.step) < 0 ? "between steps"
+                                                               : "step " + std::to_string(tag.step) + ", position " +
+                                                                     std::to_string(tag.position) + " of the plan";
+  return std::string(op_name(static_cast<Op>(tag.op))) + " of bucket " + std::to_string(tag.bucket) + " (" + place + ")";
 }
 
 // A posted message: plain numbers, so posting one allocates nothing.

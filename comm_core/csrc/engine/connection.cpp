@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 
 namespace commsched {
 namespace {
@@ -26,6 +27,12 @@ bool unacknowledged(int fd) noexcept {
 }
 
 }  // namespace
+
+void say_waiting(int rank, int peer, const std::string& operation, Clock::duration timeout) noexcept {
+  const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
+  std::fprintf(stderr, "commsched: rank %d has waited %.3g s for rank %d in %s; it waits %.6g s (COMMSCHED_TIMEOUT)\n", rank,
+               seconds(warning_after(timeout)), peer, operation.c_str(), seconds(timeout));
+}
 
 void wake_from(int fd, size_t bytes, int& now) noexcept {
   const int enough = static_cast<int>(std::clamp<size_t>(bytes, 1, kWorthWaking));

@@ -1,6 +1,7 @@
 // The connections to one other rank, and how they end. For all channels.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,12 @@ constexpr auto kLongestSleep = std::chrono::milliseconds(200);
 constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
 
 inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+// A rank that has waited so long says for whom. commsched.env.Settings.warning is the same rule.
+inline Clock::duration warning_after(Clock::duration timeout) { return std::min<Clock::duration>(to_duration(30), timeout / 10); }
+
+// Says on stderr that a rank waits for a peer, and in which operation.
+void say_waiting(int rank, int peer, const std::string& operation, Clock::duration timeout) noexcept;
 
 // Sets SO_RCVLOWAT: poll() reports the socket from so many bytes, at most kWorthWaking. `now` is the value that it has.
 void wake_from(int fd, size_t bytes, int& now) noexcept;

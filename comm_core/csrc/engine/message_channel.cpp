@@ -617,7 +617,7 @@ void MessageChannel::wait(const Pending& pending, const std::function<void()>& c
   Lock lock(mutex_);
   Deadline deadline = Clock::now() + timeout_, checked = Clock::now();
   size_t moved = batch.moved;
-  bool leads = false, first = true;
+  bool leads = false, first = true, said = false;
   ++waiting_;
   ++batch.waiting;
   const auto leave = [&] {
@@ -656,9 +656,15 @@ void MessageChannel::wait(const Pending& pending, const std::function<void()>& c
         }
         lock.lock();
       }
-      if (now < deadline || batch.left == 0 || batch.error) continue;
-      batch.end_turn();
+      const bool says = !said && now >= deadline - timeout_ + warning_after(timeout_);
+      if ((now < deadline && !says) || batch.left == 0 || batch.error) continue;
       const auto late = std::find_if(batch.messages.begin(), batch.messages.end(), [](const Message& m) { return !m.over; });
+      if (says) {
+        said = true;
+        say_waiting(rank_, late->peer, batch.operation, timeout_);
+        continue;
+      }
+      batch.end_turn();
       EngineError error(ErrorKind::timeout,
                         batch.operation + ": " + rank_name(rank_) +
                             (late->is_send ? " could send nothing to " : " heard nothing of ") + rank_name(late->peer) +

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
 namespace commsched {
@@ -246,19 +245,7 @@ void TcpChannel::sleep(Deadline deadline) {
   for (pollfd& entry : polled_) entry.revents = entry.events;  // time-out or interrupted: try all sockets
 }
 
-// commsched.env.Settings.warning is the same rule.
-void TcpChannel::set_timeout(double seconds) {
-  timeout_ = to_duration(seconds);
-  warning_ = to_duration(std::min(60.0, seconds / 10));
-}
-
-void TcpChannel::say_waiting(const Request& request) const {
-  const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
-  const char* awaited = request.is_send ? "to take" : "to send";
-  std::fprintf(stderr,
-               "commsched: rank %d has waited %.3g s for rank %d %s its part of a step; it waits %.6g s (COMMSCHED_TIMEOUT)\n",
-               rank_, seconds(warning_), request.peer, awaited, seconds(timeout_));
-}
+void TcpChannel::set_timeout(double seconds) { timeout_ = to_duration(seconds); }
 
 void TcpChannel::wait(const Request& request) {
   if (request.peer < 0) return;
@@ -281,9 +268,10 @@ void TcpChannel::wait(const Request& request) {
       continue;
     }
     check_hosts();
-    if (!said && Clock::now() >= deadline - timeout_ + warning_) {
+    if (!said && Clock::now() >= deadline - timeout_ + warning_after(timeout_)) {
       said = true;
-      say_waiting(request);
+      Peer& peer = peers_[request.peer];
+      say_waiting(rank_, request.peer, describe((request.is_send ? peer.out : peer.in)[request.sequence].header.tag), timeout_);
     }
     if (Clock::now() >= deadline) {
       culprit_ = request.peer;

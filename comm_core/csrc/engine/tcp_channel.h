@@ -79,14 +79,12 @@ class TcpChannel : public Channel {
   void check_hosts();
   void watch(size_t peer);
   void sleep(Deadline deadline);
-  void say_waiting(const Request& request) const;
   [[noreturn]] void lose(int peer, const std::string& why);
   [[noreturn]] void hear_farewell(int peer, const Header& header);
   void say_farewell(const std::string& reason) noexcept;
 
   const int rank_;
   Clock::duration timeout_ = to_duration(300);
-  Clock::duration warning_ = to_duration(30);  // a rank that waits for so long says for whom, once
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;  // the data of every peer, then the keepalive of every peer, then abort()'s eventfd
   Socket wake_;

@@ -125,6 +125,8 @@ def both_links_are_timed_alone_and_together(me: Me) -> None:
     assert all(part.cost(Kind.RS, 1 << 20) > 0 for part in parts), link
     assert len(set(me.everybody(str(link)))) == 1
     explanation = hvd.explain(optimizer, show=False)
+    assert link.members == (2, 2) and explanation.hosts == (0, 0, 1, 1)
+    assert "ranks: host 0 [0 1], host 1 [2 3]\n" in str(explanation)
     assert "inside hosts alpha=" in explanation.link and "one bucket after the other" in explanation.link
     assert explanation.bound <= explanation.metrics.predicted_step
     # The bound knows the slower of both links alone.

@@ -281,7 +281,7 @@ def test_another_size_or_another_operation(connect: Connect) -> None:
     assert "rank 0 has lost rank 1 (it gave up: forward of step 4: rank 1 got a message" in str(error)
 
 
-def test_nothing_comes_and_nothing_can_be_sent() -> None:
+def test_nothing_comes_and_nothing_can_be_sent(capfd: pytest.CaptureFixture[str]) -> None:
     left, _right = over_tcp(2)
     left.set_timeout(0.1)
     late = left.receive(1, 0, [numbers(0)], "stages")
@@ -290,6 +290,8 @@ def test_nothing_comes_and_nothing_can_be_sent() -> None:
         match=r"^stages: rank 0 heard nothing of rank 1 within 0\.1 s; look for the first error on rank 1$",
     ):
         late.wait()
+    said = "commsched: rank 0 has waited 0.01 s for rank 1 in stages; it waits 0.1 s (COMMSCHED_TIMEOUT)\n"
+    assert capfd.readouterr().err == said
     unread = [left.send(1, 0, [torch.ones(SHORT)], "stages") for _ in range(200)]
     for pending in (unread[-1], left.send(1, 1, [torch.ones(MUCH)], "stages")):
         error = failure(pending.wait)

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,20 @@ def test_measured_figures_by_hand() -> None:
     predicted = plan().prediction
     assert (found.predicted_exposed, found.ddp_exposed) == (predicted.exposed, predicted.ddp_exposed)
     assert times.last_wait() == pytest.approx(300_001, abs=1)
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    times, fake = times_of(FakeBackend())
+    found = metrics_of(times, plan(), SimpleNamespace(rank=0, size=3))  # type: ignore[arg-type]
+    found = replace(found, step=1.0, waits=(0.4, 0.1, 0.3))
+    assert found.awaited == 1 and "(for the compute of rank 1)" in found.line
+    assert [line for line in str(found).splitlines() if "the others wait for" in line][0].startswith(
+        "wait of rank 1"
+    )
+    for waits in ((0.4, 0.1, 0.15), (0.1, 0.1, 0.4), ()):
+        assert (
+            replace(found, waits=waits).awaited is None and "compute" not in replace(found, waits=waits).line
+        )
 
 
 def test_compute_that_contradicts_what_was_measured() -> None:
