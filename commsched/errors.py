@@ -17,7 +17,7 @@ except Exception:  # not installed, or broken: that is reported where it is need
             self.skip_sync = skip_sync
 
 
-class CommError(_Failure):  # type: ignore[misc, valid-type]
+class CommError(_Failure):
     """Communication failed or cannot be set up; the message names the rank, what was expected and what to do.
 
     Arguments that one rank alone can recognise as wrong raise ``ValueError``. Errors that involve another

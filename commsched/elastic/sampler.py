@@ -12,7 +12,7 @@ import torch
 from commsched.collectives.job import rank, size
 
 
-class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
+class ElasticSampler(torch.utils.data.Sampler):
     """Gives each rank its part of the samples that no rank has processed in this epoch of the data.
 
     Pass it to ``TorchState``, call ``record_batch()`` after each batch, and ``set_epoch()`` at the end of

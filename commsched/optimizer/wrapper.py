@@ -436,8 +436,8 @@ class DistributedMethods(Optimizer):
     # the ranks of that epoch. When it ends (a rank is lost, or hosts change), ``disconnect()`` leaves a plain
     # optimizer with the whole state. ``connect()`` then makes everything anew for the ranks there are, and
     # nothing where there is one. Both are collective, so no rank may notice by itself that it is time:
-    # ``commsched.elastic.run`` calls them between two calls of the user's function, on all ranks, in the order
-    # in which the optimizers were made. A script that calls ``shutdown()`` and ``init()`` itself calls
+    # ``commsched.elastic.run`` calls them between two calls of the user's function, on all ranks, in the
+    # order in which the optimizers were made. A script that calls ``shutdown()`` and ``init()`` itself calls
     # ``release()`` and ``resume()``. ``step()`` of an optimizer that was left out is an error: it would use
     # the gradients of this rank alone, or wait for ranks that are gone.
 
@@ -447,7 +447,7 @@ class DistributedMethods(Optimizer):
         self._session = self._unplanned = None
         self._released = False
         # One rank alone needs a session for master weights only.
-        if process_set.included() and (int(process_set.size()) > 1 or self._options.master_weights):  # type: ignore[arg-type]
+        if process_set.included() and ((process_set.size() or 1) > 1 or self._options.master_weights):
             if self._make_unplanned is not None:
                 self._unplanned = self._make_unplanned()
             else:
