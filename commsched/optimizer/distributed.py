@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.backends import PLAIN, wanted_transport
-from commsched.collectives.carrier import carrier
+from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.job import ProcessSet, global_process_set
 from commsched.collectives.operations import Adasum, Average, Sum
@@ -142,7 +142,8 @@ class LastingOptimizers:
         if self.running:
             return False
         self._made[next(self._numbers)] = wrapped
-        return carrier().launch.elastic
+        current = carrier_or_none()
+        return current is not None and current.launch.elastic
 
     def _alive(self) -> list[Any]:
         gc.collect()  # nobody uses those that only the collector knows, on any rank

@@ -1,6 +1,6 @@
-"""Trains nine steps: on one rank, on two after a host was added, and on one after rank 0 was killed.
+"""Trains nine steps: on one rank, on two after a host was added, and on one after a rank was killed.
 
-Arguments: the file with the hosts, "gradients" or "parameters".
+Arguments: the file with the hosts, "gradients" or "parameters", the rank that is killed.
 """
 
 import json
@@ -17,6 +17,7 @@ import commsched as hvd
 
 hosts, gather = Path(sys.argv[1]), sys.argv[2]
 is_first = "127.0.0.1" not in hosts.read_text()
+is_victim = int(sys.argv[3]) == (not is_first)
 hvd.init()
 torch.manual_seed(int(is_first))  # new ranks begin with other weights
 model = torch.nn.Linear(3, 2, dtype=torch.float64)
@@ -32,7 +33,7 @@ def batch(step, rank):
 @hvd.elastic.run
 def train(state):
     while state.step < 9:
-        if state.step == 6 and is_first:
+        if state.step == 6 and is_victim:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         model(batch(state.step, hvd.rank())).square().mean().backward()
